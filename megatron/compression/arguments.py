@@ -1,0 +1,84 @@
+"""Command-line flags, generated from the dataclasses of config.py, and their check against Megatron's."""
+
+import argparse
+
+from megatron.compression.config import (
+    CompressionConfig,
+    CompressionConfigError,
+    ReportSettings,
+    TensorParallelCompression,
+)
+from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
+
+_GROUPS = {"tensor_parallel": TensorParallelCompression, "report": ReportSettings}
+
+
+def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser (an ``extra_args_provider``).
+
+    Every flag but ``--taco`` is a field of a dataclass in config.py.
+    """
+    for name, config_class in _GROUPS.items():
+        group = ArgumentGroupFactory(config_class).build_group(
+            parser, title=f"compression ({name.replace('_', ' ')})"
+        )
+        if name == "tensor_parallel":
+            group.add_argument(
+                "--taco",
+                action="store_true",
+                help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
+                "--tp-compression taco. The --taco-* flags change single settings.",
+            )
+    return parser
+
+
+def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
+    """Build the frozen config from parsed flags and refuse what cannot be honoured.
+
+    Args:
+        args: the namespace of ``parse_and_validate_args``.
+
+    Raises:
+        CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
+    """
+    if args.taco:
+        args.tp_compression = "taco"
+    config = CompressionConfig(
+        **{name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
+    )
+    if config.tensor_parallel.enabled:
+        _check_tensor_parallel(args)
+    return config
+
+
+def _check_tensor_parallel(args: argparse.Namespace) -> None:
+    """Refuse ``--taco`` where some of the traffic would silently stay uncompressed."""
+    if args.transformer_impl != "local":
+        raise CompressionConfigError(
+            f"--taco compresses the layers of --transformer-impl local, not of {args.transformer_impl}, which "
+            "communicates inside its own kernels; use --transformer-impl local or drop --taco"
+        )
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        raise CompressionConfigError(
+            "--taco cannot compress the all-gathers and reduce-scatters of --sequence-parallel yet; "
+            "drop --sequence-parallel (the all-reduces carry the same bytes) or --taco"
+        )
+    if args.num_experts is not None:
+        raise CompressionConfigError(
+            "--taco does not cover expert and router traffic; drop --num-experts or --taco"
+        )
+    for flag in ("multi_latent_attention", "experimental_attention_variant", "heterogeneous_layers_config_path"):
+        if getattr(args, flag, None):
+            raise CompressionConfigError(
+                f"--taco covers the dense GPT layers, not --{flag.replace('_', '-')}; drop one of the two"
+            )
+
+
+def idle_reason(config: CompressionConfig, tensor_model_parallel_size: int) -> str | None:
+    """Why an enabled tensor-parallel compression has nothing to do, or None."""
+    if config.tensor_parallel.enabled and tensor_model_parallel_size == 1:
+        return (
+            "--taco has no effect here: --tensor-model-parallel-size is 1, so there is no tensor-parallel "
+            "traffic to compress"
+        )
+    return None

@@ -1,0 +1,109 @@
+"""What to compress and how: one frozen dataclass a channel, validated once.
+
+The command-line flags are generated from these fields (see arguments.py), so a field's name is its flag and
+the string under it is the flag's help.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+TACO_FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
+TACO_GROUP_SIZES = (32, 64, 128, 256, 512)
+
+
+class CompressionConfigError(ValueError):
+    """A setting that cannot be honoured; the message names the flag and the fix."""
+
+
+def flag_name(field_name: str) -> str:
+    """``taco_group_size`` -> ``--taco-group-size``."""
+    return "--" + field_name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelCompression:
+    """Compression of the activations and their gradients that tensor parallelism sends.
+
+    The defaults below ``tp_compression`` are the settings of the TACO paper (arXiv 2604.24088).
+    """
+
+    tp_compression: Literal["none", "taco"] = "none"
+    """Codec of the tensor-parallel all-reduces: taco = FP8 with the adaptive-scale Hadamard transform."""
+
+    taco_format: str = "fp8-e4m3"
+    """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4. For the same
+    bits an integer grid is more accurate after the Hadamard transform than fp8."""
+
+    taco_group_size: int = 128
+    """Values that share one Hadamard transform and one pair of scales: 32, 64, 128, 256 or 512."""
+
+    taco_scales: Literal["dual", "single"] = "dual"
+    """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
+
+    taco_min_message_mb: float = 8.0
+    """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
+    than it saves. 0 compresses everything."""
+
+    taco_start_iteration: int = 0
+    """Iterations that run uncompressed before compression starts."""
+
+    def __post_init__(self) -> None:
+        if self.taco_format not in TACO_FORMATS:
+            raise CompressionConfigError(
+                f"--taco-format {self.taco_format} is unknown; choose one of {', '.join(TACO_FORMATS)}"
+            )
+        if self.taco_group_size not in TACO_GROUP_SIZES:
+            raise CompressionConfigError(
+                f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two from 32 "
+                f"to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
+            )
+        if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
+            raise CompressionConfigError(
+                f"--taco-min-message-mb {self.taco_min_message_mb} must be a number of MiB >= 0"
+            )
+        if self.taco_start_iteration < 0:
+            raise CompressionConfigError(
+                f"--taco-start-iteration {self.taco_start_iteration} must be an iteration >= 0"
+            )
+        if not self.enabled:
+            self._refuse_idle_flags()
+
+    def _refuse_idle_flags(self) -> None:
+        """A --taco-* flag without --taco would silently do nothing."""
+        changed = [
+            field.name
+            for field in fields(self)
+            if field.name.startswith("taco_") and getattr(self, field.name) != field.default
+        ]
+        if changed:
+            raise CompressionConfigError(
+                f"{', '.join(map(flag_name, changed))} given, but tensor-parallel compression is off; "
+                "add --taco (or --tp-compression taco)"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any tensor-parallel traffic is to be compressed."""
+        return self.tp_compression != "none"
+
+    @property
+    def min_message_bytes(self) -> int:
+        """The threshold of ``--taco-min-message-mb`` in bytes of the uncompressed tensor."""
+        return math.ceil(self.taco_min_message_mb * 2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings:
+    """Where the byte ledger's report goes."""
+
+    compression_report: str | None = None
+    """Folder for report.json, report.md and PNG plots (loss, bytes, error per layer), written at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """Everything that the command line says about compression."""
+
+    tensor_parallel: TensorParallelCompression = TensorParallelCompression()
+    report: ReportSettings = ReportSettings()
