@@ -1,0 +1,181 @@
+"""What an entrypoint hands to `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
+
+Import it after `megatron.host.install()`: it loads megatron.training.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron import host
+
+SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
+
+
+def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None) -> Namespace:
+    """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
+
+    Layers default to megatron-core's local implementation; Transformer Engine is used only when asked for.
+    """
+
+    def extra_args(parser: ArgumentParser) -> ArgumentParser:
+        parser.set_defaults(transformer_impl="local")
+        return add_arguments(parser) if add_arguments is not None else parser
+
+    args = parse_and_validate_args(extra_args, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if host.is_active():
+        for line in host.cpu_argument_overrides(args):
+            print_rank_0(line)
+    return args
+
+
+def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """The dataset's configuration from the command line."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
+    """Whether multi-token-prediction layers sit on this pipeline stage: they need tokens and labels."""
+    return args.mtp_num_layers is not None and mtp_on_this_rank(
+        mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None = None) -> list:
+    """Build the train, validation and test sets (each may be None), with at least `sizes` samples.
+
+    Every rank calls it; the data is built where a pipeline stage reads it, on tensor-parallel rank 0.
+    """
+    args = get_args()
+
+    def built_here() -> bool:
+        reads = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+        return reads and mpu.get_tensor_model_parallel_rank() == 0
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, sizes, built_here, gpt_dataset_config(args)).build()
+
+
+# Every rank must call the builder: it holds barriers between building the index and reading it.
+train_valid_test_datasets.is_distributed = True
+
+
+def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
+    """The next micro-batch on this rank: tensor-parallel rank 0 reads it and broadcasts it to its group.
+
+    Returns: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] fp32, attention_mask [b, 1, s, s]
+    bool; None for what this pipeline stage does not use.
+    """
+    args = get_args()
+    mtp = _has_mtp(args, vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or mtp):
+        return dict.fromkeys(("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch = {}
+    if tp_rank == 0:
+        batch = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
+    """Sum the per-token losses that count.
+
+    Args: loss_mask and losses [b, s].
+    Returns: (summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}). The schedule divides
+    the first in place, hence the copy of what is logged.
+    """
+    args = get_args()
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    check = get_rerun_state_machine().validate_result
+    if args.check_for_nan_in_loss_and_grad:
+        check(loss, torch.isnan, "found NaN in the loss", tolerance=0.0, fatal=True)
+        check(loss, torch.isinf, "found Inf in the loss", tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        large = partial(
+            get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+        )
+        check(loss, large, "spiky loss", tolerance=0.0, fatal=False)
+    logged = torch.stack([loss.detach(), tokens.to(loss.dtype)]).clone()
+    return loss, tokens, {"lm loss": logged}
+
+
+def forward_step(data_iterator, model):
+    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function)."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
+    """Build the configs from `args`, train, and leave the process groups."""
+    model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Runs Megatron's own training loop on CPU tensors over gloo, where the machine has no CUDA device.
+
+`install()` must run before `megatron.training` is imported. Where `torch.cuda.is_available()` is True it
+applies `dataset_helpers.use_shipped_helpers` (needed on GPUs too) and nothing else.
+
+Every stand-in lives in one of these modules, with the symbol it replaces and the reason:
+    devices.py          torch.cuda: device, memory, streams, events
+    tensors.py          device="cuda" in tensor factories, Tensor.cuda, Tensor.to, Tensor.type
+    rng.py              torch.cuda random state and Megatron's RNG tracker
+    engine.py           symbols of megatron.training and megatron.core
+    overrides.py        arguments that a CPU run needs
+    dataset_helpers.py  the compiled dataset helper (CPU and GPU)
+"""
+
+from megatron.host.dataset_helpers import use_shipped_helpers
+from megatron.host.overrides import cpu_argument_overrides
+
+__all__ = ["cpu_argument_overrides", "install", "is_active", "use_shipped_helpers"]
+
+_active = False
+
+
+def is_active() -> bool:
+    """True once `install()` has put the CPU stand-ins in place in this process."""
+    return _active
+
+
+def install() -> bool:
+    """Make Megatron's training loop runnable on this machine. Idempotent.
+
+    Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
+    """
+    global _active
+    import torch
+
+    if _active:
+        return True
+    if not torch.cuda.is_available():
+        from megatron.host import devices, engine, rng, tensors
+
+        devices.install()
+        tensors.install()
+        rng.install()
+        engine.install()
+        _active = True
+    use_shipped_helpers()
+    return _active

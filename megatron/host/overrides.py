@@ -1,0 +1,29 @@
+"""Arguments that a CPU run needs: a launch script written for GPUs runs unchanged."""
+
+from argparse import Namespace
+
+# argument -> (value on the CPU, flag that says the same, reason)
+_OVERRIDES = {
+    "distributed_backend": ("gloo", "--distributed-backend gloo", "NCCL needs GPUs"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "needs a CUDA extension"),
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion", "needs a CUDA extension"),
+    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion", "a GPU kernel"),
+    "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion", "a GPU kernel"),
+    "bias_dropout_fusion": (False, "--no-bias-dropout-fusion", "a GPU kernel"),
+    "apply_rope_fusion": (False, "--no-rope-fusion", "needs Transformer Engine"),
+    "no_persist_layer_norm": (True, "--no-persist-layer-norm", "needs apex"),
+}
+
+
+def cpu_argument_overrides(args: Namespace) -> list[str]:
+    """Set in `args` what a CPU run needs.
+
+    Returns: one line for each value that changed, for the log. Call it after validation and before the
+    configs are built from `args`.
+    """
+    said = []
+    for name, (value, flag, reason) in _OVERRIDES.items():
+        if getattr(args, name) != value:
+            setattr(args, name, value)
+            said.append(f"running without CUDA: {flag} ({reason})")
+    return said
