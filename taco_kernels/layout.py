@@ -1,0 +1,140 @@
+"""What goes on the wire: formats, group and chunk sizes, where payload and scales lie.
+
+One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G`` groups) is::
+
+    plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only)
+
+A plane holds some of the bits of every code of the chunk, group after group. Byte ``j`` of a group in a
+plane of ``b`` bits carries elements ``j, j + P, j + 2P, ...`` of the group, ``P = G * b / 8`` bytes, the
+first in the low bits. 8-bit formats have one plane of 8 bits, int4 one of 4, int6 a plane of 4 and one of
+2, int5 a plane of 4 and one of 1 (low bits first). Codes narrower than a byte are stored plus ``2^(b-1)``.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
+SCALES = ("dual", "single")
+ROUNDINGS = ("nearest", "stochastic", "dither")
+GROUP_SIZES = (32, 64, 128, 256, 512)
+
+_QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
+_PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
+_SCALE_BYTES = {"dual": 8, "single": 2}
+
+
+class Stream(NamedTuple):
+    """Address of a block of counter-based random numbers (Philox-4x32-10, Salmon et al., SC'11).
+
+    Element ``e`` of a tensor uses byte ``i % 16`` of the Philox block with key ``key`` and counter
+    ``(i // 16, stream)``, where ``i = offset + e``. Elements are numbered through all chunks of an encode:
+    element ``j`` of chunk ``c`` is ``c * chunk_numel + j``. Sender ``w`` of a decode_sum uses stream
+    ``stream + w``. The same address always gives the same numbers, on every device.
+    """
+
+    key: int
+    """Seed, taken modulo 2^64."""
+    stream: int
+    """Number of the stream (site, hop, sender, ...), taken modulo 2^64."""
+    offset: int = 0
+    """Elements to skip, a non-negative multiple of 16 (every multiple of a group size is one)."""
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """Everything that decides the bytes of an encoded tensor. Validated on construction (ValueError)."""
+
+    format: str = "fp8-e4m3"
+    """One of FORMATS; int6, int5 and int4 are bit-packed."""
+    group_size: int = 128
+    """Values that share a scale and a Hadamard transform; a power of two from 32 to 512."""
+    scales: str = "dual"
+    """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up."""
+    rounding: str = "nearest"
+    """``nearest`` (ties to even), ``stochastic`` (unbiased), or ``dither`` (subtractive, integers only)."""
+    hadamard: bool = True
+    """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("format", FORMATS),
+            ("group_size", GROUP_SIZES),
+            ("scales", SCALES),
+            ("rounding", ROUNDINGS),
+            ("hadamard", (True, False)),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}"
+                )
+        if self.rounding == "dither" and self.is_float:
+            integers = ", ".join(f for f in FORMATS if f.startswith("int"))
+            raise ValueError(
+                f"rounding='dither' needs a uniform grid and {self.format} has none: use format {integers}, "
+                "or rounding='stochastic'"
+            )
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are fp8 numbers."""
+        return self.format.startswith("fp8")
+
+    @property
+    def qmax(self) -> float:
+        """Largest code value: 448 (e4m3), 57344 (e5m2), 2^(bits-1) - 1 (integers)."""
+        return _QMAX[self.format]
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of each plane, low bits of the code first."""
+        return _PLANES[self.format]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return sum(self.planes)
+
+    def payload_bytes_per_group(self) -> int:
+        """Bytes of one group without its scales."""
+        return self.group_size * self.bits // 8
+
+    def bytes_per_group(self) -> int:
+        """Bytes of one group on the wire, scales included."""
+        return self.payload_bytes_per_group() + _SCALE_BYTES[self.scales]
+
+    def chunk_numel(self, numel: int, chunks: int = 1) -> int:
+        """Values in each of ``chunks`` equal pieces of ``numel`` values, padded to whole groups."""
+        if numel < 0 or chunks < 1:
+            raise ValueError(f"numel={numel} must be >= 0 and chunks={chunks} >= 1")
+        return -(-numel // (chunks * self.group_size)) * self.group_size
+
+    def wire_bytes(self, numel: int) -> int:
+        """Exact bytes of one chunk that holds ``numel`` values."""
+        return self.chunk_numel(numel) // self.group_size * self.bytes_per_group()
+
+
+def check_stream(random: Stream | None, config: CodecConfig, argument: str, decoding: bool = False) -> None:
+    """Raise ValueError when the random address that ``config.rounding`` needs is missing or misaligned.
+
+    Decoding needs one for dither only; stochastic rounding leaves nothing to undo.
+    """
+    needed = config.rounding == "dither" or (config.rounding == "stochastic" and not decoding)
+    if needed and random is None:
+        raise ValueError(
+            f"{argument} is None: rounding={config.rounding!r} needs a Stream(key, stream, offset)"
+        )
+    if needed and (random.offset < 0 or random.offset % 16):
+        raise ValueError(f"{argument}.offset={random.offset} must be a non-negative multiple of 16")
+
+
+def check_wires(wires: torch.Tensor, config: CodecConfig, chunk: int) -> None:
+    """Raise ValueError unless ``wires`` is uint8[rows, wire_bytes(chunk)] with contiguous rows."""
+    expected = config.wire_bytes(chunk)
+    if wires.dim() != 2 or wires.shape[1] != expected or wires.dtype != torch.uint8:
+        raise ValueError(
+            f"wires is {wires.dtype}{list(wires.shape)}; chunks of {chunk} values in this config need "
+            f"torch.uint8[rows, {expected}]"
+        )

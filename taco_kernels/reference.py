@@ -1,0 +1,267 @@
+"""The codec in plain torch: the definition that every kernel is tested against.
+
+TACO (arXiv 2604.24088) encodes a group x of G values as q = round(y / s), y = alpha * WHT(x) / sqrt(G),
+alpha = clamp(qmax / sqrt(mean(x^2) + 1e-6), 1e-3, 1e3), s = max|y| / qmax, and sends q, s and alpha. In exact
+arithmetic y / s does not depend on alpha, so the arithmetic here, all of it fp32, runs on the mean
+
+    h = WHT(x / G),   WHT in Sylvester order, stages of distance 1, 2, 4, ... G/2,
+
+which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exact power of two:
+
+    q     = round(h * (qmax / max|h|))          alpha = clamp(qmax / sqrt(sum(h^2) + 1e-6), 1e-3, 1e3)
+    s     = alpha * (max|h| * (sqrt(G) / qmax))  (sum(h^2) = mean(x^2), Parseval)
+    step  = s / sqrt(G) / alpha                  decode: x = WHT(q * step) = WHT(q) * step
+
+Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Without
+the Hadamard transform h = x and the factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's
+1e-12 on s); an all-zero group sends a zero, and a group that is not finite sends NaN and so decodes to NaN.
+"""
+
+import math
+
+import torch
+
+from taco_kernels.layout import CodecConfig, Stream, check_stream, check_wires
+from taco_kernels.philox import uniform_bytes
+
+EPSILON = 1e-6
+ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
+S_MIN = 1e-12
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
+    shape, distance = x.shape, 1
+    while distance < shape[-1]:
+        low, high = x.reshape(*shape[:-1], -1, 2, distance).unbind(-2)
+        x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
+        distance *= 2
+    return x
+
+
+def amax_floor(config: CodecConfig) -> float:
+    """Smallest max|h| that is told from zero: where s meets its floor at the largest alpha."""
+    return S_MIN / ALPHA_MAX * config.qmax / root(config)
+
+
+def root(config: CodecConfig) -> float:
+    """sqrt(G), or 1 without the transform: from the mean-normalised to the orthonormal transform."""
+    return math.sqrt(config.group_size) if config.hadamard else 1.0
+
+
+def dither(random: Stream, first: int, groups: int, config: CodecConfig, device) -> torch.Tensor:
+    """fp32[groups, G] in (-1/2, 1/2): (byte - 127.5) / 256 for elements numbered from ``first`` on.
+
+    256 levels: what rounding leaves biased is 8 bits finer than the grid, below bf16's own resolution.
+    """
+    raw = uniform_bytes(random, first, groups * config.group_size, device)
+    return ((raw.float() - 127.5) / 256).reshape(groups, config.group_size)
+
+
+def round_to_grid(v: torch.Tensor, config: CodecConfig, u: torch.Tensor | None) -> torch.Tensor:
+    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; u is the dither or None (nearest)."""
+    v = v.clamp(-config.qmax, config.qmax)
+    if not config.is_float:
+        q = torch.round(v if u is None else v + u)
+        bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
+        return (q.to(torch.int16) + bias).to(torch.uint8)
+    # fp8: n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the
+    # binade's first code, also where it carries into the next one or where the number is subnormal.
+    mantissa, lowest = (3, 121) if config.format == "fp8-e4m3" else (2, 113)  # biased exponent of min normal
+    bits = v.view(torch.int32)
+    exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
+    ulp = ((exponent - mantissa) << 23).view(torch.float32)
+    steps = v.abs() / ulp
+    n = torch.round(steps) if u is None else torch.floor(steps + (u + 0.5))
+    code = ((exponent - lowest) << mantissa) + n.to(torch.int32)
+    return (code | bits >> 24 & 0x80).to(torch.uint8)
+
+
+def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """fp32 values of uint8 codes."""
+    if config.format == "fp8-e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if config.format == "fp8-e5m2":
+        return codes.view(torch.float8_e5m2).float()
+    if config.bits == 8:
+        return codes.view(torch.int8).float()
+    return codes.float() - 2.0 ** (config.bits - 1)
+
+
+def pack(codes: torch.Tensor, config: CodecConfig) -> list[torch.Tensor]:
+    """Bit planes uint8[groups, G * bits / 8] of codes uint8[groups, G]; see layout.py."""
+    planes = []
+    for bits in config.planes:
+        pieces = codes.view(len(codes), 8 // bits, -1) & (2**bits - 1)
+        planes.append(sum(pieces[:, m] << (bits * m) for m in range(8 // bits)))
+        codes = codes >> bits if bits < 8 else codes
+    return planes
+
+
+def unpack(planes: list[torch.Tensor], config: CodecConfig) -> torch.Tensor:
+    """Inverse of pack."""
+    codes, shift = 0, 0
+    for plane, bits in zip(planes, config.planes, strict=True):
+        pieces = [(plane >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]
+        codes = codes + (torch.cat(pieces, dim=1) << shift)
+        shift += bits
+    return codes
+
+
+def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Smallest bf16 that is not below x (x fp32, finite and >= 0)."""
+    return ((x.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+def encode_groups(
+    h: torch.Tensor, config: CodecConfig, random: Stream | None, first: int = 0
+) -> torch.Tensor:
+    """Wire of one chunk from h fp32[groups, G] in the Hadamard domain: uint8[groups * bytes_per_group]."""
+    amax = h.abs().amax(dim=1)
+    bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
+    h, amax = h.masked_fill(bad[:, None], 0.0), amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
+    scale = root(config)
+    if config.scales == "single":
+        step = round_up_bf16(amax / config.qmax)
+        inverse = 1.0 / step.float()
+        scales = [step]
+    else:
+        inverse = config.qmax / amax
+        mean_square = (h * h).sum(dim=1) if config.hadamard else (h * h).mean(dim=1)
+        alpha = (config.qmax / torch.sqrt(mean_square + EPSILON)).clamp(ALPHA_MIN, ALPHA_MAX)
+        s = (alpha * (amax * (scale / config.qmax))).clamp(min=S_MIN)
+        scales = [s, alpha]
+    scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
+    u = None if config.rounding == "nearest" else dither(random, first, len(h), config, h.device)
+    codes = round_to_grid(h * inverse[:, None], config, u)
+    pieces = [*pack(codes, config), *scales]
+    return torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in pieces])
+
+
+def decode_groups(
+    wire: torch.Tensor, config: CodecConfig, random: Stream | None, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code values fp32[groups, G] (dither subtracted) and step fp32[groups, 1] of one chunk's wire."""
+    groups, G = wire.numel() // config.bytes_per_group(), config.group_size
+    widths = [groups * G * bits // 8 for bits in config.planes]
+    dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
+    scale_count = 2 if config.scales == "dual" else 1
+    pieces = wire.split(widths + [groups * dtype.itemsize] * scale_count)
+    q = code_values(unpack([p.view(groups, -1) for p in pieces[: len(widths)]], config), config)
+    if config.rounding == "dither":
+        q = q - dither(random, first, groups, config, wire.device)
+    scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
+    if config.scales == "single":
+        step = scales[0].float()
+    else:
+        step = scales[0] * (1.0 / root(config)) / scales[1]
+    return q, step[:, None]
+
+
+def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor:
+    """h fp32[chunks, groups, G] of x: row-major, zero padded, prescaled, transformed."""
+    chunk = config.chunk_numel(x.numel(), chunks)
+    flat = torch.zeros(chunks * chunk, dtype=torch.float32, device=x.device)
+    flat[: x.numel()] = x.reshape(-1)
+    grouped = flat.view(chunks, -1, config.group_size)
+    return hadamard(grouped / config.group_size) if config.hadamard else grouped
+
+
+def encode(
+    x: torch.Tensor,
+    config: CodecConfig,
+    chunks: int = 1,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Encode x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order.
+
+    Returns uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks); zero padded at the end.
+    ``random`` is needed unless rounding is nearest.
+    """
+    check_stream(random, config, "random")
+    h = to_groups(x, config, chunks)
+    chunk = h.shape[1] * config.group_size
+    if out is None:
+        out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
+    check_wires(out, config, chunk)
+    for c in range(chunks if chunk else 0):
+        out[c] = encode_groups(h[c], config, random, first=c * chunk)
+    return out
+
+
+def decode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Inverse of encode with chunks = wires.shape[0]; ``random`` is needed for dither only, the encoder's."""
+    check_stream(random, config, "random", decoding=True)
+    numel = math.prod(shape)
+    chunk = config.chunk_numel(numel, max(wires.shape[0], 1))
+    check_wires(wires, config, chunk)
+    flat = torch.empty(wires.shape[0] * chunk, dtype=torch.float32, device=wires.device)
+    for c in range(wires.shape[0] if chunk else 0):
+        q, step = decode_groups(wires[c], config, random, first=c * chunk)
+        flat[c * chunk : (c + 1) * chunk] = ((hadamard(q) if config.hadamard else q) * step).reshape(-1)
+    result = flat[:numel].view(shape).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def sum_groups(wires: torch.Tensor, config: CodecConfig, random: Stream | None) -> torch.Tensor:
+    """sum over w of q_w * step_w, fp32[groups, G] in the Hadamard domain, in order 0..W-1."""
+    total = None
+    for w, wire in enumerate(wires):
+        sender = random._replace(stream=random.stream + w) if random is not None else None
+        q, step = decode_groups(wire, config, sender)
+        total = q * step if total is None else total + q * step
+    return total
+
+
+def decode_sum(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum of the same chunk from W senders, wires uint8[W, wire_bytes(numel)]; one inverse WHT at the end.
+
+    fp32 accumulation in sender order. With dither, sender w's stream is random.stream + w.
+    """
+    check_stream(random, config, "random", decoding=True)
+    numel = math.prod(shape)
+    check_wires(wires, config, config.chunk_numel(numel))
+    if numel == 0:
+        result = torch.empty(shape, dtype=dtype, device=wires.device)
+    else:
+        total = sum_groups(wires, config, random)
+        result = (hadamard(total) if config.hadamard else total).reshape(-1)[:numel].view(shape).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def decode_sum_encode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    numel: int,
+    random_in: Stream | None = None,
+    random_out: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
+
+    Returns uint8[wire_bytes(numel)]. ``random_in`` is the senders' (see decode_sum), ``random_out`` encodes.
+    """
+    check_stream(random_in, config, "random_in", decoding=True)
+    check_stream(random_out, config, "random_out")
+    check_wires(wires, config, config.chunk_numel(numel))
+    if out is None:
+        out = torch.empty(config.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
+    check_wires(out[None], config, config.chunk_numel(numel))
+    if numel:
+        out.copy_(encode_groups(sum_groups(wires, config, random_in), config, random_out))
+    return out
