@@ -67,7 +67,11 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         raise CompressionConfigError(
             "--taco does not cover expert and router traffic; drop --num-experts or --taco"
         )
-    for flag in ("multi_latent_attention", "experimental_attention_variant", "heterogeneous_layers_config_path"):
+    for flag in (
+        "multi_latent_attention",
+        "experimental_attention_variant",
+        "heterogeneous_layers_config_path",
+    ):
         if getattr(args, flag, None):
             raise CompressionConfigError(
                 f"--taco covers the dense GPT layers, not --{flag.replace('_', '-')}; drop one of the two"

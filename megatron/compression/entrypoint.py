@@ -22,6 +22,8 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron import host
+from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.weave import weave
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -99,8 +101,12 @@ def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None 
 train_valid_test_datasets.is_distributed = True
 
 
-def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
+def get_batch(
+    data_iterator, vp_stage: int | None = None, on_broadcast: Callable[[int], None] | None = None
+) -> dict[str, torch.Tensor | None]:
     """The next micro-batch on this rank: tensor-parallel rank 0 reads it and broadcasts it to its group.
+
+    `on_broadcast` is told on that rank how many bytes the broadcast sends.
 
     Returns: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] fp32, attention_mask [b, 1, s, s]
     bool; None for what this pipeline stage does not use.
@@ -129,6 +135,8 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
+    if tp_rank == 0 and on_broadcast is not None:
+        on_broadcast(sum(value.nbytes for value in batch.values() if value is not None))
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
@@ -156,26 +164,44 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
     return loss, tokens, {"lm loss": logged}
 
 
-def forward_step(data_iterator, model):
-    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function)."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    timers("batch-generator").stop()
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    return output, partial(loss_func, batch["loss_mask"])
+class ForwardStep:
+    """One micro-batch forward.
+
+    Args:
+        runtime: told which iteration is running and what the batch's broadcast sends.
+    """
+
+    def __init__(self, runtime: CompressionRuntime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, data_iterator, model):
+        """Returns: (per-token losses or the stage's output, the loss function)."""
+        self.runtime.iteration = get_args().curr_iteration
+        timers = get_timers()
+        timers("batch-generator", log_level=2).start()
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = get_batch(data_iterator, vp_stage, self._count_broadcast)
+        timers("batch-generator").stop()
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
+        return output, partial(loss_func, batch["loss_mask"])
+
+    def _count_broadcast(self, sent: int) -> None:
+        world_size = mpu.get_tensor_model_parallel_world_size()
+        self.runtime.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, world_size)
 
 
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
-    """Build the configs from `args`, train, and leave the process groups."""
+    """Build the configs from `args`, train, write the report, and leave the process groups."""
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
+    runtime, reporter = weave(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, ForwardStep(runtime))
+    reporter.finish()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,0 +1,53 @@
+"""The codec contract."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Codec(Protocol):
+    """Turns tensors into contiguous uint8 payloads of a size that is known beforehand, and back.
+
+    A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a CUDA
+    graph. It takes any number of values (0 too, and sizes that divide nothing: it pads inside). A group that
+    holds a NaN or Inf decodes to non-finite values.
+
+    A tensor is encoded in ``chunks`` equal pieces, one a destination rank; piece c holds the values
+    ``[c * chunk_numel, (c + 1) * chunk_numel)`` of the tensor in row-major order, zero padded.
+    """
+
+    name: str
+    """Short name for logs, with the settings that matter."""
+
+    def chunk_numel(self, numel: int, chunks: int = 1) -> int:
+        """Values in each of ``chunks`` pieces of a tensor of ``numel`` values, padding included."""
+        ...
+
+    def wire_bytes(self, numel: int) -> int:
+        """Exact payload bytes for one piece of ``numel`` values."""
+        ...
+
+    def encode(self, x: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+        """Encode ``x`` (any shape and stride; bf16, fp16, fp32).
+
+        Returns:
+            uint8 ``[chunks, wire_bytes(chunk_numel(x.numel(), chunks))]``, contiguous.
+        """
+        ...
+
+    def decode(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Invert ``encode``: uint8 ``[chunks, bytes]`` to a tensor of ``shape`` and ``dtype``."""
+        ...
+
+    def decode_sum(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Sum the same piece from W senders: uint8 ``[W, bytes]``, fp32 accumulation in the order of the rows."""
+        ...
+
+    def decode_sum_encode(self, wires: torch.Tensor, numel: int) -> torch.Tensor:
+        """The middle of a two-shot all-reduce: the sum of uint8 ``[W, bytes]``, encoded as uint8 ``[bytes]``.
+
+        Args:
+            numel: values in the piece (what ``chunk_numel`` gave).
+        """
+        ...

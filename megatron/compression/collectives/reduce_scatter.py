@@ -1,0 +1,45 @@
+"""Reduce-scatter along the first dimension over a codec."""
+
+import torch
+
+from megatron.compression.codecs import Codec
+from megatron.compression.collectives.transport import TorchTransport
+from megatron.compression.collectives.work import CompressedWork, completed
+
+
+def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False):
+    """Sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
+
+    Args:
+        x: ``[W * n, ...]``, bf16, fp16 or fp32.
+        codec: what encodes the payload.
+        transport: carries the payload.
+        async_op: return a handle after the exchange has been started.
+
+    Returns:
+        ``[n, ...]`` of ``x``'s dtype, or with ``async_op`` a ``CompressedWork``.
+
+    Raises:
+        ValueError: the first dimension does not divide by the world size.
+    """
+    world_size = transport.world_size
+    if x.shape[0] % world_size:
+        raise ValueError(
+            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's {world_size} ranks"
+        )
+    shape = (x.shape[0] // world_size, *x.shape[1:])
+    if world_size == 1 or x.numel() == 0:
+        result = x.reshape(shape)
+        return completed(result) if async_op else result
+    dtype = x.dtype
+    shard = x.numel() // world_size
+    if codec.chunk_numel(shard) == shard:
+        wires = codec.encode(x, chunks=world_size)
+    else:  # pieces would straddle the shards' borders: pad each shard by itself
+        wires = torch.cat([codec.encode(part) for part in x.reshape(world_size, shard)])
+    received, work = transport.all_to_all(wires, async_op=async_op)
+
+    def finish() -> torch.Tensor:
+        return codec.decode_sum(received, shape, dtype)
+
+    return CompressedWork(work, finish) if async_op else finish()

@@ -1,0 +1,183 @@
+"""Replacements inside megatron-core where it has no extension point. Nowhere else is a symbol replaced.
+
+Each seam names its symbol, why it is replaced and what it does not reach. ``replace`` refuses a symbol that
+does not look as expected (another megatron-core), wraps a symbol once, and logs a line.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class SeamError(RuntimeError):
+    """The symbol to replace is not what this version of the project expects."""
+
+
+def replace(owner: Any, name: str, expected_parameters: tuple[str, ...], wrap: Callable) -> None:
+    """Wrap ``owner.name`` once.
+
+    Args:
+        owner: module or class.
+        name: the function's attribute name.
+        expected_parameters: parameters that the function must have.
+        wrap: takes the original and returns the replacement.
+
+    Raises:
+        SeamError: there is no such function, or it lacks a parameter.
+    """
+    where = f"{getattr(owner, '__module__', '') or ''}.{owner.__name__}.{name}".lstrip(".")
+    original = getattr(owner, name, None)
+    if not callable(original):
+        raise SeamError(f"{where} does not exist in this megatron-core; install the pinned version")
+    if getattr(original, "_megatron_taco_seam", False):  # already wrapped: wrap the original anew
+        original = original.__wrapped__
+    missing = set(expected_parameters) - set(inspect.signature(original).parameters)
+    if missing:
+        raise SeamError(
+            f"{where} has no parameter {', '.join(sorted(missing))}; install the pinned megatron-core"
+        )
+    replacement = functools.wraps(original)(wrap(original))
+    replacement._megatron_taco_seam = True
+    setattr(owner, name, replacement)
+    logger.info("seam: %s", where)
+
+
+def on_training_log(after: Callable[[int, dict], None]) -> None:
+    """Call ``after(iteration, loss_dict)`` behind each ``training_log``: once an iteration.
+
+    Why: our log line and TensorBoard scalars belong right behind Megatron's, and the loop calls the function by
+    name. Not reached: losses of iterations that were skipped.
+    """
+    from megatron.training import training
+
+    def wrap(training_log):
+        signature = inspect.signature(training_log)
+
+        def wrapper(*args, **kwargs):
+            result = training_log(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
+            after(bound["iteration"], bound["loss_dict"])
+            return result
+
+        return wrapper
+
+    replace(training, "training_log", ("loss_dict", "iteration"), wrap)
+
+
+def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
+    """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
+
+    Why: evaluation traffic is kept apart from the iterations', and the report shows the validation loss. Two
+    symbols, because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the losses.
+    Not reached: callers that imported them by name (megatron.training has none).
+    """
+    from megatron.training import training
+
+    split = "valid"
+
+    def wrap_printing(evaluate_and_print_results):
+        def wrapper(prefix, *args, **kwargs):
+            nonlocal split
+            split = "test" if prefix.endswith("test set") else "valid"
+            return evaluate_and_print_results(prefix, *args, **kwargs)
+
+        return wrapper
+
+    def wrap(evaluate):
+        def wrapper(*args, **kwargs):
+            before(split)
+            losses = None
+            try:
+                result = evaluate(*args, **kwargs)
+                losses = result[0]
+            finally:
+                after(losses)
+            return result
+
+        return wrapper
+
+    replace(training, "evaluate_and_print_results", ("prefix",), wrap_printing)
+    replace(training, "evaluate", ("forward_step_func", "data_iterator", "model"), wrap)
+
+
+def on_gradient_sync(record: Callable[[str, int, int], None]) -> None:
+    """Call ``record(operation, buffer_bytes, world_size)`` for each data-parallel gradient collective.
+
+    Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    def wrap(start_grad_sync):
+        def wrapper(self, force_all_reduce=False):
+            already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
+            result = start_grad_sync(self, force_all_reduce)
+            if not already_dispatched:
+                _record_gradient_sync(self, force_all_reduce, record)
+            return result
+
+        return wrapper
+
+    replace(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), wrap)
+
+
+def _record_gradient_sync(
+    bucket_group, force_all_reduce: bool, record: Callable[[str, int, int], None]
+) -> None:
+    config = bucket_group.ddp_config
+    for bucket in bucket_group.buckets:
+        if not config.use_distributed_optimizer:
+            record("all_reduce", bucket.grad_data.nbytes, bucket_group.data_parallel_group.size())
+            continue
+        shards = bucket_group.intra_distributed_optimizer_instance_size
+        operation = "all_reduce" if force_all_reduce else "reduce_scatter"
+        record(operation, bucket.grad_data.nbytes, shards)
+        if config.num_distributed_optimizer_instances > 1:
+            record(
+                "all_reduce", bucket.grad_data.nbytes // shards, config.num_distributed_optimizer_instances
+            )
+
+
+def on_parameter_sync(record: Callable[[str, int, int], None]) -> None:
+    """Call ``record(operation, buffer_bytes, world_size)`` for each all-gather of updated parameters.
+
+    Why: as for the gradients. Not reached: FSDP and the layer-wise optimizers.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    def wrap(start_param_sync):
+        def wrapper(self, force_sync=False):
+            only_waits = force_sync and self.param_gather_handle is not None
+            result = start_param_sync(self, force_sync)
+            if not only_waits and self.ddp_config.use_distributed_optimizer:
+                for bucket in self.buckets:
+                    size = self.intra_distributed_optimizer_instance_size
+                    record("all_gather", bucket.param_data.nbytes, size)
+            return result
+
+        return wrapper
+
+    replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
+
+
+def on_pipeline_send(record: Callable[[str, int], None]) -> None:
+    """Call ``record(channel, bytes)`` for each tensor sent to another pipeline stage.
+
+    Why: all schedules go through ``P2PCommunicator._communicate``. Not reached: the exchange of shapes under
+    ``--variable-seq-lengths`` (24 bytes a tensor).
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def wrap(communicate):
+        def wrapper(self, **kwargs):
+            for name, channel in (("tensor_send_next", "pp.forward"), ("tensor_send_prev", "pp.backward")):
+                if kwargs.get(name) is not None:
+                    record(channel, kwargs[name].nbytes)
+            return communicate(self, **kwargs)
+
+        return wrapper
+
+    replace(P2PCommunicator, "_communicate", ("tensor_send_next", "tensor_send_prev"), wrap)

@@ -1,0 +1,181 @@
+"""The byte ledger and the error probe: what was really sent, and how wrong it was.
+
+Bytes follow the convention of nccl-tests: what one rank of a group of W sends. All-reduce 2 (W-1)/W of the
+buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)/W; send and broadcast the
+payload.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+CHANNELS = ("tp.forward", "tp.backward", "tp.other", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
+"""tp.other: loss terms and the batch's broadcast. The rest is named after what it carries."""
+
+KINDS = ("compressed", "small", "warmup", "off", "exact", "probe")
+"""compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =
+before the start iteration, off = no codec chosen, exact = left exact by design, probe = the error probe's own
+reference."""
+
+TRANSPORT_FACTORS = {
+    "all_reduce": lambda world: (2 * (world - 1), world),
+    "all_gather": lambda world: (world - 1, world),
+    "reduce_scatter": lambda world: (world - 1, world),
+    "all_to_all": lambda world: (world - 1, world),
+    "broadcast": lambda world: (1, 1),
+    "send": lambda world: (1, 1),
+}
+
+
+def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
+    """Bytes that one rank sends in one call.
+
+    Args:
+        operation: a key of ``TRANSPORT_FACTORS``.
+        buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
+            reduce-scatter the input).
+        world_size: ranks in the group.
+    """
+    if world_size == 1:
+        return 0
+    numerator, denominator = TRANSPORT_FACTORS[operation](world_size)
+    return buffer_bytes * numerator // denominator
+
+
+@dataclass
+class Tally:
+    """Calls, bytes sent, and the bytes that the uncompressed operation would have sent."""
+
+    calls: int = 0
+    sent: int = 0
+    plain: int = 0
+
+    def add(self, sent: int, plain: int, calls: int = 1) -> None:
+        self.calls += calls
+        self.sent += sent
+        self.plain += plain
+
+
+class Ledger:
+    """Counts bytes handed to the transport, by phase, channel, kind and operation.
+
+    A compressed operation is recorded in parts: each transport call with what it sends (``plain=0``), then
+    once what the uncompressed operation would have sent (``record_plain``).
+    """
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, str, str, str], Tally] = defaultdict(Tally)
+        self.evaluating = False
+        """Set during evaluation: its traffic is kept apart from the training iterations'."""
+
+    def record(self, channel: str, kind: str, operation: str, sent: int, plain: int) -> None:
+        """Count one transport call.
+
+        Args:
+            channel: one of ``CHANNELS``.
+            kind: one of ``KINDS``.
+            operation: a key of ``TRANSPORT_FACTORS``.
+            sent: bytes this rank sends in this call.
+            plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
+        """
+        if channel not in CHANNELS or kind not in KINDS:
+            raise KeyError(f"unknown ledger channel or kind: {channel!r}, {kind!r}")
+        phase = "eval" if self.evaluating else "train"
+        self.tallies[phase, channel, kind, operation].add(sent, plain)
+
+    def record_uncompressed(
+        self, channel: str, kind: str, operation: str, buffer_bytes: int, world_size: int
+    ) -> None:
+        """Count one uncompressed transport call over a buffer of ``buffer_bytes``."""
+        sent = bytes_sent(operation, buffer_bytes, world_size)
+        self.record(channel, kind, operation, sent, sent)
+
+    def record_plain(self, channel: str, operation: str, buffer_bytes: int, world_size: int) -> None:
+        """Say what the uncompressed operation would have sent for a compressed one."""
+        phase = "eval" if self.evaluating else "train"
+        plain = bytes_sent(operation, buffer_bytes, world_size)
+        self.tallies[phase, channel, "compressed", f"instead_of_{operation}"].add(0, plain)
+
+    def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
+        """``{channel: {kind: (sent, plain)}}`` since the start, all channels and kinds present."""
+        totals = {channel: dict.fromkeys(KINDS, (0, 0)) for channel in CHANNELS}
+        for (tally_phase, channel, kind, _), tally in self.tallies.items():
+            if tally_phase == phase:
+                sent, plain = totals[channel][kind]
+                totals[channel][kind] = (sent + tally.sent, plain + tally.plain)
+        return totals
+
+    def rows(self) -> list[dict]:
+        """Every tally as a JSON-ready row."""
+        return [
+            {
+                "phase": phase,
+                "channel": channel,
+                "kind": kind,
+                "operation": operation,
+                "calls": tally.calls,
+                "sent_bytes": tally.sent,
+                "plain_bytes": tally.plain,
+            }
+            for (phase, channel, kind, operation), tally in sorted(self.tallies.items())
+        ]
+
+
+@dataclass
+class _ErrorSum:
+    error_squares: torch.Tensor | None = None
+    signal_squares: torch.Tensor | None = None
+    samples: int = 0
+
+    def add(self, error_squares: torch.Tensor, signal_squares: torch.Tensor) -> None:
+        if self.error_squares is None:
+            self.error_squares, self.signal_squares = error_squares, signal_squares
+        else:
+            self.error_squares = self.error_squares + error_squares
+            self.signal_squares = self.signal_squares + signal_squares
+        self.samples += 1
+
+
+@dataclass
+class ErrorProbe:
+    """Relative L2 error of the compressed collectives, per site and direction.
+
+    Sums stay on the device until ``rows`` is called, so that observing never synchronises with the host.
+    """
+
+    interval: int = 0
+    """Observe in every ``interval``-th iteration; 0 never."""
+    sums: dict[tuple[str, str], _ErrorSum] = field(default_factory=dict)
+    _last_seen: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def due(self, site: str, channel: str, iteration: int) -> bool:
+        """Whether this call is the one to observe: the site's first in an iteration that is due."""
+        if (
+            not self.interval
+            or iteration % self.interval
+            or self._last_seen.get((site, channel)) == iteration
+        ):
+            return False
+        self._last_seen[site, channel] = iteration
+        return True
+
+    def observe(self, site: str, channel: str, exact: torch.Tensor, approximate: torch.Tensor) -> None:
+        """Add one pair of tensors (any dtype, same shape); the error is taken in fp32."""
+        exact = exact.float()
+        difference = approximate.float() - exact
+        self.sums.setdefault((site, channel), _ErrorSum()).add(
+            difference.square().sum(dtype=torch.float64), exact.square().sum(dtype=torch.float64)
+        )
+
+    def rows(self) -> list[dict]:
+        """JSON-ready rows in the order of first observation; synchronises with the device."""
+        rows = []
+        for (site, channel), sums in self.sums.items():
+            signal = float(sums.signal_squares)
+            error = float(sums.error_squares)
+            relative = (error / signal) ** 0.5 if signal > 0 else 0.0 if error == 0 else float("inf")
+            rows.append(
+                {"site": site, "channel": channel, "relative_error": relative, "samples": sums.samples}
+            )
+        return rows

@@ -1,0 +1,1 @@
+"""Tensor parallelism: sites, autograd functions, layers, and the layer spec."""

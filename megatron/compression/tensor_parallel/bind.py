@@ -1,0 +1,100 @@
+"""Gives every tensor-parallel layer of a built model its site."""
+
+import torch
+
+from megatron.compression.config import CompressionConfigError
+from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.tensor_parallel.layers import (
+    CompressedColumnParallelLinear,
+    CompressedRowParallelLinear,
+    CompressedVocabParallelEmbedding,
+)
+from megatron.compression.tensor_parallel.site import TensorParallelSite, site_name
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+# GPTModel names the classes of its embedding and output layer itself, outside the layer spec, so these two
+# change class after building. The subclasses add no state.
+_CLASS_AFTER_BUILDING = {
+    VocabParallelEmbedding: CompressedVocabParallelEmbedding,
+    ColumnParallelLinear: CompressedColumnParallelLinear,
+    RowParallelLinear: CompressedRowParallelLinear,
+}
+
+
+def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) -> list[torch.nn.Module]:
+    """Give each tensor-parallel layer of each model chunk its site (a ``ModelConfig.pre_wrap_hooks`` entry).
+
+    Args:
+        model: the chunks of this pipeline stage, before they are wrapped.
+        runtime: what the sites share.
+
+    Returns:
+        The same chunks.
+
+    Raises:
+        CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
+    """
+    for chunk in model:
+        _bind_chunk(chunk, runtime)
+    return model
+
+
+def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
+    layer_numbers = {
+        path: module.layer_number
+        for path, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+    for path, module in chunk.named_modules():
+        if not isinstance(module, tuple(_CLASS_AFTER_BUILDING)) or module.tp_group.size() == 1:
+            continue
+        if reason := _why_not_covered(module):
+            if runtime.tensor_parallel_codec is not None:
+                raise CompressionConfigError(f"--taco cannot compress {path}: {reason}")
+            continue
+        if type(module) in _CLASS_AFTER_BUILDING:
+            module.__class__ = _CLASS_AFTER_BUILDING[type(module)]
+        layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
+        name = site_name(path, layer_numbers.get(layer))
+        module.site = TensorParallelSite(name, module.tp_group, runtime)
+    chunk.register_forward_hook(_LossTraffic(chunk, runtime), with_kwargs=True)
+
+
+def _why_not_covered(module: torch.nn.Module) -> str | None:
+    if getattr(module, "sequence_parallel", False) or getattr(module, "reduce_scatter_embeddings", False):
+        return "it communicates by sequence parallelism; drop --sequence-parallel"
+    if getattr(module, "explicit_expert_comm", False):
+        return "it is an expert of a mixture; drop --num-experts"
+    if getattr(module, "gtp_remat_size", 1) > 1:
+        return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
+    if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
+        return "it scatters its input; only parallel input is covered"
+    return None
+
+
+class _LossTraffic:
+    """Counts the vocabulary-parallel cross entropy: three fp32 all-reduces of one value a token.
+
+    They (maximum, target logit, sum of exponentials) decide the loss and are left exact.
+    """
+
+    reductions = 3
+
+    def __init__(self, chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
+        self.runtime = runtime
+        group = getattr(chunk, "pg_collection", None)
+        self.world_size = group.tp.size() if group is not None else 1
+
+    def __call__(self, module, args, kwargs, output) -> None:
+        labels = kwargs.get("labels")
+        if labels is None or not getattr(module, "post_process", True):
+            return
+        for _ in range(self.reductions):
+            self.runtime.ledger.record_uncompressed(
+                "tp.other", "exact", "all_reduce", 4 * labels.numel(), self.world_size
+            )

@@ -1,0 +1,87 @@
+"""Weaves compression into a Megatron run: config, model hooks, seams, and the report."""
+
+from argparse import Namespace
+from functools import partial
+
+from megatron.compression import seams
+from megatron.compression.arguments import compression_config_from_args, idle_reason
+from megatron.compression.reporter import Reporter, check_report_directory
+from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.tensor_parallel.bind import bind_compression
+from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
+from megatron.training import get_tensorboard_writer, print_rank_0
+from megatron.training.models.gpt import GPTModelConfig
+
+
+def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRuntime, Reporter]:
+    """Hook compression and the byte ledger into the run that ``args`` and ``model_config`` describe.
+
+    Without a compression flag the hooks only count. Call it once, before ``pretrain``.
+
+    Args:
+        args: parsed and validated flags.
+        model_config: gets our layer spec and a pre-wrap hook.
+
+    Returns:
+        The runtime (the forward step keeps its ``iteration``) and the reporter (``finish`` it at the end).
+
+    Raises:
+        CompressionConfigError: a setting that cannot be honoured.
+    """
+    config = compression_config_from_args(args)
+    check_report_directory(config.report.compression_report, resuming=args.load is not None)
+    runtime = CompressionRuntime(config)
+    if config.report.compression_report:
+        runtime.probe.interval = args.log_interval
+    if model_config.transformer_layer_spec is None:
+        model_config.transformer_layer_spec = gpt_layer_spec
+    model_config.pre_wrap_hooks.append(partial(bind_compression, runtime=runtime))
+    reporter = Reporter(
+        runtime,
+        log_interval=args.log_interval,
+        train_iters=args.train_iters,
+        settings=_settings(args),
+        tensorboard=get_tensorboard_writer(),
+    )
+    _install_seams(runtime, reporter)
+    for line in _announcement(args, config, runtime, model_config):
+        print_rank_0(line)
+    return runtime, reporter
+
+
+def _install_seams(runtime: CompressionRuntime, reporter: Reporter) -> None:
+    ledger = runtime.ledger
+    seams.on_training_log(reporter.on_training_log)
+    seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+    seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
+    seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
+    seams.on_pipeline_send(lambda channel, size: ledger.record(channel, "off", "send", size, size))
+
+
+def _announcement(args, config, runtime, model_config) -> list[str]:
+    settings = config.tensor_parallel
+    lines = []
+    if not is_dense_local(model_config.transformer):
+        lines.append(
+            "compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)"
+        )
+    if reason := idle_reason(config, args.tensor_model_parallel_size):
+        lines.append(f"compression: {reason}")
+    elif settings.enabled:
+        line = f"compression: tensor parallelism uses {runtime.tensor_parallel_codec.name}"
+        line += f", messages of at least {settings.taco_min_message_mb:g} MiB"
+        if settings.taco_start_iteration:
+            line += f", from iteration {settings.taco_start_iteration}"
+        lines.append(line)
+    return lines
+
+
+def _settings(args: Namespace) -> dict:
+    """The flags that describe the run in a report."""
+    names = (
+        "tp_compression taco_format taco_group_size taco_scales taco_min_message_mb taco_start_iteration "
+        "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
+        "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
+        "sequence_parallel use_distributed_optimizer world_size"
+    )
+    return {name: str(getattr(args, name)) for name in names.split()}
