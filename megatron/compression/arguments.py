@@ -2,13 +2,14 @@
 
 import argparse
 
+from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
+
 from megatron.compression.config import (
     CompressionConfig,
     CompressionConfigError,
     ReportSettings,
     TensorParallelCompression,
 )
-from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 
 _GROUPS = {"tensor_parallel": TensorParallelCompression, "report": ReportSettings}
 
@@ -55,8 +56,8 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
     """Refuse ``--taco`` where some of the traffic would silently stay uncompressed."""
     if args.transformer_impl != "local":
         raise CompressionConfigError(
-            f"--taco compresses the layers of --transformer-impl local, not of {args.transformer_impl}, which "
-            "communicates inside its own kernels; use --transformer-impl local or drop --taco"
+            f"--taco compresses the layers of --transformer-impl local, not of {args.transformer_impl}, "
+            "which communicates inside its own kernels; use --transformer-impl local or drop --taco"
         )
     if args.sequence_parallel and args.tensor_model_parallel_size > 1:
         raise CompressionConfigError(
@@ -71,6 +72,7 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         "multi_latent_attention",
         "experimental_attention_variant",
         "heterogeneous_layers_config_path",
+        "use_kitchen",
     ):
         if getattr(args, flag, None):
             raise CompressionConfigError(

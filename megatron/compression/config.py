@@ -55,8 +55,8 @@ class TensorParallelCompression:
             )
         if self.taco_group_size not in TACO_GROUP_SIZES:
             raise CompressionConfigError(
-                f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two from 32 "
-                f"to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
+                f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two "
+                f"from 32 to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
             )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(

@@ -144,8 +144,8 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
     """Sum the per-token losses that count.
 
     Args: loss_mask and losses [b, s].
-    Returns: (summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}). The schedule divides
-    the first in place, hence the copy of what is logged.
+    Returns: (summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}). The schedule
+    divides the first in place, hence the copy of what is logged.
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()

@@ -11,7 +11,8 @@ def write_report(report: dict, directory: Path) -> None:
     """Write the report into ``directory``, replacing an earlier rendering of the same run.
 
     Args:
-        report: ``settings``, ``world_size``, ``history`` (rows of reporter.py), ``ledger_by_rank``, ``errors``.
+        report: ``settings``, ``world_size``, ``history`` (reporter.py's rows), ``ledger_by_rank``,
+            ``errors``.
         directory: made if it does not exist.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,8 @@ def replace(owner: Any, name: str, expected_parameters: tuple[str, ...], wrap: C
 def on_training_log(after: Callable[[int, dict], None]) -> None:
     """Call ``after(iteration, loss_dict)`` behind each ``training_log``: once an iteration.
 
-    Why: our log line and TensorBoard scalars belong right behind Megatron's, and the loop calls the function by
-    name. Not reached: losses of iterations that were skipped.
+    Why: our log line and TensorBoard scalars belong right behind Megatron's, and the loop calls the function
+    by name. Not reached: losses of iterations that were skipped.
     """
     from megatron.training import training
 
@@ -72,7 +72,8 @@ def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None]
     """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
 
     Why: evaluation traffic is kept apart from the iterations', and the report shows the validation loss. Two
-    symbols, because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the losses.
+    symbols, because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the
+    losses.
     Not reached: callers that imported them by name (megatron.training has none).
     """
     from megatron.training import training

@@ -3,14 +3,15 @@
 from argparse import Namespace
 from functools import partial
 
+from megatron.training import get_tensorboard_writer, print_rank_0
+from megatron.training.models.gpt import GPTModelConfig
+
 from megatron.compression import seams
 from megatron.compression.arguments import compression_config_from_args, idle_reason
 from megatron.compression.reporter import Reporter, check_report_directory
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
-from megatron.training import get_tensorboard_writer, print_rank_0
-from megatron.training.models.gpt import GPTModelConfig
 
 
 def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRuntime, Reporter]:

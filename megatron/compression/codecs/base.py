@@ -41,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def decode_sum(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Sum the same piece from W senders: uint8 ``[W, bytes]``, fp32 accumulation in the order of the rows."""
+        """Sum the same piece from W senders, uint8 ``[W, bytes]``, in fp32 in the order of the rows."""
         ...
 
     def decode_sum_encode(self, wires: torch.Tensor, numel: int) -> torch.Tensor:

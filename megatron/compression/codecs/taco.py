@@ -7,8 +7,9 @@ elsewhere.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import taco_kernels
 import torch
+
+import taco_kernels
 from taco_kernels import CodecConfig
 
 

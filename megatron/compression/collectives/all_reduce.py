@@ -21,7 +21,7 @@ def all_reduce(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_o
         async_op: return a handle after the first exchange has been started.
 
     Returns:
-        The sum, of ``x``'s shape and dtype, or with ``async_op`` a ``CompressedWork`` whose ``wait`` gives it.
+        The sum, of ``x``'s shape and dtype; with ``async_op`` a ``CompressedWork`` that gives it.
     """
     world_size = transport.world_size
     if world_size == 1 or x.numel() == 0:

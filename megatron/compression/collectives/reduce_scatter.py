@@ -25,7 +25,8 @@ def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, asy
     world_size = transport.world_size
     if x.shape[0] % world_size:
         raise ValueError(
-            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's {world_size} ranks"
+            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's "
+            f"{world_size} ranks"
         )
     shape = (x.shape[0] // world_size, *x.shape[1:])
     if world_size == 1 or x.numel() == 0:

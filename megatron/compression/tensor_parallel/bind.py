@@ -1,6 +1,12 @@
 """Gives every tensor-parallel layer of a built model its site."""
 
 import torch
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
@@ -10,12 +16,6 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.site import TensorParallelSite, site_name
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 # GPTModel names the classes of its embedding and output layer itself, outside the layer spec, so these two
 # change class after building. The subclasses add no state.

@@ -6,17 +6,17 @@ Each is megatron-core's layer with one thing changed: who sums over the tensor-p
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 from megatron.compression.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
 from megatron.compression.tensor_parallel.site import TensorParallelSite
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
 
 
 class CompressedRowParallelLinear(RowParallelLinear):

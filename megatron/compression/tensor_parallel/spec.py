@@ -1,9 +1,5 @@
 """Which modules a GPT layer is made of: megatron-core's local ones with our tensor-parallel layers."""
 
-from megatron.compression.tensor_parallel.layers import (
-    CompressedColumnParallelLinear,
-    CompressedRowParallelLinear,
-)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -14,6 +10,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron.compression.tensor_parallel.layers import (
+    CompressedColumnParallelLinear,
+    CompressedRowParallelLinear,
+)
 
 
 class CompressedSpecProvider(LocalSpecProvider):
