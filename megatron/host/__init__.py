@@ -1,7 +1,7 @@
 """Runs Megatron's own training loop on CPU tensors over gloo, where the machine has no CUDA device.
 
 `install()` must run before `megatron.training` is imported. Where `torch.cuda.is_available()` is True it
-applies `dataset_helpers.use_shipped_helpers` (needed on GPUs too) and nothing else.
+applies only what GPUs need too: `use_shipped_helpers` and `make_torch_adam_resumable`.
 
 Every stand-in lives in one of these modules, with the symbol it replaces and the reason:
     devices.py          torch.cuda: device, memory, streams, events
@@ -10,12 +10,20 @@ Every stand-in lives in one of these modules, with the symbol it replaces and th
     engine.py           symbols of megatron.training and megatron.core
     overrides.py        arguments that a CPU run needs
     dataset_helpers.py  the compiled dataset helper (CPU and GPU)
+    adam_state.py       resuming torch's Adam under the distributed optimizer (CPU and GPU)
 """
 
+from megatron.host.adam_state import make_torch_adam_resumable
 from megatron.host.dataset_helpers import use_shipped_helpers
 from megatron.host.overrides import cpu_argument_overrides
 
-__all__ = ["cpu_argument_overrides", "install", "is_active", "use_shipped_helpers"]
+__all__ = [
+    "cpu_argument_overrides",
+    "install",
+    "is_active",
+    "make_torch_adam_resumable",
+    "use_shipped_helpers",
+]
 
 _active = False
 
@@ -44,4 +52,5 @@ def install() -> bool:
         engine.install()
         _active = True
     use_shipped_helpers()
+    make_torch_adam_resumable()
     return _active

@@ -112,7 +112,7 @@ def _properties() -> SimpleNamespace:
 
 
 def _returning(value=None):
-    """A new function that returns `value`. New each time: torch._dynamo refuses one object under two names."""
+    """A new function that returns `value`: torch._dynamo refuses one object under two names."""
 
     def stand_in(*_args, **_kwargs):
         return value

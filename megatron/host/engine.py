@@ -7,6 +7,13 @@ import warnings
 
 import torch
 
+# What every process of a CPU run would say: fused kernels are absent, and so is memory to pin.
+_EXPECTED_WARNINGS = (
+    r"(Transformer Engine and )?Apex (is|are) not installed",
+    r"Only transformer-engine>=",
+    r".*pin_memory.*",
+)
+
 
 def _import_without_compile(name: str):
     """Import a Megatron module with torch.compile as the identity.
@@ -22,21 +29,41 @@ def _import_without_compile(name: str):
         torch.compile = compile_
 
 
+def _with_own_generator(build):
+    """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own.
+
+    On GPUs that draw comes from the CPU generator and dropout from the device's. Here both would come from
+    one generator, and only tensor-parallel rank 0 has loaders: the ranks' dropout masks would part ways, and
+    so would a resumed run from an uninterrupted one.
+    """
+
+    @functools.wraps(build)
+    def build_pretraining_data_loader(*args, **kwargs):
+        loader = build(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader):
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        return loader
+
+    return build_pretraining_data_loader
+
+
 def install() -> None:
     """Replace Megatron's own symbols; loads megatron.training on the way."""
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
         import torch._dynamo
 
         torch._dynamo.config.disable = True
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     training = _import_without_compile("megatron.training.training")
 
     # initialize_megatron asserts CUDA unless told otherwise; training.py holds it by name.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
 
+    training.build_pretraining_data_loader = _with_own_generator(training.build_pretraining_data_loader)
+
     from megatron.core.tensor_parallel import random as tracker
+
     from megatron.host import rng
 
     rng.install_tracker(tracker)
-
-    # Data loaders ask for pinned memory, which torch refuses with a warning in every process.
-    warnings.filterwarnings("ignore", message=".*pin_memory.*")

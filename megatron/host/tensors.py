@@ -12,9 +12,10 @@ CPU = torch.device("cpu")
 
 # Factories that megatron.core and megatron.training call with device="cuda" (or a torch.device of it).
 FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand"
-    " rand_like randint randint_like randn randn_like randperm tensor tril_indices triu_indices zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
 
 
 def _is_cuda(device) -> bool:
