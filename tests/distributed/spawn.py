@@ -1,0 +1,75 @@
+"""Runs a function in several processes of one process group, for tests of single operations."""
+
+import datetime
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(
+    function: Callable, world_size: int, *args: Any, backend: str = "gloo", timeout: float = 240
+) -> list:
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` processes and return the results by rank.
+
+    Args:
+        function: importable at module level; what it returns must pickle.
+        backend: gloo (CPU tensors), or nccl (one CUDA device a rank, which is set).
+        timeout: seconds for the whole call.
+
+    Raises:
+        AssertionError: a rank failed (with its traceback) or did not end in time.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = os.path.join(directory, "store")
+        processes = [
+            context.Process(target=_main, args=(function, rank, world_size, backend, store, results, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            outcomes = {}
+            deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
+            while len(outcomes) < world_size:
+                left = (deadline - datetime.datetime.now()).total_seconds()
+                rank, result, error = results.get(timeout=max(left, 0.1))
+                assert error is None, f"rank {rank} failed:\n{error}"
+                outcomes[rank] = pickle.loads(result)
+            for process in processes:
+                process.join(timeout=30)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+    return [outcomes[rank] for rank in range(world_size)]
+
+
+def _main(function, rank, world_size, backend, store, results, args) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        result = function(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        results.put((rank, pickle.dumps(result), None))  # plain bytes: no shared memory to outlive us
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))

@@ -1,0 +1,117 @@
+"""The compressed collectives at world sizes 2, 3 and 4, over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.compression.codecs import build_codec
+from megatron.compression.collectives import TorchTransport, all_gather, all_reduce, reduce_scatter
+from tests.distributed.spawn import spawn
+
+SHAPES = [(0,), (1,), (7, 5), (128,), (3, 2, 128), (130, 33)]
+# Relative L2 bound of one encode of Gaussian values, by format.
+ONE_HOP = {"fp8-e4m3": 0.028, "fp8-e5m2": 0.056, "int8": 0.008, "int4": 0.14}
+
+
+def _rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    norm = exact.double().norm()
+    return float((value.double() - exact.double()).norm() / norm) if norm else float(value.double().norm())
+
+
+def _worker(rank: int, world_size: int) -> dict:
+    """Check everything that a rank can see alone; return what must agree between the ranks."""
+    group = dist.group.WORLD
+    outputs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in SHAPES:
+            inputs = [_rank_tensor(r, shape, dtype) for r in range(world_size)]
+            exact = torch.stack([x.double() for x in inputs]).sum(0)
+            x = inputs[rank]
+            before = x.clone()
+
+            exact_sum = all_reduce(x, build_codec("identity"), TorchTransport(group))
+            in_order = inputs[0].float()
+            for other in inputs[1:]:
+                in_order = in_order + other.float()
+            assert torch.equal(exact_sum, in_order.to(dtype)), (shape, dtype)
+
+            for format, bound in ONE_HOP.items():
+                codec = build_codec("taco", format=format)
+                sums = {}
+                for async_op in (False, True):
+                    result = all_reduce(x, codec, TorchTransport(group), async_op=async_op)
+                    sums[async_op] = result.wait() if async_op else result
+                assert torch.equal(sums[False], sums[True])
+                assert sums[False].shape == x.shape and sums[False].dtype == dtype
+                # Two hops of independent errors, and bf16's own rounding; small tensors fluctuate.
+                limit = 2**0.5 * bound + 0.004 if x.numel() > 500 else 3 * bound + 0.01
+                assert _relative_error(sums[False], exact) <= limit, (shape, dtype, format)
+                outputs[f"{shape} {dtype} {format}"] = sums[False].float().numpy().tobytes()
+            assert torch.equal(x, before), "the input must be left as it is"
+    _check_scatter_and_gather(rank, world_size, group)
+    _check_strided(rank, world_size, group)
+    _check_nonfinite(rank, group)
+    _check_bytes(world_size, group)
+    return outputs
+
+
+def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
+    codec = build_codec("taco")
+    for rows, columns in ((2, 64), (1, 5), (4, 96)):  # with and without padding inside a shard
+        inputs = [_rank_tensor(r, (world_size * rows, columns), torch.float32) for r in range(world_size)]
+        exact = torch.stack([x.double() for x in inputs]).sum(0)[rank * rows : (rank + 1) * rows]
+        shard = reduce_scatter(inputs[rank], codec, TorchTransport(group))
+        assert shard.shape == (rows, columns)
+        assert _relative_error(shard, exact) < 0.05
+        own = inputs[rank][:rows]
+        gathered = all_gather(own, codec, TorchTransport(group))
+        expected = torch.cat([codec.decode(codec.encode(x[:rows]), own.shape, own.dtype) for x in inputs])
+        assert torch.equal(gathered, expected), "every slice, the own one too, is what its wire decodes to"
+        handle = all_gather(own, codec, TorchTransport(group), async_op=True)
+        assert torch.equal(handle.wait(), gathered)
+        handle = reduce_scatter(inputs[rank], codec, TorchTransport(group), async_op=True)
+        assert torch.equal(handle.wait(), shard)
+    with pytest.raises(ValueError, match="must divide"):
+        reduce_scatter(torch.ones(world_size + 1, 2), codec, TorchTransport(group))
+
+
+def _check_strided(rank: int, world_size: int, group) -> None:
+    codec = build_codec("taco")
+    x = _rank_tensor(rank, (48, 20), torch.float32).t()
+    assert not x.is_contiguous()
+    strided = all_reduce(x, codec, TorchTransport(group))
+    assert torch.equal(strided, all_reduce(x.contiguous(), codec, TorchTransport(group)))
+
+
+def _check_nonfinite(rank: int, group) -> None:
+    """A NaN or Inf on one rank reaches every rank, and only its own group."""
+    x = torch.ones(4, 128)
+    if rank == 1:
+        x[2, 5] = float("nan")
+        x[3, 7] = float("inf")
+    result = all_reduce(x, build_codec("taco"), TorchTransport(group))
+    assert torch.isfinite(result[:2]).all()
+    assert not torch.isfinite(result[2:]).any()
+
+
+def _check_bytes(world_size: int, group) -> None:
+    """What the transport reports: each piece of 1000 values is padded to groups of 128 = 136 bytes."""
+    sends: list[tuple[str, int]] = []
+    transport = TorchTransport(group, lambda operation, sent: sends.append((operation, sent)))
+    all_reduce(torch.ones(1000), build_codec("taco"), transport)
+    piece = -(-1000 // (128 * world_size)) * 136
+    assert sends == [("all_to_all", (world_size - 1) * piece), ("all_gather", (world_size - 1) * piece)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collectives(world_size: int) -> None:
+    """Sums are right within the codec's bound, and all ranks end with the same bits."""
+    by_rank = spawn(_worker, world_size)
+    assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP)
+    for other in by_rank[1:]:
+        assert other == by_rank[0]

@@ -1,0 +1,107 @@
+"""A whole model under tensor parallelism: replicas, and a ledger that matches the transport."""
+
+import hashlib
+
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import (
+    HIDDEN,
+    LAYERS,
+    SEQUENCE,
+    batch,
+    build_tiny_gpt,
+    runtime_with,
+    start_model_parallel,
+)
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+BATCH = 2
+ITERATIONS = 50
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
+
+
+def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[str], float, float]:
+    """Train and hash everything that tensor-parallel ranks must hold in common.
+
+    Returns:
+        Hashes (residual stream after each layer, replicated parameters) in order, first and last loss.
+    """
+    start_model_parallel(world_size)
+    runtime = runtime_with()
+    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    hashes: list[str] = []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    replicated = [p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)]
+    assert len(replicated) >= 4 * LAYERS, "norms and row-parallel biases are replicated"
+    losses = []
+    for iteration in range(iterations):
+        runtime.iteration = iteration
+        loss = model(**batch(iteration % 4, rank, BATCH)).float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        hashes.extend(_digest(parameter) for parameter in replicated)
+    return hashes, losses[0], losses[-1]
+
+
+def test_replicas_stay_identical() -> None:
+    """50 iterations of bf16 training: residual stream and replicated parameters agree bit for bit."""
+    (hashes, first, last), *others = spawn(replica_worker, 2, ITERATIONS)
+    assert len(hashes) > ITERATIONS * LAYERS
+    assert last < first - 0.5, "it must really have trained"
+    for other, _, _ in others:
+        assert other == hashes
+
+
+def _audit_worker(rank: int, world_size: int, cases: list[dict]) -> list[dict]:
+    start_model_parallel(world_size)
+    results = []
+    for settings in cases:
+        runtime = runtime_with(**settings)
+        model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+        with TransportAudit(world_size) as audit:
+            model(**batch(0, rank, BATCH)).float().mean().backward()
+            runtime.iteration += 1
+            model(**batch(1, rank, BATCH)).float().mean().backward()
+        results.append({"audit": audit.sent, "rows": runtime.ledger.rows()})
+    return results
+
+
+def _sum(rows: list[dict], key: str, **match) -> int:
+    return sum(row[key] for row in rows if all(row[name] == value for name, value in match.items()))
+
+
+def test_ledger_matches_the_transport() -> None:
+    """What the ledger says is what c10d was given, compressed or not; and it is the sites' hand count."""
+    world_size = 2
+    cases = [
+        {},
+        {"tp_compression": "none", "taco_min_message_mb": 8.0},
+        {"taco_min_message_mb": 1.0},
+        {"taco_start_iteration": 1},
+    ]
+    message = SEQUENCE * BATCH * HIDDEN * 2
+    sites = 2 * LAYERS + 1  # forward: embedding, projection and fc2; backward: qkv, fc1 and the output layer
+    for results in spawn(_audit_worker, world_size, cases):
+        for result in results:
+            assert total_of(result["rows"]) == result["audit"]
+            for channel in ("tp.forward", "tp.backward"):
+                plain = _sum(result["rows"], "plain_bytes", channel=channel)
+                assert plain == 2 * sites * message * 2 * (world_size - 1) // world_size
+        compressed, off, small, warmup = (
+            [row for row in r["rows"] if row["channel"] != "tp.other"] for r in results
+        )
+        assert {row["kind"] for row in compressed} == {"compressed"}
+        assert {row["kind"] for row in off} == {"off"}
+        assert {row["kind"] for row in small} == {"small"}
+        plain = [_sum(warmup, "plain_bytes", kind=kind) for kind in ("warmup", "compressed")]
+        assert plain[0] == plain[1] > 0, "one iteration each"
+        sent = _sum(compressed, "sent_bytes", channel="tp.forward")
+        assert sent * 16 == _sum(compressed, "plain_bytes", channel="tp.forward") * 8.5, "8.5 bits a value"

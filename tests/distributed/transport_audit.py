@@ -1,0 +1,49 @@
+"""Counts what torch.distributed really hands to a backend, below every Python wrapper: the ledger's check."""
+
+from collections import Counter
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.compression.telemetry import bytes_sent
+
+# c10d operator -> (operation, position of the tensors that make up the buffer)
+_OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+}
+_UNCOUNTED = {"barrier", "monitored_barrier_"}
+
+
+class TransportAudit(TorchDispatchMode):
+    """Records the bytes this rank sends in each c10d operation run inside the ``with`` block.
+
+    An operation it does not know fails the test rather than passing unseen.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function._schema.name.removeprefix("c10d::")
+            if name not in _UNCOUNTED:
+                operation, position = _OPERATORS[name]
+                buffers = args[position]
+                buffers = buffers if isinstance(buffers, (list, tuple)) else [buffers]
+                buffer_bytes = sum(buffer.nbytes for buffer in buffers)
+                self.sent[operation] += bytes_sent(operation, buffer_bytes, self.world_size)
+        return function(*args, **(kwargs or {}))
+
+
+def total_of(rows: list[dict]) -> Counter[str]:
+    """Bytes by operation from ``Ledger.rows``."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        if row["sent_bytes"]:
+            total[row["operation"]] += row["sent_bytes"]
+    return total
