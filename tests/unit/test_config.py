@@ -1,0 +1,111 @@
+"""Flags, their dataclasses, and what is refused."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.compression.config import CompressionConfigError, TensorParallelCompression
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    """The module that needs megatron.training, imported the way the entrypoint does."""
+    from megatron import host
+
+    host.install()
+    from megatron.compression import arguments
+
+    return arguments
+
+
+def _parse(arguments, *flags: str, **megatron) -> argparse.Namespace:
+    parser = arguments.add_compression_arguments(argparse.ArgumentParser())
+    defaults = dict(
+        transformer_impl="local",
+        sequence_parallel=False,
+        tensor_model_parallel_size=2,
+        num_experts=None,
+    )
+    return parser.parse_args(flags, SimpleNamespace(**{**defaults, **megatron}))
+
+
+def test_taco_is_the_papers_settings(arguments) -> None:
+    """--taco = --tp-compression taco with the defaults of the paper."""
+    config = arguments.compression_config_from_args(_parse(arguments, "--taco")).tensor_parallel
+    assert config == TensorParallelCompression(tp_compression="taco")
+    assert (config.taco_format, config.taco_group_size, config.taco_scales) == ("fp8-e4m3", 128, "dual")
+    assert config.min_message_bytes == 8 * 2**20
+    same = arguments.compression_config_from_args(_parse(arguments, "--tp-compression", "taco"))
+    assert same.tensor_parallel == config
+
+
+def test_every_field_is_a_flag(arguments) -> None:
+    """Each flag reaches its field."""
+    flags = {
+        "--taco-format": "int8",
+        "--taco-group-size": "64",
+        "--taco-scales": "single",
+        "--taco-min-message-mb": "0.5",
+        "--taco-start-iteration": "7",
+    }
+    args = _parse(arguments, "--taco", *(word for pair in flags.items() for word in pair))
+    config = arguments.compression_config_from_args(args).tensor_parallel
+    assert config == TensorParallelCompression(
+        tp_compression="taco",
+        taco_format="int8",
+        taco_group_size=64,
+        taco_scales="single",
+        taco_min_message_mb=0.5,
+        taco_start_iteration=7,
+    )
+
+
+def test_off_by_default(arguments) -> None:
+    """Without our flags nothing is compressed."""
+    config = arguments.compression_config_from_args(_parse(arguments))
+    assert not config.tensor_parallel.enabled
+    assert config.report.compression_report is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "fix"),
+    [
+        ({"taco_format": "fp9"}, "--taco-format fp9", "fp8-e4m3"),
+        ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),
+        ({"taco_group_size": 1024}, "--taco-group-size 1024", "512"),
+        ({"taco_min_message_mb": -1.0}, "--taco-min-message-mb", ">= 0"),
+        ({"taco_min_message_mb": float("nan")}, "--taco-min-message-mb", ">= 0"),
+        ({"taco_start_iteration": -1}, "--taco-start-iteration", ">= 0"),
+        ({"tp_compression": "none", "taco_format": "int8"}, "--taco-format", "add --taco"),
+    ],
+)
+def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
+    """One line with the flag and what to do."""
+    with pytest.raises(CompressionConfigError) as error:
+        TensorParallelCompression(**{"tp_compression": "taco", **settings})
+    message = str(error.value)
+    assert flag in message and fix in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("megatron", "fix"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"num_experts": 8}, "--num-experts"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
+    ],
+)
+def test_traffic_that_would_stay_uncompressed_is_refused(arguments, megatron, fix) -> None:
+    """--taco is refused, never silently ignored; without --taco the same flags pass."""
+    with pytest.raises(CompressionConfigError, match=fix):
+        arguments.compression_config_from_args(_parse(arguments, "--taco", **megatron))
+    arguments.compression_config_from_args(_parse(arguments, **megatron))
+
+
+def test_tp_1_is_said(arguments) -> None:
+    """--taco without tensor parallelism has nothing to do, and says so."""
+    config = arguments.compression_config_from_args(_parse(arguments, "--taco"))
+    assert "no tensor-parallel traffic" in arguments.idle_reason(config, 1)
+    assert arguments.idle_reason(config, 2) is None
