@@ -15,10 +15,11 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedRowParallelLinear,
 )
+from megatron.compression.torch_native import SDPACoreAttention, TorchLayerNorm, TorchRMSNorm
 
 
 class CompressedSpecProvider(LocalSpecProvider):
-    """megatron-core's local backend with tensor-parallel layers that compress."""
+    """megatron-core's local backend: layers that compress, torch's own attention and norms."""
 
     def column_parallel_linear(self) -> type:
         """qkv and fc1."""
@@ -27,6 +28,14 @@ class CompressedSpecProvider(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         """Attention projection and fc2."""
         return CompressedRowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """Norms that take sequence parallelism, also for queries and keys."""
+        return TorchRMSNorm if rms_norm else TorchLayerNorm
+
+    def core_attention(self) -> type:
+        """torch's fused attention; ``--attention-backend local`` puts megatron-core's in its place."""
+        return SDPACoreAttention
 
 
 def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec:

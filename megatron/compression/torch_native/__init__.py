@@ -1,0 +1,11 @@
+"""Modules of a transformer layer on torch's own kernels: no Transformer Engine and no apex.
+
+`--transformer-impl local` is built from these. They have megatron-core's interfaces, state and numbers.
+"""
+
+from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.attention_mask import leave_out_causal_mask
+from megatron.compression.torch_native.block import block_spec
+from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
+
+__all__ = ["SDPACoreAttention", "TorchLayerNorm", "TorchRMSNorm", "block_spec", "leave_out_causal_mask"]

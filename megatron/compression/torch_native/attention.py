@@ -1,0 +1,198 @@
+"""Core attention on `torch.nn.functional.scaled_dot_product_attention`.
+
+    context = dropout(softmax(scale * q k^T + mask)) v
+
+The same function as megatron-core's DotProductAttention, without the [b, heads, s, s] scores in memory.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
+USE_TE = "use --transformer-impl transformer_engine"
+
+# Kernels that each --attention-backend allows, first choice first. cuDNN is the fastest on Hopper; flash and
+# math are the two whose backward can be made deterministic.
+_KERNELS = {
+    AttnBackend.auto: [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ],
+    AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
+    AttnBackend.fused: [SDPBackend.CUDNN_ATTENTION],
+    AttnBackend.unfused: [SDPBackend.MATH],
+}
+_DETERMINISTIC_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary)
+
+
+class SDPACoreAttention(MegatronModule):
+    """Drop-in for megatron-core's DotProductAttention (a ``core_attention`` of a layer spec).
+
+    Causal, padding and arbitrary masks, grouped queries, dropout. Softmax is computed in fp32 inside the
+    kernels, so ``--attention-softmax-in-fp32`` always holds, and ``--apply-query-key-layer-scaling``, which
+    divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
+
+    Args:
+        config: the model's ``TransformerConfig``.
+        layer_number: one-based, for settings that differ by layer.
+        attn_mask_type: ``causal`` needs no mask tensor.
+        attention_type: unused, as in megatron-core.
+        attention_dropout: probability; None takes the config's.
+        softmax_scale: None for 1 / sqrt(head dimension).
+        cp_comm_type: unused; context parallelism is refused.
+        pg_collection: unused; every rank attends over the heads it was given.
+
+    Raises:
+        ValueError: a setting that this attention does not have; the message names the flag to change.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        _refuse_unsupported(config, layer_number, attn_mask_type)
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        if config.deterministic_mode and config.attention_backend is AttnBackend.auto:
+            self.kernels = _DETERMINISTIC_KERNELS
+        else:
+            self.kernels = _KERNELS[config.attention_backend]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend over this rank's heads.
+
+        Args:
+            query: ``[sq, b, heads, head_dim]``.
+            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups.
+            attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
+                allowed, or None. A mask given takes the place of the causal one. A row without any allowed
+                position gives zeros (megatron-core gives the mean of all values).
+            attn_mask_type: None for the one given at construction.
+
+        Returns:
+            ``[sq, b, heads * head_dim]`` in the query's dtype.
+
+        Raises:
+            ValueError: an argument that this attention does not take, or one that none of the kernels of
+                ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
+        """
+        if packed_seq_params is not None:
+            raise ValueError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
+        if attention_bias is not None:
+            raise ValueError(f"an attention bias is not covered by the torch-native attention; {USE_TE}")
+        causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        allowed = None if attention_mask is None else ~attention_mask
+        # One query row against a key/value cache sees all of it.
+        causal = causal and allowed is None and query.size(0) > 1
+        if causal and query.size(0) != key.size(0):
+            raise ValueError(
+                f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs an attention mask"
+            )
+        # [s, b, n, d] -> [b, n, s, d], as views.
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        dropout_p = self.dropout_p if self.training else 0.0
+        with (
+            self._random_state(dropout_p),
+            sdpa_kernel(self.kernels, set_priority=True),
+            self._kernel_error(query, allowed),
+        ):
+            context = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=allowed,
+                dropout_p=dropout_p,
+                is_causal=causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    @contextlib.contextmanager
+    def _kernel_error(self, query: torch.Tensor, allowed: torch.Tensor | None):
+        """Name the flag where torch finds no kernel among the allowed ones."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+                raise
+            mask = "no mask" if allowed is None else f"a {allowed.dtype} mask {list(allowed.shape)}"
+            raise ValueError(
+                f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
+                f"queries {list(query.shape)} on {query.device.type} with {mask}; "
+                "use --attention-backend auto"
+            ) from error
+
+    def _random_state(self, dropout_p: float) -> contextlib.AbstractContextManager:
+        """Tensor-parallel ranks hold different heads and draw different dropout.
+
+        With sequence parallelism the transformer block has already entered that state.
+        """
+        if dropout_p > 0 and not self.config.sequence_parallel:
+            return get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
+
+
+def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
+    if config.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {config.context_parallel_size} needs a ring attention, which the "
+            f"torch-native attention does not have; {USE_TE}"
+        )
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        raise ValueError(
+            f"--window-size {config.window_size} is not covered by the torch-native attention; {USE_LOCAL}"
+        )
+    if config.softmax_type != "vanilla":
+        raise ValueError(
+            f"--softmax-type {config.softmax_type} is not covered by the torch-native attention; {USE_LOCAL}"
+        )
+    for flag, wanted in (
+        ("--qk-clip", config.qk_clip),
+        ("--log-max-attention-logit", config.log_max_attention_logit),
+    ):
+        if wanted:
+            raise ValueError(f"{flag} needs the largest score, which torch's kernels keep inside; {USE_TE}")
+    if config.attention_backend not in _KERNELS:
+        raise ValueError(
+            f"--attention-backend {config.attention_backend.name} is not the torch-native attention; "
+            f"choose one of {', '.join(backend.name for backend in _KERNELS)}"
+        )
+    if attn_mask_type not in _MASK_TYPES:
+        raise ValueError(
+            f"attention mask type {attn_mask_type.name} is not covered by the torch-native attention; "
+            f"{USE_TE}"
+        )

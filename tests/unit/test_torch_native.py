@@ -1,0 +1,402 @@
+"""The torch-native modules against megatron-core's: same numbers, clear refusals."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import host
+
+host.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
+
+from megatron.compression.tensor_parallel.spec import gpt_layer_spec  # noqa: E402
+from megatron.compression.torch_native import (  # noqa: E402
+    SDPACoreAttention,
+    TorchLayerNorm,
+    TorchRMSNorm,
+    block_spec,
+    leave_out_causal_mask,
+)
+from tests.distributed.tiny_gpt import transformer_config  # noqa: E402
+
+SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    """Megatron's process groups in this process alone."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def config(**changes):
+    """The tiny model's config, one rank."""
+    return transformer_config(1, **changes)
+
+
+def attentions(groups: int, **changes) -> tuple[SDPACoreAttention, DotProductAttention]:
+    """Ours and megatron-core's with the same settings."""
+    settings = config(num_query_groups=groups, **changes)
+    arguments = (settings, 2, AttnMaskType.causal, "self")
+    return SDPACoreAttention(*arguments), DotProductAttention(*arguments)
+
+
+def random_qkv(groups: int, dtype=torch.float32) -> list[torch.Tensor]:
+    """Query [s, b, heads, d], key and value [s, b, groups, d], as the views that a split of qkv gives."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (SEQUENCE, BATCH, groups, (HEADS // groups + 2) * HEAD_DIM)
+    mixed = torch.randn(shape, generator=generator).to(dtype)
+    query, key, value = mixed.split([HEADS // groups * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=3)
+    query = query.reshape(SEQUENCE, BATCH, HEADS, HEAD_DIM)
+    return [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+
+
+def document_mask() -> torch.Tensor:
+    """Causal inside documents that end at different places in each sample: [b, 1, s, s], True = hidden."""
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool().repeat(BATCH, 1, 1)
+    for sample in range(BATCH):
+        mask[sample, 4 + sample :, : 4 + sample] = True
+    return mask[:, None]
+
+
+def padding_mask() -> torch.Tensor:
+    """The last keys of each sample are padding: [b, 1, 1, s]."""
+    lengths = torch.tensor([SEQUENCE, 7, 5])
+    return (torch.arange(SEQUENCE)[None] >= lengths[:, None])[:, None, None]
+
+
+def output_and_gradients(attention, groups: int, mask, dtype=torch.float32) -> list[torch.Tensor]:
+    """The context and the gradients of query, key and value for a fixed random output gradient."""
+    inputs = random_qkv(groups, dtype)
+    context = attention(*inputs, mask)
+    assert context.shape == (SEQUENCE, BATCH, HEADS * HEAD_DIM)
+    gradient = torch.randn(context.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    return [context.detach(), *torch.autograd.grad(context, inputs, gradient)]
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+@pytest.mark.parametrize("make_mask", [lambda: None, document_mask, padding_mask])
+def test_attention_agrees_with_dot_product_attention(groups, make_mask) -> None:
+    ours, reference = attentions(groups)
+    mine = output_and_gradients(ours, groups, make_mask())
+    theirs = output_and_gradients(reference, groups, make_mask())
+    for got, want in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_causal_is_causal() -> None:
+    """Changing the last token's key and value changes the last output only."""
+    attention, _ = attentions(2)
+    query, key, value = random_qkv(2)
+    before = attention(query, key, value, None)
+    with torch.no_grad():
+        key[-1] += 1
+        value[-1] += 1
+    after = attention(query, key, value, None)
+    assert torch.equal(before[:-1], after[:-1])
+    assert not torch.allclose(before[-1], after[-1])
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_softmax_scale_and_query_key_layer_scaling(scale) -> None:
+    changes = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}
+    settings = config(num_query_groups=2, **changes)
+    arguments = {"config": settings, "layer_number": 3, "attn_mask_type": AttnMaskType.causal}
+    arguments |= {"attention_type": "self", "softmax_scale": scale}
+    mine = output_and_gradients(SDPACoreAttention(**arguments), 2, None)
+    theirs = output_and_gradients(DotProductAttention(**arguments), 2, None)
+    for got, want in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_is_at_least_as_close_to_fp32_as_megatron_core() -> None:
+    exact = output_and_gradients(attentions(2)[1], 2, None)
+    bf16 = {"dtype": torch.bfloat16}
+    ours, reference = attentions(2, **bf16)
+    errors = []
+    for attention in (ours, reference):
+        results = output_and_gradients(attention, 2, None, torch.bfloat16)
+        errors.append(
+            [(got.float() - want).norm() / want.norm() for got, want in zip(results, exact, strict=True)]
+        )
+    for mine, theirs in zip(*errors, strict=True):
+        assert mine < 1.2 * theirs < 0.03
+
+
+def test_one_query_sees_the_whole_cache() -> None:
+    ours, reference = attentions(2)
+    query, key, value = random_qkv(2)
+    torch.testing.assert_close(ours(query[-1:], key, value, None), reference(query[-1:], key, value, None))
+    with pytest.raises(ValueError, match="3 queries over 12 keys"):
+        ours(query[-3:], key, value, None)
+
+
+def test_a_row_without_any_allowed_position_is_finite() -> None:
+    mask = document_mask()
+    mask[0, 0, 5] = True
+    results = output_and_gradients(attentions(2)[0], 2, mask)
+    assert all(result.isfinite().all() for result in results)
+    assert (results[0][5, 0] == 0).all()
+
+
+def test_dropout_draws_from_the_tensor_parallel_random_state() -> None:
+    attention, _ = attentions(2, attention_dropout=0.5)
+    inputs = random_qkv(2)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    start, outer = tracker.get_states(), torch.get_rng_state()
+    first, second = attention(*inputs, None), attention(*inputs, None)
+    assert torch.equal(torch.get_rng_state(), outer), "the state outside the tracker must not move"
+    tracker.set_states(start)
+    again = attention(*inputs, None)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    exact = attentions(2)[0](*inputs, None)
+    tracker.set_states(start)
+    mean = torch.stack([attention(*inputs, None) for _ in range(400)]).mean(0)
+    assert (mean - exact).abs().mean() < 0.1 * exact.abs().mean()
+    attention.eval()
+    assert torch.equal(attention(*inputs, None), exact)
+
+
+def test_dropout_under_sequence_parallelism_uses_the_state_the_block_entered() -> None:
+    attention, _ = attentions(2, attention_dropout=0.5)
+    attention.config.sequence_parallel = True
+    before = tensor_parallel.get_cuda_rng_tracker().get_states()
+    torch.manual_seed(5)
+    first = attention(*random_qkv(2), None)
+    torch.manual_seed(5)
+    assert torch.equal(attention(*random_qkv(2), None), first)
+    after = tensor_parallel.get_cuda_rng_tracker().get_states()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "instead"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size 2", "--transformer-impl transformer_engine"),
+        ({"window_size": (4, 0)}, "--window-size", "--attention-backend local"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable", "--attention-backend local"),
+        ({"qk_clip": True}, "--qk-clip", "--transformer-impl transformer_engine"),
+        ({"log_max_attention_logit": True}, "--log-max-attention-logit", "--transformer-impl"),
+        ({"attention_backend": AttnBackend.local}, "--attention-backend local", "auto"),
+    ],
+)
+def test_refusals_at_build_time_name_the_flag_and_the_way_out(changes, flag, instead) -> None:
+    settings = config()
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    with pytest.raises(ValueError) as refusal:
+        SDPACoreAttention(settings, 1, AttnMaskType.causal, "self")
+    assert flag in str(refusal.value) and instead in str(refusal.value)
+
+
+def test_refusals_at_run_time() -> None:
+    attention, _ = attentions(2)
+    with pytest.raises(ValueError, match="packed sequences"):
+        attention(*random_qkv(2), None, packed_seq_params=object())
+    with pytest.raises(ValueError, match="attention bias"):
+        attention(*random_qkv(2), None, attention_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match="attention mask type padding_causal"):
+        SDPACoreAttention(config(), 1, AttnMaskType.padding_causal, "self")
+
+
+def test_attention_backends_choose_kernels() -> None:
+    exact = output_and_gradients(attentions(2)[0], 2, None)
+    for backend in (AttnBackend.flash, AttnBackend.unfused):  # the two that the CPU has
+        results = output_and_gradients(attentions(2, attention_backend=backend)[0], 2, None)
+        for got, want in zip(results, exact, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="--attention-backend fused has no kernel"):
+        output_and_gradients(attentions(2, attention_backend=AttnBackend.fused)[0], 2, None)
+
+
+@pytest.mark.parametrize(
+    ("norm", "normalization"), [(TorchLayerNorm, "LayerNorm"), (TorchRMSNorm, "RMSNorm")]
+)
+def test_norms_agree_with_torch(norm, normalization) -> None:
+    settings = config(normalization=normalization)
+    ours = norm(settings, hidden_size=48, eps=1e-6)
+    reference = WrappedTorchNorm(settings, hidden_size=48, eps=1e-6)
+    assert ours.state_dict().keys() == reference.state_dict().keys()
+    weights = {name: torch.randn(48) for name in ours.state_dict()}
+    ours.load_state_dict(weights)
+    reference.load_state_dict(weights)
+    x = torch.randn(5, 2, 48)
+    assert torch.equal(ours(x), reference(x))
+
+
+@pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
+def test_zero_centered_gamma(norm) -> None:
+    plain, centred = norm(config(), 48), norm(config(layernorm_zero_centered_gamma=True), 48)
+    assert (plain.weight == 1).all() and (centred.weight == 0).all()
+    gamma = torch.randn(48)
+    with torch.no_grad():
+        plain.weight.copy_(gamma)
+        centred.weight.copy_(gamma - 1)
+    x = torch.randn(6, 48)
+    torch.testing.assert_close(centred(x), plain(x))
+
+
+@pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
+def test_bf16_norm_computes_in_fp32(norm) -> None:
+    """The result is the fp32 result rounded once."""
+    x = (torch.randn(64, 256) * 30 + 5).bfloat16()
+    module = norm(config(), 256)
+    exact = module(x.float())
+    assert torch.equal(module.bfloat16()(x), exact.bfloat16())
+
+
+@pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
+def test_fp32_residual_stream_gives_the_weights_dtype(norm) -> None:
+    module = norm(config(), 64).bfloat16()
+    x = torch.randn(8, 64, requires_grad=True)
+    y = module(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert x.grad.dtype == torch.float32 and module.weight.grad.dtype == torch.bfloat16
+
+
+def test_norm_parameters_carry_the_sequence_parallel_mark() -> None:
+    settings = config()
+    assert not any(parameter.sequence_parallel for parameter in TorchLayerNorm(settings, 8).parameters())
+    settings.sequence_parallel = True
+    parameters = list(TorchLayerNorm(settings, 8).parameters())
+    assert len(parameters) == 2 and all(parameter.sequence_parallel for parameter in parameters)
+    assert TorchRMSNorm(settings, 8).weight.sequence_parallel
+
+
+def test_norm_refusals() -> None:
+    with pytest.raises(ValueError, match="--fused-residual-rmsnorm"):
+        TorchRMSNorm(config(fused_residual_rmsnorm=True, normalization="RMSNorm"), 8)
+    with pytest.raises(ValueError, match="memory_efficient_layer_norm"):
+        TorchLayerNorm(config(memory_efficient_layer_norm=True), 8)
+
+
+def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
+    args = Namespace(
+        transformer_impl="local", reset_attention_mask=False, create_attention_mask_in_dataloader=True
+    )
+    assert "--no-create-attention-mask-in-dataloader" in leave_out_causal_mask(args)
+    assert not args.create_attention_mask_in_dataloader
+    assert leave_out_causal_mask(args) is None
+    for change in ({"reset_attention_mask": True}, {"transformer_impl": "transformer_engine"}):
+        args = Namespace(
+            **{
+                **vars(args),
+                "create_attention_mask_in_dataloader": True,
+                "reset_attention_mask": False,
+                **change,
+            }
+        )
+        assert leave_out_causal_mask(args) is None
+        assert args.create_attention_mask_in_dataloader
+
+
+def our_block(model_config: GPTModelConfig, vp_stage: int | None = None):
+    """Our layers with our final norm."""
+    return block_spec(model_config.transformer, gpt_layer_spec(model_config, vp_stage), vp_stage)
+
+
+def megatron_core_layers(model_config: GPTModelConfig):
+    """megatron-core's local spec; its QK norm needs apex, so torch's takes its place."""
+    settings = model_config.transformer
+    spec = get_gpt_layer_local_spec(normalization=settings.normalization)
+    if settings.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
+    return spec
+
+
+def build(layer_spec, **changes) -> torch.nn.Module:
+    """A tiny model with weights that depend on the seed alone."""
+    torch.manual_seed(11)
+    gpt_config = GPTModelConfig(
+        transformer=config(**changes),
+        transformer_layer_spec=layer_spec,
+        vocab_size=64,
+        seq_length=24,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(gpt_config).build_model(groups, pre_process=True, post_process=True)
+
+
+def train(model: torch.nn.Module, with_mask: bool, iterations: int = 10) -> list[float]:
+    """Losses of a few Adam steps on random tokens."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    mask = torch.ones(24, 24).triu(1).bool()[None, None] if with_mask else None
+    losses = []
+    for iteration in range(iterations):
+        generator = torch.Generator().manual_seed(iteration % 3)
+        tokens = torch.randint(0, 64, (2, 25), generator=generator)
+        positions = torch.arange(24).expand(2, -1)
+        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+MODELS = {
+    "gpt": {"normalization": "LayerNorm"},
+    "qwen": {
+        "normalization": "RMSNorm",
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_iterations_give_megatron_cores_losses(name) -> None:
+    """fp32: the torch-native block against megatron-core's local spec, from the same weights."""
+    reference = build(megatron_core_layers, **MODELS[name])
+    wanted = train(reference, with_mask=True)
+    assert isinstance(reference.decoder.layers[0].self_attention.core_attention, DotProductAttention)
+    for layer_spec, with_mask in ((our_block, False), (our_block, True), (gpt_layer_spec, False)):
+        model = build(layer_spec, **MODELS[name])
+        assert isinstance(model.decoder.layers[0].self_attention.core_attention, SDPACoreAttention)
+        assert model.state_dict().keys() == reference.state_dict().keys()
+        losses = train(model, with_mask)
+        torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
+    assert wanted[-1] < wanted[0] - 0.3, "it must really have trained"
+
+
+@pytest.mark.parametrize("layer_spec", [gpt_layer_spec, our_block])
+def test_attention_backend_local_selects_megatron_cores(layer_spec, monkeypatch) -> None:
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the model notes its backend here, for Transformer Engine
+        monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
+    model = build(layer_spec, attention_backend=AttnBackend.local)
+    for layer in model.decoder.layers:
+        assert type(layer.self_attention.core_attention) is DotProductAttention
+
+
+def test_the_block_takes_sequence_parallelism() -> None:
+    """Every norm is ours, marked, final one included (building only: one rank has nothing to scatter)."""
+    settings = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(config(**settings), 8)
+    model = build(our_block, **settings)
+    marks = {name: getattr(p, "sequence_parallel", None) for name, p in model.named_parameters()}
+    norms = [name for name in marks if "layernorm" in name]
+    assert len(norms) == 2 * (2 * len(model.decoder.layers) + 1)
+    assert all(marks[name] is True for name in norms)
