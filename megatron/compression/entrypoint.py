@@ -185,7 +185,7 @@ class ForwardStep:
         output = model(
             batch["tokens"],
             batch["position_ids"],
-            batch["attention_mask"],
+            batch.get("attention_mask"),  # absent with --no-create-attention-mask-in-dataloader
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
         )

@@ -1,0 +1,160 @@
+"""The demo behind scripts/demo.sh: data, two trainings, a table, and summary.json.
+
+Both trainings are `torchrun pretrain_gpt.py` on megatron-core's own loop, with the same data, seed and flags;
+the second adds --taco. On CPUs they run over gloo, on two or more GPUs over NCCL.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 2048
+CORPUS_MB = 8
+
+GPT_MODEL_ARGS = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
+    --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0"""
+TRAINING_ARGS = """--micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0 --bf16 --seed 1
+    --no-create-attention-mask-in-dataloader"""
+# Every message of this small model is under the default threshold of 8 MiB.
+TACO_ARGS = "--taco --taco-min-message-mb 0"
+
+ITERATION = re.compile(
+    r"iteration +(\d+)/ *(\d+) \|.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: (\S+)"
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder for everything")
+    parser.add_argument("--iterations", type=int, default=240, help="training iterations of each run")
+    parser.add_argument(
+        "--tensor-parallel", type=int, help="ranks (default: 2; 4 or 2 where there are that many GPUs)"
+    )
+    return parser.parse_args()
+
+
+def gpu_count() -> int:
+    """CUDA devices that a run would see, without loading CUDA into this process."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    return int(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def prepare_data(directory: Path) -> dict[str, str]:
+    """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
+    tokenizer = directory / "tokenizer.model"
+    paths = {"tokenizer": str(tokenizer)}
+    if not (directory / "train.jsonl").exists():
+        script("make_corpus.py", "--output-dir", directory, "--max-mb", CORPUS_MB)
+    if not tokenizer.exists():
+        train_text = directory / "train.jsonl"
+        script("train_tokenizer.py", "--input", train_text, "--vocab-size", VOCABULARY, "--output", tokenizer)
+    for split in ("train", "valid"):
+        paths[split] = str(directory / f"{split}_text_document")
+        if Path(paths[split] + ".idx").exists():
+            continue
+        script(
+            *("preprocess_data.py", "--input", directory / f"{split}.jsonl"),
+            *("--output-prefix", directory / split, "--append-eod", "--workers", os.cpu_count() or 1),
+            *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer),
+        )
+    return paths
+
+
+def script(name: str, *arguments) -> None:
+    """Run one of our scripts; its output is the progress."""
+    subprocess.run([sys.executable, ROOT / "scripts" / name, *map(str, arguments)], check=True)
+
+
+def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, options) -> dict:
+    """One training; returns the summary of its communication report."""
+    directory = options.output / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    evaluations = max(1, options.iterations // 4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "pretrain_gpt.py"), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
+    command += ["--tensor-model-parallel-size", str(ranks), "--train-iters", str(options.iterations)]
+    command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+    command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
+    command += ["--eval-interval", str(evaluations), "--eval-iters", "8", "--log-interval", "5"]
+    command += ["--compression-report", str(directory / "report"), "--tensorboard-dir", str(directory / "tb")]
+    command += extra.split()
+    environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    if gpus < ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    print(f"\n{name}: {' '.join(command[1:])}", flush=True)
+    started = time.time()
+    with open(directory / "log.txt", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for line in process.stdout:
+            log.write(line)
+            show_progress(name, line)
+    if process.wait():
+        print(f"error: the {name} run failed; its output is in {directory / 'log.txt'}", file=sys.stderr)
+        sys.exit(1)
+    print(f"  {name}: {time.time() - started:.0f} s", flush=True)
+    return json.loads((directory / "report" / "report.json").read_text())["summary"]
+
+
+def show_progress(name: str, line: str) -> None:
+    """A short line for each of Megatron's."""
+    if match := ITERATION.search(line):
+        iteration, total, milliseconds, loss = match.groups()
+        print(
+            f"  {name} {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):.0f} ms", flush=True
+        )
+    elif "validation loss at iteration" in line:
+        print(f"  {name} {line.strip().split('| lm loss PPL')[0]}", flush=True)
+    elif line.startswith("error:"):
+        print(line, end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run everything and write summary.json."""
+    options = parse_args()
+    options.output = options.output.resolve()
+    gpus = gpu_count()
+    ranks = options.tensor_parallel or (4 if gpus >= 4 else 2)
+    data = prepare_data(options.output / "data")
+    runs = {
+        "baseline": train("baseline", "", data, ranks, gpus, options),
+        "taco": train("taco", TACO_ARGS, data, ranks, gpus, options),
+    }
+    keys = ("first_validation_loss", "validation_loss", "first_loss", "last_loss", "tp_bytes_per_iteration")
+    summary = {name: {key: run[key] for key in keys} for name, run in runs.items()}
+    baseline, taco = summary["baseline"], summary["taco"]
+    summary["ratio"] = baseline["tp_bytes_per_iteration"] / taco["tp_bytes_per_iteration"]
+    summary["validation_loss_difference"] = taco["validation_loss"] / baseline["validation_loss"] - 1
+    summary["setup"] = {
+        "tensor_parallel": ranks,
+        "iterations": options.iterations,
+        "backend": "nccl" if gpus >= ranks else "gloo",
+        "taco_flags": TACO_ARGS,
+    }
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"\n{'':10} {'training loss':>21} {'validation loss':>16} {'TP bytes/iteration/rank':>24}")
+    for name in ("baseline", "taco"):
+        run = summary[name]
+        losses = f"{run['first_loss']:.4f} -> {run['last_loss']:.4f}"
+        print(f"{name:10} {losses:>21} {run['validation_loss']:16.4f} {run['tp_bytes_per_iteration']:24,.0f}")
+    print(f"\ntensor-parallel bytes: {summary['ratio']:.3f}x fewer with --taco", end="")
+    print(f"; validation loss {summary['validation_loss_difference']:+.2%}")
+    print(f"{options.output / 'summary.json'}; reports: {options.output}/{{baseline,taco}}/report/report.md")
+
+
+if __name__ == "__main__":
+    main()
