@@ -7,5 +7,13 @@ from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.torch_native.attention_mask import leave_out_causal_mask
 from megatron.compression.torch_native.block import block_spec
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
+from megatron.compression.torch_native.rope import fill_rope_fusion_slot
 
-__all__ = ["SDPACoreAttention", "TorchLayerNorm", "TorchRMSNorm", "block_spec", "leave_out_causal_mask"]
+__all__ = [
+    "SDPACoreAttention",
+    "TorchLayerNorm",
+    "TorchRMSNorm",
+    "block_spec",
+    "fill_rope_fusion_slot",
+    "leave_out_causal_mask",
+]

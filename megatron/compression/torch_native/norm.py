@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on torch's fused kernels, for any tensor and sequence parallelism.
+"""LayerNorm and RMSNorm on torch's kernels, for any tensor and sequence parallelism.
 
     layer norm: y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta
     RMS norm:   y = x / sqrt(mean(x^2) + eps) * gamma
@@ -9,6 +9,8 @@ Statistics and arithmetic are fp32 inside the kernels whatever the dtype.
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.compression.torch_native.row_norm import LONGEST_ROW, row_rms_norm
 
 
 class _MegatronNorm:
@@ -65,4 +67,9 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
-        return F.rms_norm(x, self.normalized_shape, self._gamma(x.dtype), self.eps).to(self.weight.dtype)
+        gamma = self._gamma(x.dtype)
+        if x.is_cuda and self.normalized_shape[0] <= LONGEST_ROW:
+            y = row_rms_norm(x, gamma, self.eps)
+        else:
+            y = F.rms_norm(x, self.normalized_shape, gamma, self.eps)
+        return y.to(self.weight.dtype)
