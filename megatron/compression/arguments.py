@@ -59,11 +59,6 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
             f"--taco compresses the layers of --transformer-impl local, not of {args.transformer_impl}, "
             "which communicates inside its own kernels; use --transformer-impl local or drop --taco"
         )
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        raise CompressionConfigError(
-            "--taco cannot compress the all-gathers and reduce-scatters of --sequence-parallel yet; "
-            "drop --sequence-parallel (the all-reduces carry the same bytes) or --taco"
-        )
     if args.num_experts is not None:
         raise CompressionConfigError(
             "--taco does not cover expert and router traffic; drop --num-experts or --taco"

@@ -5,6 +5,7 @@ does not look as expected (another megatron-core), wraps a symbol once, and logs
 """
 
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -162,6 +163,39 @@ def on_parameter_sync(record: Callable[[str, int, int], None]) -> None:
         return wrapper
 
     replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
+
+
+def on_replicated_gradient_sync(record: Callable[[int, int], None]) -> None:
+    """Call ``record(buffer_bytes, world_size)`` for the gradients of norms and biases summed over TP ranks.
+
+    Why: under sequence parallelism (and for QK norms) each rank has seen only its part of the data;
+    ``finalize_model_grads`` sums these small gradients itself. Not reached: Megatron-FSDP.
+    """
+    # The package has a function of the module's name.
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+
+    def wrap(all_reduce_gradients):
+        def wrapper(model, config, tp_group=None):
+            all_reduce_gradients(model, config, tp_group)
+            if tp_group is not None and tp_group.size() > 1:
+                record(_replicated_gradient_bytes(model, config), tp_group.size())
+
+        return wrapper
+
+    name = "_allreduce_non_tensor_model_parallel_grads"
+    replace(finalize_model_grads, name, ("model", "config", "tp_group"), wrap)
+
+
+def _replicated_gradient_bytes(model: list, config) -> int:
+    total = 0
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+            summed |= config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+            summed |= getattr(parameter, "average_gradients_across_tp_domain", False)
+            if parameter.requires_grad and summed:
+                total += getattr(parameter, "main_grad", parameter).nbytes
+    return total
 
 
 def on_pipeline_send(record: Callable[[str, int], None]) -> None:

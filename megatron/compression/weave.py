@@ -56,6 +56,7 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter) -> None:
     seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
     seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
     seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
+    seams.on_replicated_gradient_sync(partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"))
     seams.on_pipeline_send(lambda channel, size: ledger.record(channel, "off", "send", size, size))
 
 

@@ -1,5 +1,6 @@
 """Seams refuse unexpected symbols and wrap once."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,7 @@ def test_megatron_core_has_every_seam() -> None:
 
     from megatron.compression import seams
 
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     owners = [
         (training, "training_log"),
         (training, "evaluate"),
@@ -57,6 +59,7 @@ def test_megatron_core_has_every_seam() -> None:
         (_ParamAndGradBucketGroup, "start_grad_sync"),
         (_ParamAndGradBucketGroup, "start_param_sync"),
         (P2PCommunicator, "_communicate"),
+        (finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads"),
     ]
     before = [getattr(owner, name) for owner, name in owners]
     try:
@@ -65,6 +68,7 @@ def test_megatron_core_has_every_seam() -> None:
         seams.on_gradient_sync(lambda *args: None)
         seams.on_parameter_sync(lambda *args: None)
         seams.on_pipeline_send(lambda *args: None)
+        seams.on_replicated_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):
             assert getattr(owner, name) is not original
     finally:

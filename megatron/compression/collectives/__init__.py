@@ -1,9 +1,16 @@
 """Collectives over any codec."""
 
-from megatron.compression.collectives.all_gather import all_gather
+from megatron.compression.collectives.all_gather import all_gather, all_gather_encoded
 from megatron.compression.collectives.all_reduce import all_reduce
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork
 
-__all__ = ["CompressedWork", "TorchTransport", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = [
+    "CompressedWork",
+    "TorchTransport",
+    "all_gather",
+    "all_gather_encoded",
+    "all_reduce",
+    "reduce_scatter",
+]

@@ -1,6 +1,7 @@
 """Gives every tensor-parallel layer of a built model its site."""
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -12,17 +13,19 @@ from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
+    CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.site import TensorParallelSite, site_name
 
-# GPTModel names the classes of its embedding and output layer itself, outside the layer spec, so these two
+# GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, so these
 # change class after building. The subclasses add no state.
 _CLASS_AFTER_BUILDING = {
     VocabParallelEmbedding: CompressedVocabParallelEmbedding,
     ColumnParallelLinear: CompressedColumnParallelLinear,
     RowParallelLinear: CompressedRowParallelLinear,
+    LanguageModelEmbedding: CompressedLanguageModelEmbedding,
 }
 
 
@@ -66,12 +69,14 @@ def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
 
 
 def _why_not_covered(module: torch.nn.Module) -> str | None:
-    if getattr(module, "sequence_parallel", False) or getattr(module, "reduce_scatter_embeddings", False):
-        return "it communicates by sequence parallelism; drop --sequence-parallel"
     if getattr(module, "explicit_expert_comm", False):
         return "it is an expert of a mixture; drop --num-experts"
     if getattr(module, "gtp_remat_size", 1) > 1:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
+    if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
+        return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
+    if getattr(module, "gather_output", False):
+        return "it gathers its output, which is not covered"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
         return "it scatters its input; only parallel input is covered"
     return None

@@ -1,39 +1,45 @@
-"""Tensor-parallel layers whose all-reduces go through a site.
+"""Tensor-parallel layers whose collectives go through a site.
 
-Each is megatron-core's layer with one thing changed: who sums over the tensor-parallel group. Until
-``bind_compression`` has given it a site, a layer is megatron-core's.
+Each is megatron-core's layer with one thing changed: who communicates with the tensor-parallel group. Until
+``bind_compression`` has given it a site, a layer is megatron-core's. Messages that are not compressed take
+megatron-core's own path and are counted.
 """
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
 
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
 from megatron.compression.tensor_parallel.mappings import (
-    copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear layer: the forward's all-reduce is compressed.
+    """Row-parallel linear layer: attention projection and fc2.
 
-    Sites: attention projection and fc2.
+    Compressed: the forward's all-reduce; with sequence parallelism its reduce-scatter and the backward's
+    all-gather.
     """
 
     site: TensorParallelSite | None = None
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[s, b, h_in / W] -> [s, b, h_out]`` and the bias when it is left to the caller."""
+        """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
         if self.site is None:
             return super().forward(input_)
         message_bytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
         if not self.site.compresses(message_bytes):
-            self.site.count_uncompressed("tp.forward", message_bytes)
+            _count_reduction(self.site, self.sequence_parallel, message_bytes)
             return super().forward(input_)
         partial_sum = self._forward_impl(
             input=input_,
@@ -45,49 +51,107 @@ class CompressedRowParallelLinear(RowParallelLinear):
             tp_group=self.tp_group,
             grad_output_buffer=None,
         )
-        output = reduce_from_tensor_parallel_region(partial_sum, self.site)
+        output = _reduce(partial_sum, self.site, self.sequence_parallel)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
 
 class CompressedColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear layer: the backward's all-reduce of the input gradient is compressed.
+    """Column-parallel linear layer: qkv, fc1 and the output layer.
 
-    Sites: qkv, fc1 and the output layer.
+    Compressed: the backward's all-reduce of the input gradient; with sequence parallelism the all-gather of
+    the input, forward and backward, and the reduce-scatter of its gradient.
     """
 
     site: TensorParallelSite | None = None
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        # megatron-core reduces dgrad inside its linear's backward; taking that over means telling the linear
-        # not to reduce and wrapping its input instead.
-        if self.site is not None and kwargs["allreduce_dgrad"] and torch.is_grad_enabled():
-            message_bytes = input.nbytes
-            if self.site.compresses(message_bytes):
-                input = copy_to_tensor_parallel_region(input, self.site)
-                kwargs["allreduce_dgrad"] = False
+        communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
+        if self.site is None or not communicates:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        sequence_parallel = kwargs["sequence_parallel"]
+        message_bytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
+        if self.site.compresses(message_bytes):
+            return column_parallel_linear(input, weight, kwargs["bias"], self.site, sequence_parallel)
+        if sequence_parallel:
+            self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
+        if torch.is_grad_enabled():  # each forward with gradients has exactly one backward
+            if sequence_parallel:
+                if weight.requires_grad:
+                    self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
+                self.site.count_uncompressed("tp.backward", "reduce_scatter", message_bytes)
             else:
-                # Counted here because each forward with gradients has exactly one backward.
-                self.site.count_uncompressed("tp.backward", message_bytes)
+                self.site.count_uncompressed("tp.backward", "all_reduce", message_bytes)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
 class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
-    """Vocabulary-parallel embedding: the forward's all-reduce is compressed."""
+    """Vocabulary-parallel embedding: the forward's all-reduce, or its reduce-scatter and their all-gather."""
 
     site: TensorParallelSite | None = None
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Token ids ``[b, s]`` to embeddings ``[b, s, h]``."""
+        """Token ids ``[b, s]`` to ``[b, s, h]``, or ``[s / W, b, h]`` with ``reduce_scatter_embeddings``."""
         if self.site is None:
             return super().forward(input_)
         message_bytes = input_.numel() * self.embedding_dim * self.weight.element_size()
         if not self.site.compresses(message_bytes):
-            self.site.count_uncompressed("tp.forward", message_bytes)
+            _count_reduction(self.site, self.reduce_scatter_embeddings, message_bytes)
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
         # F.embedding's backward is not deterministic on CUDA; indexing's is.
         rows = self.weight[local_ids] if self.deterministic_mode else F.embedding(local_ids, self.weight)
-        return reduce_from_tensor_parallel_region(rows.masked_fill(elsewhere[..., None], 0), self.site)
+        rows = rows.masked_fill(elsewhere[..., None], 0)
+        if self.reduce_scatter_embeddings:
+            rows = rows.transpose(0, 1)
+        return _reduce(rows, self.site, self.reduce_scatter_embeddings)
+
+
+class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
+    """Word and position embeddings under sequence parallelism.
+
+    Compressed: the backward's all-gather of the slice that each rank keeps, which only learned positions need
+    (without them the vocabulary embedding scatters itself).
+    """
+
+    site: TensorParallelSite | None = None
+
+    def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
+        """Token ids ``[b, s]`` to ``[s / W, b, h]``."""
+        scatters = self.config.sequence_parallel and self.scatter_to_sequence_parallel
+        if self.site is None or not scatters or self.reduce_scatter_embeddings:
+            return super().forward(input_ids, position_ids, tokentype_ids)
+        message_bytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
+        if not self.site.compresses(message_bytes):
+            if torch.is_grad_enabled():
+                self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
+            return super().forward(input_ids, position_ids, tokentype_ids)
+        embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
+        embeddings = embeddings.transpose(0, 1)
+        if tokentype_ids is not None:
+            embeddings = embeddings + self.tokentype_embeddings(tokentype_ids).transpose(0, 1)
+        if self.config.use_mup and self.config.mup_embedding_mult != 1.0:
+            embeddings = embeddings * self.config.mup_embedding_mult
+        if self.config.fp32_residual_connection:
+            embeddings = embeddings.float()
+        embeddings = scatter_to_sequence_parallel_region(embeddings, self.site)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return self.embedding_dropout(embeddings)
+
+
+def _reduce(partial_sum: torch.Tensor, site: TensorParallelSite, sequence_parallel: bool) -> torch.Tensor:
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial_sum, site)
+    return reduce_from_tensor_parallel_region(partial_sum, site)
+
+
+def _count_reduction(site: TensorParallelSite, sequence_parallel: bool, message_bytes: int) -> None:
+    """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
+    if not sequence_parallel:
+        site.count_uncompressed("tp.forward", "all_reduce", message_bytes)
+        return
+    site.count_uncompressed("tp.forward", "reduce_scatter", message_bytes)
+    if torch.is_grad_enabled():
+        site.count_uncompressed("tp.backward", "all_gather", message_bytes)

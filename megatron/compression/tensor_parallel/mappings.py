@@ -1,7 +1,7 @@
-"""Autograd functions around the compressed all-reduce.
+"""Autograd functions around the compressed collectives.
 
-They mirror megatron-core's tensor_parallel/mappings.py: a reduce in the forward is a copy in the backward,
-and the other way round.
+They mirror megatron-core's tensor_parallel/mappings.py: a reduce in the forward is a copy in the backward, a
+reduce-scatter an all-gather, a split an all-gather.
 """
 
 import torch
@@ -14,24 +14,37 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
-        return site.compressed_all_reduce(partial_sum, "tp.forward")
+        return site.all_reduce(partial_sum, "tp.forward").wait()
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
         return grad_output, None
 
 
-class _CopyToTensorParallelRegion(torch.autograd.Function):
-    """Forward: identity. Backward: compressed all-reduce."""
+class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
+    """Forward: compressed reduce-scatter of the first dimension. Backward: compressed all-gather."""
+
+    @staticmethod
+    def forward(ctx, partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
+        ctx.site = site
+        return site.reduce_scatter(partial_sum, "tp.forward").wait()
+
+    @staticmethod
+    def backward(ctx, grad_output: torch.Tensor):
+        return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
+
+
+class _ScatterToSequenceParallelRegion(torch.autograd.Function):
+    """Forward: this rank's slice of the first dimension. Backward: compressed all-gather."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
         ctx.site = site
-        return x.view_as(x)
+        return x.chunk(site.group.size())[site.group.rank()].contiguous()
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
-        return ctx.site.compressed_all_reduce(grad_output, "tp.backward"), None
+        return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
 
 
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
@@ -39,6 +52,13 @@ def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: TensorPa
     return _ReduceFromTensorParallelRegion.apply(partial_sum, site)
 
 
-def copy_to_tensor_parallel_region(x: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
-    """Pass ``x`` on; its gradient is summed over the ranks through the site's codec."""
-    return _CopyToTensorParallelRegion.apply(x, site)
+def reduce_scatter_to_sequence_parallel_region(
+    partial_sum: torch.Tensor, site: TensorParallelSite
+) -> torch.Tensor:
+    """Sum ``[s, ...]`` over the ranks and keep ``[s / W, ...]``; its gradient is gathered. Both compressed."""
+    return _ReduceScatterToSequenceParallelRegion.apply(partial_sum, site)
+
+
+def scatter_to_sequence_parallel_region(x: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
+    """Keep this rank's ``[s / W, ...]`` of ``[s, ...]``; the gradient is gathered, compressed."""
+    return _ScatterToSequenceParallelRegion.apply(x, site)
