@@ -3,9 +3,11 @@
 Import it after `megatron.host.install()`: it loads megatron.training.
 """
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core import mpu
@@ -24,6 +26,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron import host
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.weave import weave
+from megatron.host import preflight
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -32,13 +35,19 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
 
     Layers default to megatron-core's local implementation; Transformer Engine is used only when asked for.
+
+    Raises:
+        InputError: Transformer Engine asked for and absent, a data flag not served here, a damaged dataset.
     """
 
     def extra_args(parser: ArgumentParser) -> ArgumentParser:
-        parser.set_defaults(transformer_impl="local")
+        parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
         return add_arguments(parser) if add_arguments is not None else parser
 
-    args = parse_and_validate_args(extra_args, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(extra_args)
+    preflight.check_transformer_engine(args.transformer_impl)
+    preflight.check_supported_data(args)
+    preflight.check_datasets(args)
     if host.is_active():
         for line in host.cpu_argument_overrides(args):
             print_rank_0(line)
@@ -48,6 +57,7 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
 def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
     """The dataset's configuration from the command line."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = args.per_dataset_sequences_path
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -72,6 +82,7 @@ def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         context_parallel_size=args.context_parallel_size,
+        sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
     )
 
 

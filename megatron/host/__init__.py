@@ -1,6 +1,6 @@
 """Runs Megatron's own training loop on CPU tensors over gloo, where the machine has no CUDA device.
 
-`install()` must run before `megatron.training` is imported. Where `torch.cuda.is_available()` is True it
+`prepare()` must run before `megatron.training` is imported. Where `torch.cuda.is_available()` is True it
 applies only what GPUs need too: `use_shipped_helpers` and `make_torch_adam_resumable`.
 
 Every stand-in lives in one of these modules, with the symbol it replaces and the reason:
@@ -10,18 +10,25 @@ Every stand-in lives in one of these modules, with the symbol it replaces and th
     engine.py           symbols of megatron.training and megatron.core
     overrides.py        arguments that a CPU run needs
     dataset_helpers.py  the compiled dataset helper (CPU and GPU)
+    errors.py           one line for bad input (CPU and GPU)
+    preflight.py        what is checked before a run (CPU and GPU)
     adam_state.py       resuming torch's Adam under the distributed optimizer (CPU and GPU)
 """
 
 from megatron.host.adam_state import make_torch_adam_resumable
 from megatron.host.dataset_helpers import use_shipped_helpers
+from megatron.host.errors import InputError, one_line_errors
 from megatron.host.overrides import cpu_argument_overrides
+from megatron.host.preflight import check_megatron_core, installed_megatron_core
 
 __all__ = [
+    "InputError",
     "cpu_argument_overrides",
     "install",
     "is_active",
     "make_torch_adam_resumable",
+    "one_line_errors",
+    "prepare",
     "use_shipped_helpers",
 ]
 
@@ -31,6 +38,16 @@ _active = False
 def is_active() -> bool:
     """True once `install()` has put the CPU stand-ins in place in this process."""
     return _active
+
+
+def prepare(pinned_megatron_core: str) -> None:
+    """What an entrypoint calls first: check the version of megatron-core, then `install()`.
+
+    Ends the process with one line where the installed version is another one.
+    """
+    with one_line_errors():
+        check_megatron_core(pinned_megatron_core, installed_megatron_core())
+        install()
 
 
 def install() -> bool:
