@@ -19,7 +19,7 @@ TOKENS = (SEQUENCE, BATCH) = (16, 2)
 TACO_BOUND = 0.045  # two hops of e4m3 at group 128: 0.026 * sqrt(2), with room for small tensors
 
 
-def _layer(kind: str, compressed: bool, world_size: int, codec, rank: int):
+def _layer(kind: str, sequence_parallel: bool, compressed: bool, world_size: int, codec, rank: int):
     """One layer with weights that do not depend on the world size, with or without our subclass."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as core
@@ -27,7 +27,7 @@ def _layer(kind: str, compressed: bool, world_size: int, codec, rank: int):
     from megatron.compression.tensor_parallel import layers as ours
     from megatron.compression.tensor_parallel.site import TensorParallelSite
 
-    config = transformer_config(world_size)
+    config = transformer_config(world_size, sequence_parallel=sequence_parallel)
     init = torch.nn.init.xavier_normal_
     torch.manual_seed(3)
     module, prefix = (ours, "Compressed") if compressed else (core, "")
@@ -47,7 +47,7 @@ def _layer(kind: str, compressed: bool, world_size: int, codec, rank: int):
         )
     else:
         layer = getattr(module, prefix + "VocabParallelEmbedding")(
-            WIDE, HIDDEN, config=config, init_method=init
+            WIDE, HIDDEN, config=config, init_method=init, reduce_scatter_embeddings=sequence_parallel
         )
     if compressed:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -59,86 +59,113 @@ def _slice(tensor: torch.Tensor, dim: int, rank: int, world_size: int) -> torch.
     return tensor.chunk(world_size, dim)[rank].contiguous()
 
 
-def _run(kind: str, layer, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Forward and backward on fixed data; whole-tensor inputs are cut for this rank."""
+def _data(kind: str, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole layer's input (token ids for the embedding) and output gradient."""
     generator = torch.Generator().manual_seed(11)
-    device = device_of(rank)
-    x = torch.randn(*TOKENS, WIDE if kind == "row" else HIDDEN, generator=generator).to(device)
-    gradient = torch.randn(*TOKENS, WIDE if kind == "column" else HIDDEN, generator=generator).to(device)
     if kind == "embedding":
-        ids = torch.randint(0, WIDE, TOKENS, generator=generator).to(device)
-        output = layer(ids)
+        x = torch.randint(0, WIDE, (BATCH, SEQUENCE), generator=generator)
+        return x.to(device), torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator).to(device)
+    x = torch.randn(*TOKENS, WIDE if kind == "row" else HIDDEN, generator=generator)
+    gradient = torch.randn(*TOKENS, WIDE if kind == "column" else HIDDEN, generator=generator)
+    return x.to(device), gradient.to(device)
+
+
+def _run(kind: str, sequence_parallel: bool, layer, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Forward and backward on this rank's part of the data."""
+    x, gradient = _data(kind, device_of(rank))
+
+    def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return _slice(tensor, dim, rank, world_size)
+
+    if kind == "embedding":
+        if sequence_parallel:
+            gradient = cut(gradient.transpose(0, 1), 0)
+        output = layer(x)
         output.backward(gradient)
         return {"output": output.detach(), "weight.grad": layer.weight.grad}
     if kind == "row":
-        x = _slice(x, -1, rank, world_size)
+        x = cut(x, -1)
+        gradient = cut(gradient, 0) if sequence_parallel else gradient
     else:
-        gradient = _slice(gradient, -1, rank, world_size)
+        gradient = cut(gradient, -1)
+        x = cut(x, 0) if sequence_parallel else x
     x.requires_grad_()
     output, _ = layer(x)
     output.backward(gradient)
     result = {"output": output.detach(), "x.grad": x.grad, "weight.grad": layer.weight.grad}
+    if kind == "row" and sequence_parallel:
+        return result  # the bias gradient is this rank's share; finalize_model_grads sums it
     return {**result, "bias.grad": layer.bias.grad}
 
 
-def _serial(kind: str, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def _serial(kind: str, sequence_parallel: bool, rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """The same layer in one piece, cut to what this rank holds of it."""
     torch.manual_seed(3)
     shape = {"row": (HIDDEN, WIDE), "column": (WIDE, HIDDEN), "embedding": (WIDE, HIDDEN)}[kind]
     weight = torch.nn.init.xavier_normal_(torch.empty(shape)).to(device_of(rank)).requires_grad_()
-    generator = torch.Generator().manual_seed(11)
-    device = weight.device
-    x = torch.randn(*TOKENS, WIDE if kind == "row" else HIDDEN, generator=generator).to(device)
-    gradient = torch.randn(*TOKENS, WIDE if kind == "column" else HIDDEN, generator=generator).to(device)
+    x, gradient = _data(kind, weight.device)
+
+    def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return _slice(tensor, dim, rank, world_size)
+
     if kind == "embedding":
-        ids = torch.randint(0, WIDE, TOKENS, generator=generator).to(device)
-        output = F.embedding(ids, weight)
+        output = F.embedding(x, weight)
         output.backward(gradient)
-        return {"output": output.detach(), "weight.grad": _slice(weight.grad, 0, rank, world_size)}
-    bias = torch.zeros(shape[0], device=device, requires_grad=True)
+        output = output.detach()
+        output = cut(output.transpose(0, 1), 0) if sequence_parallel else output
+        return {"output": output, "weight.grad": cut(weight.grad, 0)}
+    bias = torch.zeros(shape[0], device=weight.device, requires_grad=True)
     x.requires_grad_()
     output = F.linear(x, weight, bias)
     output.backward(gradient)
     if kind == "row":
-        return {
-            "output": output.detach(),
-            "x.grad": _slice(x.grad, -1, rank, world_size),
-            "weight.grad": _slice(weight.grad, 1, rank, world_size),
-            "bias.grad": bias.grad,
+        result = {
+            "output": cut(output.detach(), 0) if sequence_parallel else output.detach(),
+            "x.grad": cut(x.grad, -1),
+            "weight.grad": cut(weight.grad, 1),
         }
+        return result if sequence_parallel else {**result, "bias.grad": bias.grad}
     return {
-        "output": _slice(output.detach(), -1, rank, world_size),
-        "x.grad": x.grad,
-        "weight.grad": _slice(weight.grad, 0, rank, world_size),
-        "bias.grad": _slice(bias.grad, 0, rank, world_size),
+        "output": cut(output.detach(), -1),
+        "x.grad": cut(x.grad, 0) if sequence_parallel else x.grad,
+        "weight.grad": cut(weight.grad, 0),
+        "bias.grad": cut(bias.grad, 0),
     }
 
 
-# What the layer's collective produces; everything else must not change at all.
-_COMMUNICATED = {"row": "output", "column": "x.grad", "embedding": "output"}
+# What depends on a collective; everything else must not change at all.
+_COMMUNICATED = {
+    ("row", False): {"output"},
+    ("column", False): {"x.grad"},
+    ("embedding", False): {"output"},
+    ("row", True): {"output", "x.grad", "weight.grad"},
+    ("column", True): {"output", "x.grad", "weight.grad"},
+    ("embedding", True): {"output", "weight.grad"},
+}
 
 
-def _worker(rank: int, world_size: int) -> dict[str, float]:
+def _worker(rank: int, world_size: int) -> dict[tuple, float]:
     start_model_parallel(world_size)
     errors = {}
-    for kind, communicated in _COMMUNICATED.items():
-        serial = _serial(kind, rank, world_size)
-        core = _run(kind, _layer(kind, False, world_size, None, rank), rank, world_size)
-        identity = _run(kind, _layer(kind, True, world_size, IdentityCodec(), rank), rank, world_size)
-        taco = _run(kind, _layer(kind, True, world_size, None, rank), rank, world_size)
+    for (kind, sequence_parallel), communicated in _COMMUNICATED.items():
+
+        def run(compressed, codec=None, kind=kind, sequence_parallel=sequence_parallel):
+            layer = _layer(kind, sequence_parallel, compressed, world_size, codec, rank)
+            return _run(kind, sequence_parallel, layer, rank, world_size)
+
+        serial = _serial(kind, sequence_parallel, rank, world_size)
+        core, identity, taco = run(False), run(True, IdentityCodec()), run(True)
         assert set(core) == set(identity) == set(taco) == set(serial)
         for name, value in core.items():
-            torch.testing.assert_close(
-                identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=f"{kind} {name}"
-            )
-            if world_size == 2 or name != communicated:  # more ranks: gloo's order of summation is not ours
-                assert torch.equal(identity[name], value), (
-                    f"{kind} {name}: identity codec must change nothing"
-                )
-            if name != communicated:
-                assert torch.equal(taco[name], value), f"{kind} {name} does not depend on the codec"
-        exact = serial[communicated]
-        errors[kind] = float((taco[communicated] - exact).norm() / exact.norm())
+            what = f"{kind} sequence_parallel={sequence_parallel} {name}"
+            torch.testing.assert_close(identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=what)
+            if world_size == 2 or name not in communicated:  # more ranks: gloo sums in another order
+                assert torch.equal(identity[name], value), f"{what}: identity codec must change nothing"
+            if name in communicated:
+                exact = serial[name]
+                errors[what] = float((taco[name] - exact).norm() / exact.norm())
+            else:
+                assert torch.equal(taco[name], value), f"{what} does not depend on the codec"
     return errors
 
 
