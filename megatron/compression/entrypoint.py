@@ -24,6 +24,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron import host
+from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.weave import weave
 from megatron.host import preflight
@@ -48,9 +49,9 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     preflight.check_transformer_engine(args.transformer_impl)
     preflight.check_supported_data(args)
     preflight.check_datasets(args)
-    if host.is_active():
-        for line in host.cpu_argument_overrides(args):
-            print_rank_0(line)
+    overrides = host.cpu_argument_overrides(args) if host.is_active() else []
+    for line in overrides + missing_extension_overrides(args):
+        print_rank_0(line)
     return args
 
 
