@@ -1,7 +1,7 @@
 """Megatron's fusions that need a CUDA extension: switched off where it is not installed.
 
-Megatron-LM's defaults assume apex and Transformer Engine. With ``--transformer-impl local`` neither is needed, so
-a launch script should not have to say so in four flags.
+Megatron-LM's defaults assume apex and Transformer Engine. With ``--transformer-impl local`` neither is
+needed, so a launch script should not have to say so in four flags.
 """
 
 import importlib.util
