@@ -1,0 +1,184 @@
+"""The dense Qwen2.5 and Qwen3 base models, and a model as Megatron flags.
+
+Numbers from each model's config.json on Hugging Face (Qwen/Qwen2.5-*, Qwen/Qwen3-*). The norm's epsilon of
+Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B and 4B tie
+their embeddings, 8B and up do not.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Literal
+
+
+class QwenError(ValueError):
+    """A model or a setting that cannot be honoured; the message names the flag or the key and the fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenModel:
+    """What the Megatron flags and the Hugging Face config of a dense Qwen model have in common."""
+
+    family: Literal["qwen2", "qwen3"]
+    """Hugging Face's model_type. qwen2 (Qwen2 and Qwen2.5): bias on q, k and v. qwen3: norm of q and k."""
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    """Heads of keys and values."""
+    head_dim: int
+    vocabulary: int
+    """Rows of the embedding, which is more than the tokenizer has tokens."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    norm_epsilon: float = 1e-6
+    rotary_base: int = 1_000_000
+    positions: int
+    """Longest sequence."""
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise QwenError(
+                f"num_attention_heads {self.heads} must be a multiple of num_key_value_heads {self.groups}"
+            )
+
+
+def _qwen25(layers, hidden, ffn, heads, groups, *, tied, positions=131072, epsilon=1e-6) -> QwenModel:
+    return QwenModel(
+        family="qwen2",
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=groups,
+        head_dim=hidden // heads,
+        vocabulary=151936 if tied else 152064,
+        tied=tied,
+        norm_epsilon=epsilon,
+        positions=positions,
+    )
+
+
+def _qwen3(layers, hidden, ffn, heads, *, tied) -> QwenModel:
+    return QwenModel(
+        family="qwen3",
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=8,
+        head_dim=128,
+        vocabulary=151936,
+        tied=tied,
+        positions=40960,
+    )
+
+
+MODELS: dict[str, QwenModel] = {
+    "2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, tied=True, positions=32768),
+    "2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, tied=True),
+    "2.5-3b": _qwen25(36, 2048, 11008, 16, 2, tied=True, positions=32768),
+    "2.5-7b": _qwen25(28, 3584, 18944, 28, 4, tied=False),
+    "2.5-14b": _qwen25(48, 5120, 13824, 40, 8, tied=False, epsilon=1e-5),
+    "2.5-32b": _qwen25(64, 5120, 27648, 40, 8, tied=False, epsilon=1e-5),
+    "2.5-72b": _qwen25(80, 8192, 29568, 64, 8, tied=False, epsilon=1e-5),
+    "3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
+    "3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
+    "3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
+    "3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
+    "3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
+}
+
+
+def padded_vocabulary(model: QwenModel, tensor_parallel: int) -> int:
+    """Rows of the embedding in Megatron: the next multiple of the tensor-parallel size."""
+    return -(-model.vocabulary // tensor_parallel) * tensor_parallel
+
+
+def megatron_flags(model: QwenModel, tensor_parallel: int = 1) -> dict[str, str | None]:
+    """The model as Megatron flags, each with its value; None for a flag that takes none.
+
+    Args:
+        model: what to build.
+        tensor_parallel: ``--tensor-model-parallel-size``; the vocabulary is padded to a multiple of it.
+    """
+    flags = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn,
+        "--num-attention-heads": model.heads,
+        "--group-query-attention": None,
+        "--num-query-groups": model.groups,
+        "--kv-channels": model.head_dim,
+        "--max-position-embeddings": model.positions,
+        "--position-embedding-type": "rope",
+        "--rotary-base": model.rotary_base,
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": model.norm_epsilon,
+        "--swiglu": None,
+        "--disable-bias-linear": None,
+        "--attention-dropout": 0.0,
+        "--hidden-dropout": 0.0,
+        "--init-method-std": model.init_std,
+        # The tokenizer has fewer tokens than the embedding has rows: without the padded size, Megatron would
+        # pad from the tokenizer's and the weights would not fit.
+        "--vocab-size": model.vocabulary,
+        "--padded-vocab-size": padded_vocabulary(model, tensor_parallel),
+    }
+    flags["--add-qkv-bias" if model.family == "qwen2" else "--qk-layernorm"] = None
+    if not model.tied:
+        flags["--untie-embeddings-and-output-weights"] = None
+    if model.family == "qwen2" and model.head_dim * model.heads == model.hidden:
+        del flags[
+            "--kv-channels"
+        ]  # follows --hidden-size and --num-attention-heads, should they be overridden
+    return {flag: None if value is None else str(value) for flag, value in flags.items()}
+
+
+# What a model must have been trained with to be a Qwen: argument -> (value, flag).
+_REQUIRED = {
+    "normalization": ("RMSNorm", "--normalization RMSNorm"),
+    "swiglu": (True, "--swiglu"),
+    "add_bias_linear": (False, "--disable-bias-linear"),
+    "position_embedding_type": ("rope", "--position-embedding-type rope"),
+    "rotary_percent": (1.0, "--rotary-percent 1.0"),
+    "rotary_interleaved": (False, "no --rotary-interleaved"),
+    "use_rope_scaling": (False, "no --use-rope-scaling"),
+    "rotary_seq_len_interpolation_factor": (None, "no --rotary-seq-len-interpolation-factor"),
+    "layernorm_zero_centered_gamma": (False, "no --apply-layernorm-1p"),
+    "attention_output_gate": (False, "no --attention-output-gate"),
+    "window_size": (None, "no --window-size"),
+    "num_experts": (None, "no --num-experts"),
+    "multi_latent_attention": (False, "no --multi-latent-attention"),
+}
+
+
+def model_from_args(args: Namespace) -> QwenModel:
+    """The model that Megatron's arguments describe, those saved in a checkpoint for example.
+
+    Raises:
+        QwenError: it is no dense Qwen model, and which argument says so.
+    """
+    for name, (wanted, flag) in _REQUIRED.items():
+        found = getattr(args, name, wanted)
+        if found != wanted:
+            raise QwenError(f"a Qwen model has {flag}, this one has {name} = {found}")
+    if args.add_qkv_bias == args.qk_layernorm:
+        raise QwenError("a Qwen model has either --add-qkv-bias (2.5) or --qk-layernorm (3), and not both")
+    return QwenModel(
+        family="qwen2" if args.add_qkv_bias else "qwen3",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_dim=args.kv_channels,
+        vocabulary=args.vocab_size or args.padded_vocab_size,
+        tied=not args.untie_embeddings_and_output_weights,
+        norm_epsilon=args.layernorm_epsilon,
+        rotary_base=int(args.rotary_base),
+        positions=args.max_position_embeddings,
+        init_std=args.init_method_std,
+    )
