@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.compression.codecs import build_codec
 from megatron.compression.collectives import TorchTransport, all_gather, all_reduce, reduce_scatter
 from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import device_of
 
 SHAPES = [(0,), (1,), (7, 5), (128,), (3, 2, 128), (130, 33)]
 # Relative L2 bound of one encode of Gaussian values, by format.
@@ -14,8 +15,9 @@ ONE_HOP = {"fp8-e4m3": 0.028, "fp8-e5m2": 0.056, "int8": 0.008, "int4": 0.14}
 
 
 def _rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What rank ``rank`` brings, on the calling rank's device."""
     generator = torch.Generator().manual_seed(1000 * rank + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(device_of(dist.get_rank()), dtype)
 
 
 def _relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
@@ -23,7 +25,7 @@ def _relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact.double()).norm() / norm) if norm else float(value.double().norm())
 
 
-def _worker(rank: int, world_size: int) -> dict:
+def collectives_worker(rank: int, world_size: int) -> dict:
     """Check everything that a rank can see alone; return what must agree between the ranks."""
     group = dist.group.WORLD
     outputs = {}
@@ -51,7 +53,7 @@ def _worker(rank: int, world_size: int) -> dict:
                 # Two hops of independent errors, and bf16's own rounding; small tensors fluctuate.
                 limit = 2**0.5 * bound + 0.004 if x.numel() > 500 else 3 * bound + 0.01
                 assert _relative_error(sums[False], exact) <= limit, (shape, dtype, format)
-                outputs[f"{shape} {dtype} {format}"] = sums[False].float().numpy().tobytes()
+                outputs[f"{shape} {dtype} {format}"] = sums[False].float().cpu().numpy().tobytes()
             assert torch.equal(x, before), "the input must be left as it is"
     _check_scatter_and_gather(rank, world_size, group)
     _check_strided(rank, world_size, group)
@@ -90,7 +92,7 @@ def _check_strided(rank: int, world_size: int, group) -> None:
 
 def _check_nonfinite(rank: int, group) -> None:
     """A NaN or Inf on one rank reaches every rank, and only its own group."""
-    x = torch.ones(4, 128)
+    x = torch.ones(4, 128, device=device_of(rank))
     if rank == 1:
         x[2, 5] = float("nan")
         x[3, 7] = float("inf")
@@ -103,7 +105,7 @@ def _check_bytes(world_size: int, group) -> None:
     """What the transport reports: each piece of 1000 values is padded to groups of 128 = 136 bytes."""
     sends: list[tuple[str, int]] = []
     transport = TorchTransport(group, lambda operation, sent: sends.append((operation, sent)))
-    all_reduce(torch.ones(1000), build_codec("taco"), transport)
+    all_reduce(torch.ones(1000, device=device_of(group.rank())), build_codec("taco"), transport)
     piece = -(-1000 // (128 * world_size)) * 136
     assert sends == [("all_to_all", (world_size - 1) * piece), ("all_gather", (world_size - 1) * piece)]
 
@@ -111,7 +113,7 @@ def _check_bytes(world_size: int, group) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_collectives(world_size: int) -> None:
     """Sums are right within the codec's bound, and all ranks end with the same bits."""
-    by_rank = spawn(_worker, world_size)
+    by_rank = spawn(collectives_worker, world_size)
     assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP)
     for other in by_rank[1:]:
         assert other == by_rank[0]

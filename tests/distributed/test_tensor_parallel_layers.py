@@ -144,7 +144,7 @@ _COMMUNICATED = {
 }
 
 
-def _worker(rank: int, world_size: int) -> dict[tuple, float]:
+def layers_worker(rank: int, world_size: int) -> dict[str, float]:
     start_model_parallel(world_size)
     errors = {}
     for (kind, sequence_parallel), communicated in _COMMUNICATED.items():
@@ -172,6 +172,6 @@ def _worker(rank: int, world_size: int) -> dict[tuple, float]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layers(world_size: int) -> None:
     """Identity codec: bitwise megatron-core's layer. TACO: within the codec's bound, and really lossy."""
-    for errors in spawn(_worker, world_size):
+    for errors in spawn(layers_worker, world_size):
         for kind, error in errors.items():
             assert 1e-4 < error < TACO_BOUND, (kind, error)

@@ -1,0 +1,40 @@
+"""The distributed tests again, on CUDA devices over NCCL: the Triton kernels under the same checks."""
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.test_collectives import collectives_worker
+from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
+from tests.distributed.test_tensor_parallel_model import ITERATIONS, replica_worker
+
+DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+WORLD_SIZES = [
+    pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
+]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives(world_size: int) -> None:
+    """Sums within the codec's bound, the same bits on every rank."""
+    by_rank = spawn(collectives_worker, world_size, backend="nccl")
+    for other in by_rank[1:]:
+        assert other == by_rank[0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_layers(world_size: int) -> None:
+    """Hooked layers against serial ones and megatron-core's."""
+    for errors in spawn(layers_worker, world_size, backend="nccl"):
+        assert all(1e-4 < error < TACO_BOUND for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_replicas_stay_identical(world_size: int) -> None:
+    """Residual stream and replicated parameters agree bit for bit over 50 iterations."""
+    (hashes, first, last), *others = spawn(replica_worker, world_size, ITERATIONS, backend="nccl")
+    assert last < first - 0.5
+    for other, _, _ in others:
+        assert other == hashes
