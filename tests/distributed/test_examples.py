@@ -1,0 +1,323 @@
+"""The launch scripts in examples/: their full-size command lines are valid, their TINY runs train on CPU."""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+sys.path.insert(0, str(REPO / "scripts"))
+
+GPT3 = "gpt/train_gpt3_175b.sh"
+LLAMA3 = "gpt/train_llama3_8b.sh"
+GPT_350M = "gpt/train_gpt_350m_taco.sh"
+QWEN = "qwen/train_qwen2_5.sh"
+SCRIPTS = (GPT3, LLAMA3, GPT_350M, QWEN)
+
+# script, environment -> parameters of the published model, padded vocabulary aside
+FULL_SIZE = {
+    "gpt3-175b": (GPT3, {}, 174.6e9),
+    "llama3-8b": (LLAMA3, {}, 8.03e9),
+    "gpt-350m": (GPT_350M, {}, 354.9e6),
+    "qwen2.5-0.5b": (QWEN, {"MODEL_SIZE": "0.5B"}, 0.494e9),
+    "qwen2.5-1.5b": (QWEN, {"MODEL_SIZE": "1.5B"}, 1.543e9),
+    "qwen2.5-3b": (QWEN, {"MODEL_SIZE": "3B"}, 3.086e9),
+    "qwen2.5-7b": (QWEN, {}, 7.616e9),
+    "qwen2.5-14b": (QWEN, {"MODEL_SIZE": "14B"}, 14.77e9),
+    "qwen2.5-32b": (QWEN, {"MODEL_SIZE": "32B"}, 32.76e9),
+    "qwen2.5-72b": (QWEN, {"MODEL_SIZE": "72B"}, 72.7e9),
+}
+
+# Runs in a process of its own: host.install() replaces torch.cuda, and Megatron keeps global state.
+VALIDATE = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+from megatron import host
+host.install()
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
+
+def parameters(args):
+    h, kv = args.hidden_size, args.kv_channels
+    q_width = args.num_attention_heads * kv
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    qkv_width = q_width + 2 * groups * kv
+    layer = h * qkv_width + q_width * h + (3 if args.swiglu else 2) * h * args.ffn_hidden_size
+    norm = h * (2 if args.normalization == "LayerNorm" else 1)
+    layer += 2 * norm
+    if args.add_bias_linear:
+        layer += qkv_width + h + args.ffn_hidden_size + h
+    elif args.add_qkv_bias:
+        layer += qkv_width
+    embeddings = args.vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
+    if args.position_embedding_type == "learned_absolute":
+        embeddings += args.max_position_embeddings * h
+    return args.num_layers * layer + norm + embeddings
+
+results = {}
+for name, words in json.load(sys.stdin).items():
+    launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
+    option = lambda flag: int(launch[launch.index(flag) + 1])
+    os.environ["WORLD_SIZE"] = str(option("--nproc_per_node") * option("--nnodes"))
+    sys.argv = ["pretrain_gpt.py", *flags]
+    args = parse_args(add_compression_arguments)
+    validate_args(args)
+    args.padded_vocab_size = args.vocab_size
+    compression = compression_config_from_args(args)
+    transformer = gpt_config_from_args(args).transformer
+    results[name] = {
+        "parameters": parameters(args),
+        "layers": transformer.num_layers,
+        "implementation": transformer.transformer_impl,
+        "tp": args.tensor_model_parallel_size,
+        "dp": args.data_parallel_size,
+        "compressed": compression.tensor_parallel.enabled,
+        "train_iters": args.train_iters,
+    }
+json.dump(results, open(os.environ["RESULTS"], "w"))
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This environment with the interpreter's torchrun first, without what a launcher may have set."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "TINY")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return inherited | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def fake(directory: Path, name: str, body: str) -> None:
+    """Put an executable `name` into `directory`."""
+    path = directory / name
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> list[str]:
+    """The words that a script hands to torchrun, its own name for pretrain_gpt.py replaced by PRETRAIN."""
+    fake(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    env = environment(**variables)
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    done = subprocess.run(
+        [REPO / "examples" / script, *flags],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    words = done.stdout.splitlines()
+    words[words.index(str(REPO / "pretrain_gpt.py"))] = "PRETRAIN"
+    return words
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory) -> dict[str, dict]:
+    """What Megatron makes of every full-size and every TINY command line."""
+    directory = tmp_path_factory.mktemp("validated")
+    lines = {
+        name: command_line(directory, script, **variables)
+        for name, (script, variables, _) in FULL_SIZE.items()
+    }
+    lines |= {f"tiny {script}": command_line(directory, script, TINY="1") for script in SCRIPTS}
+    lines["taco appended"] = command_line(directory, LLAMA3, "--taco")
+    lines["baseline"] = command_line(directory, GPT_350M, COMPRESSION="")
+    results = directory / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-c", VALIDATE],
+        input=json.dumps(lines),
+        env=environment(RESULTS=str(results), PYTHONPATH=str(REPO)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_flags_describe_the_published_model(validated, name):
+    assert validated[name]["parameters"] == pytest.approx(FULL_SIZE[name][2], rel=0.01)
+    assert validated[name]["implementation"] == "local"
+    assert validated[name]["tp"] > 1, "a project about tensor parallelism"
+    assert validated[name]["compressed"] == (name == "gpt-350m")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tiny_flags(validated, script):
+    tiny = validated[f"tiny {script}"]
+    assert tiny["parameters"] < 1e6
+    assert (tiny["layers"], tiny["tp"], tiny["dp"], tiny["train_iters"]) == (2, 2, 1, 20)
+
+
+def test_compression_comes_from_the_command_line_or_the_variable(validated):
+    assert validated["taco appended"]["compressed"] is True
+    assert validated["baseline"]["compressed"] is False
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_transformer_engine_gets_its_flags(tmp_path, script):
+    local = command_line(tmp_path, script)
+    engine = command_line(tmp_path, script, USE_TE="1")
+    needs_engine = {"--sequence-parallel", "transformer_engine", "--context-parallel-size"}
+    assert not needs_engine & set(local)
+    assert {"--sequence-parallel", "transformer_engine"} <= set(engine)
+    assert not {flag for flag in engine if flag.startswith("--no-")}
+
+
+def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
+    words = command_line(
+        tmp_path,
+        QWEN,
+        "--lr",
+        "1e-5",
+        "--exit-signal-handler",
+        DATA_PATH="0.3 /data/a_text_document 0.7 /data/b_text_document",
+        TOKENIZER_MODEL="/models/with space/tokenizer",
+        CHECKPOINT_PATH="/out put/checkpoints",
+    )
+    assert words[-3:] == ["--lr", "1e-5", "--exit-signal-handler"]
+    start = words.index("--data-path")
+    assert words[start + 1 : start + 5] == ["0.3", "/data/a_text_document", "0.7", "/data/b_text_document"]
+    assert words[words.index("--tokenizer-model") + 1] == "/models/with space/tokenizer"
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == "/out put/checkpoints"
+    assert "--mock-data" not in words
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        (QWEN, {"MODEL_SIZE": "8B"}, "error: MODEL_SIZE=8B is unknown; use 0.5B"),
+        (LLAMA3, {"CP": "2"}, "error: CP=2 needs USE_TE=1"),
+        (GPT3, {"DATA_PATH": "x"}, "TOKENIZER_MODEL: set it to the tokenizer that made DATA_PATH"),
+    ],
+)
+def test_bad_variables_are_refused(tmp_path, script, variables, message):
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        command_line(tmp_path, script, **variables)
+    assert failure.value.returncode != 0
+    assert message in failure.value.stderr
+    assert failure.value.stdout == ""
+
+
+def test_slurm_script_places_each_node(tmp_path):
+    fake(tmp_path, "scontrol", '[ "$*" = "show hostnames node-[7-10]" ] && printf "node-%s\\n" 7 8 9 10')
+    fake(tmp_path, "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; SLURM_NODEID=3 exec "$@"')
+    fake(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    env = environment(
+        SLURM_SUBMIT_DIR=str(REPO),
+        SLURM_JOB_NODELIST="node-[7-10]",
+        SLURM_JOB_NUM_NODES="4",
+        SLURM_JOB_ID="12345",
+        SLURM_GPUS_ON_NODE="8",
+    )
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    done = subprocess.run(
+        ["bash", REPO / "examples" / "gpt" / "train_llama3_8b.sbatch", "--taco", "--seed", "7"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    words = done.stdout.splitlines()
+    assert words[:10] == [
+        *("--nproc_per_node", "8", "--nnodes", "4", "--node_rank", "3"),
+        *("--master_addr", "node-7", "--master_port", "32345"),
+    ]
+    assert words[-3:] == ["--taco", "--seed", "7"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> dict[str, str]:
+    """A little real text, made with the project's own scripts, as the variables that name it."""
+    import _cli
+    import make_corpus
+    import preprocess_data
+    import train_tokenizer
+
+    directory = tmp_path_factory.mktemp("data")
+    text, model = directory / "train.jsonl", directory / "tokenizer.model"
+    steps = [
+        (make_corpus.main, ["--output-dir", directory, "--max-mb", "0.5", "--split", "1,0,0"]),
+        (train_tokenizer.main, ["--input", text, "--vocab-size", "512", "--output", model]),
+        (
+            preprocess_data.main,
+            [
+                *("--input", text, "--output-prefix", directory / "train", "--append-eod", "--workers", "1"),
+                *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
+            ],
+        ),
+    ]
+    for main, flags in steps:
+        assert _cli.run(main, list(map(str, flags))) == 0
+    return {
+        "DATA_PATH": str(directory / "train_text_document"),
+        "TOKENIZER_TYPE": "SentencePieceTokenizer",
+        "TOKENIZER_MODEL": str(model),
+    }
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
+def train(script: str, *flags: str, **variables: str) -> str:
+    """Run a script at TINY size on two CPU processes and return its output."""
+    env = environment(TINY="1", MASTER_PORT=free_port(), CUDA_VISIBLE_DEVICES="", **variables)
+    process = subprocess.Popen(
+        [REPO / "examples" / script, *flags],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun takes its workers with it
+            process.wait(timeout=60)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def check_training(output: str, iterations: int) -> None:
+    """All iterations ran, none was skipped, every loss is finite, and training lowered it."""
+    rows = re.findall(
+        r"iteration +(\d+)/ +(\d+) \|.*lm loss: (\S+) \|.*"
+        r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+)",
+        output,
+    )
+    assert [int(row[0]) for row in rows] == list(range(1, iterations + 1))
+    assert {row[1] for row in rows} == {str(iterations)}
+    assert {row[3:] for row in rows} == {("0", "0")}
+    losses = [float(row[2]) for row in rows]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.1
+    validation = re.search(rf"validation loss at iteration {iterations} \| lm loss value: (\S+)", output)
+    assert float(validation[1]) < losses[0] - 0.1
+
+
+def test_gpt3_trains_on_real_text(dataset):
+    check_training(train(GPT3, **dataset), 20)
+
+
+def test_llama3_trains_with_compressed_tensor_parallelism():
+    output = train(LLAMA3, "--taco", "--taco-min-message-mb", "0")
+    check_training(output, 20)
+    assert re.search(r"communication +20/ +20 \|.*tp\.forward", output)
+
+
+def test_qwen_trains_with_pipeline_parallelism():
+    check_training(train(QWEN, TP="1", PP="2"), 20)
