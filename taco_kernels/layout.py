@@ -2,12 +2,13 @@
 
 One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G`` groups) is::
 
-    plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only)
+    plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only) | zeros
 
-A plane holds some of the bits of every code of the chunk, group after group. Byte ``j`` of a group in a
-plane of ``b`` bits carries elements ``j, j + P, j + 2P, ...`` of the group, ``P = G * b / 8`` bytes, the
-first in the low bits. 8-bit formats have one plane of 8 bits, int4 one of 4, int6 a plane of 4 and one of
-2, int5 a plane of 4 and one of 1 (low bits first). Codes narrower than a byte are stored plus ``2^(b-1)``.
+padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses.
+A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j`` of them
+carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits. 8-bit formats have one plane of 8
+bits, int4 one of 4, int6 a plane of the low 4 bits and one of the high 2, int5 a plane of 4 and one of 1.
+Codes narrower than a byte are stored plus ``2^(bits - 1)``, int8 in two's complement.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 SCALES = ("dual", "single")
 ROUNDINGS = ("nearest", "stochastic", "dither")
 GROUP_SIZES = (32, 64, 128, 256, 512)
+ALIGNMENT = 16  # bytes; chunks start at multiples of it
 
 _QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 _PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
@@ -112,8 +114,9 @@ class CodecConfig:
         return -(-numel // (chunks * self.group_size)) * self.group_size
 
     def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one chunk that holds ``numel`` values."""
-        return self.chunk_numel(numel) // self.group_size * self.bytes_per_group()
+        """Exact bytes of one chunk that holds ``numel`` values: whole groups, then less than 16 zeros."""
+        used = self.chunk_numel(numel) // self.group_size * self.bytes_per_group()
+        return -(-used // ALIGNMENT) * ALIGNMENT
 
 
 def check_stream(random: Stream | None, config: CodecConfig, argument: str, decoding: bool = False) -> None:

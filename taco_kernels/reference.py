@@ -9,7 +9,7 @@ arithmetic y / s does not depend on alpha, so the arithmetic here, all of it fp3
 which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exact power of two:
 
     q     = round(h * (qmax / max|h|))          alpha = clamp(qmax / sqrt(sum(h^2) + 1e-6), 1e-3, 1e3)
-    s     = alpha * (max|h| * (sqrt(G) / qmax))  (sum(h^2) = mean(x^2), Parseval)
+    s     = alpha * max|h| * (sqrt(G) / qmax)    (sum(h^2) = mean(x^2), Parseval)
     step  = s / sqrt(G) / alpha                  decode: x = WHT(q * step) = WHT(q) * step
 
 Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Without
@@ -21,7 +21,7 @@ import math
 
 import torch
 
-from taco_kernels.layout import CodecConfig, Stream, check_stream, check_wires
+from taco_kernels.layout import ALIGNMENT, CodecConfig, Stream, check_stream, check_wires
 from taco_kernels.philox import uniform_bytes
 
 EPSILON = 1e-6
@@ -33,7 +33,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
     shape, distance = x.shape, 1
     while distance < shape[-1]:
-        low, high = x.reshape(*shape[:-1], -1, 2, distance).unbind(-2)
+        low, high = x.reshape(*shape[:-1], shape[-1] // (2 * distance), 2, distance).unbind(-2)
         x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
         distance *= 2
     return x
@@ -59,8 +59,11 @@ def dither(random: Stream, first: int, groups: int, config: CodecConfig, device)
 
 
 def round_to_grid(v: torch.Tensor, config: CodecConfig, u: torch.Tensor | None) -> torch.Tensor:
-    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; u is the dither or None (nearest)."""
-    v = v.clamp(-config.qmax, config.qmax)
+    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; u is the dither or None (nearest).
+
+    Saturates. A NaN, which only groups with a NaN step have, takes the code of -qmax.
+    """
+    v = v.nan_to_num(nan=-config.qmax).clamp(-config.qmax, config.qmax)
     if not config.is_float:
         q = torch.round(v if u is None else v + u)
         bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
@@ -89,23 +92,24 @@ def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, config: CodecConfig) -> list[torch.Tensor]:
-    """Bit planes uint8[groups, G * bits / 8] of codes uint8[groups, G]; see layout.py."""
+    """Bit planes, uint8, of codes uint8[groups, G]; see layout.py."""
     planes = []
     for bits in config.planes:
-        pieces = codes.view(len(codes), 8 // bits, -1) & (2**bits - 1)
+        pieces = codes.view(-1, 8 // bits, 2 * bits) & (2**bits - 1)
         planes.append(sum(pieces[:, m] << (bits * m) for m in range(8 // bits)))
         codes = codes >> bits if bits < 8 else codes
     return planes
 
 
 def unpack(planes: list[torch.Tensor], config: CodecConfig) -> torch.Tensor:
-    """Inverse of pack."""
+    """Inverse of pack, from flat planes."""
     codes, shift = 0, 0
     for plane, bits in zip(planes, config.planes, strict=True):
-        pieces = [(plane >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]
+        bytes = plane.reshape(-1, 2 * bits)
+        pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]
         codes = codes + (torch.cat(pieces, dim=1) << shift)
         shift += bits
-    return codes
+    return codes.view(-1, config.group_size)
 
 
 def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
@@ -116,38 +120,39 @@ def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
 def encode_groups(
     h: torch.Tensor, config: CodecConfig, random: Stream | None, first: int = 0
 ) -> torch.Tensor:
-    """Wire of one chunk from h fp32[groups, G] in the Hadamard domain: uint8[groups * bytes_per_group]."""
+    """Wire of one chunk from h fp32[groups, G] in the Hadamard domain: uint8[wire_bytes(groups * G)]."""
     amax = h.abs().amax(dim=1)
     bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
-    h, amax = h.masked_fill(bad[:, None], 0.0), amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
-    scale = root(config)
+    amax = amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
+    qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
     if config.scales == "single":
-        step = round_up_bf16(amax / config.qmax)
-        inverse = 1.0 / step.float()
+        step = round_up_bf16(amax / qmax)
+        inverse = step.float().reciprocal()
         scales = [step]
     else:
-        inverse = config.qmax / amax
+        inverse = qmax / amax
         mean_square = (h * h).sum(dim=1) if config.hadamard else (h * h).mean(dim=1)
-        alpha = (config.qmax / torch.sqrt(mean_square + EPSILON)).clamp(ALPHA_MIN, ALPHA_MAX)
-        s = (alpha * (amax * (scale / config.qmax))).clamp(min=S_MIN)
+        mean_square = mean_square.masked_fill(bad, 0.0)
+        alpha = (qmax / torch.sqrt(mean_square + EPSILON)).clamp(ALPHA_MIN, ALPHA_MAX)
+        s = (alpha * amax * (root(config) / config.qmax)).clamp(min=S_MIN)
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
     u = None if config.rounding == "nearest" else dither(random, first, len(h), config, h.device)
-    codes = round_to_grid(h * inverse[:, None], config, u)
-    pieces = [*pack(codes, config), *scales]
-    return torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in pieces])
+    codes = round_to_grid(h * inverse.masked_fill(bad, 0.0)[:, None], config, u)
+    wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config), *scales]])
+    return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
 
 
 def decode_groups(
-    wire: torch.Tensor, config: CodecConfig, random: Stream | None, first: int = 0
+    wire: torch.Tensor, groups: int, config: CodecConfig, random: Stream | None, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Code values fp32[groups, G] (dither subtracted) and step fp32[groups, 1] of one chunk's wire."""
-    groups, G = wire.numel() // config.bytes_per_group(), config.group_size
+    G = config.group_size
     widths = [groups * G * bits // 8 for bits in config.planes]
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
     scale_count = 2 if config.scales == "dual" else 1
-    pieces = wire.split(widths + [groups * dtype.itemsize] * scale_count)
-    q = code_values(unpack([p.view(groups, -1) for p in pieces[: len(widths)]], config), config)
+    pieces = wire[: groups * config.bytes_per_group()].split(widths + [groups * dtype.itemsize] * scale_count)
+    q = code_values(unpack(pieces[: len(widths)], config), config)
     if config.rounding == "dither":
         q = q - dither(random, first, groups, config, wire.device)
     scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
@@ -163,7 +168,7 @@ def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor
     chunk = config.chunk_numel(x.numel(), chunks)
     flat = torch.zeros(chunks * chunk, dtype=torch.float32, device=x.device)
     flat[: x.numel()] = x.reshape(-1)
-    grouped = flat.view(chunks, -1, config.group_size)
+    grouped = flat.view(chunks, chunk // config.group_size, config.group_size)
     return hadamard(grouped / config.group_size) if config.hadamard else grouped
 
 
@@ -205,19 +210,23 @@ def decode(
     check_wires(wires, config, chunk)
     flat = torch.empty(wires.shape[0] * chunk, dtype=torch.float32, device=wires.device)
     for c in range(wires.shape[0] if chunk else 0):
-        q, step = decode_groups(wires[c], config, random, first=c * chunk)
+        q, step = decode_groups(wires[c], chunk // config.group_size, config, random, first=c * chunk)
         flat[c * chunk : (c + 1) * chunk] = ((hadamard(q) if config.hadamard else q) * step).reshape(-1)
     result = flat[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
 
 
-def sum_groups(wires: torch.Tensor, config: CodecConfig, random: Stream | None) -> torch.Tensor:
-    """sum over w of q_w * step_w, fp32[groups, G] in the Hadamard domain, in order 0..W-1."""
-    total = None
+def sum_groups(wires: torch.Tensor, numel: int, config: CodecConfig, random: Stream | None) -> torch.Tensor:
+    """sum over w of q_w * step_w, fp32[groups, G] in the Hadamard domain, in order 0..W-1.
+
+    Each step is a fused multiply-add: one rounding to fp32. float64 stands in for it here (the product of two
+    fp32 numbers is exact in it); twice rounded is once rounded but in about one case of 2^29.
+    """
+    groups, total = config.chunk_numel(numel) // config.group_size, 0.0
     for w, wire in enumerate(wires):
         sender = random._replace(stream=random.stream + w) if random is not None else None
-        q, step = decode_groups(wire, config, sender)
-        total = q * step if total is None else total + q * step
+        q, step = decode_groups(wire, groups, config, sender)
+        total = (q.double() * step.double() + total).float()
     return total
 
 
@@ -239,7 +248,7 @@ def decode_sum(
     if numel == 0:
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
-        total = sum_groups(wires, config, random)
+        total = sum_groups(wires, numel, config, random)
         result = (hadamard(total) if config.hadamard else total).reshape(-1)[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
 
@@ -263,5 +272,5 @@ def decode_sum_encode(
         out = torch.empty(config.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     check_wires(out[None], config, config.chunk_numel(numel))
     if numel:
-        out.copy_(encode_groups(sum_groups(wires, config, random_in), config, random_out))
+        out.copy_(encode_groups(sum_groups(wires, numel, config, random_in), config, random_out))
     return out
