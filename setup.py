@@ -24,7 +24,8 @@ setup(
         "packaging",
         "sentencepiece",
         "tqdm",
+        "transformers",  # --tokenizer-type HuggingFaceTokenizer
         "matplotlib",
     ],
-    extras_require={"dev": ["pytest", "pytest-timeout", "ruff", "transformers"]},
+    extras_require={"dev": ["pytest", "pytest-timeout", "ruff"]},
 )

@@ -63,6 +63,11 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         raise CompressionConfigError(
             "--taco does not cover expert and router traffic; drop --num-experts or --taco"
         )
+    if args.taco_rounding != "nearest" and (args.te_rng_tracker or args.cuda_graph_impl != "none"):
+        raise CompressionConfigError(
+            f"--taco-rounding {args.taco_rounding} takes its seeds from Megatron's default random state; "
+            "drop --te-rng-tracker and --cuda-graph-impl, or use --taco-rounding nearest"
+        )
     for flag in (
         "multi_latent_attention",
         "experimental_attention_variant",

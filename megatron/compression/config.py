@@ -41,6 +41,10 @@ class TensorParallelCompression:
     taco_scales: Literal["dual", "single"] = "dual"
     """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
 
+    taco_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    """Rounding to the grid: nearest (the paper's), stochastic (unbiased), or dither (subtractive: unbiased
+    with no more error than nearest; integer formats only)."""
+
     taco_min_message_mb: float = 8.0
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
     than it saves. 0 compresses everything."""
@@ -57,6 +61,11 @@ class TensorParallelCompression:
             raise CompressionConfigError(
                 f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two "
                 f"from 32 to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
+            )
+        if self.taco_rounding == "dither" and not self.taco_format.startswith("int"):
+            raise CompressionConfigError(
+                f"--taco-rounding dither needs a uniform grid, not --taco-format {self.taco_format}; choose "
+                "an int format, or --taco-rounding stochastic"
             )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(

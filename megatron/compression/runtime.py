@@ -51,4 +51,5 @@ def tensor_parallel_codec(settings: TensorParallelCompression) -> Codec | None:
         format=settings.taco_format,
         group_size=settings.taco_group_size,
         scales=settings.taco_scales,
+        rounding=settings.taco_rounding,
     )

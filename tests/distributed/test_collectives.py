@@ -56,6 +56,7 @@ def collectives_worker(rank: int, world_size: int) -> dict:
                 outputs[f"{shape} {dtype} {format}"] = sums[False].float().cpu().numpy().tobytes()
             assert torch.equal(x, before), "the input must be left as it is"
     _check_scatter_and_gather(rank, world_size, group)
+    outputs |= _check_random_rounding(rank, world_size, group)
     _check_strided(rank, world_size, group)
     _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
@@ -80,6 +81,25 @@ def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
         assert torch.equal(handle.wait(), shard)
     with pytest.raises(ValueError, match="must divide"):
         reduce_scatter(torch.ones(world_size + 1, 2), codec, TorchTransport(group))
+
+
+def _check_random_rounding(rank: int, world_size: int, group) -> dict:
+    """Same key, same result; another key, another result; padded shards too."""
+    outputs = {}
+    for format, rounding in (("int6", "dither"), ("fp8-e4m3", "stochastic")):
+        codec = build_codec("taco", format=format, rounding=rounding)
+        inputs = [_rank_tensor(r, (world_size * 3, 50), torch.float32) for r in range(world_size)]
+        exact = torch.stack([x.double() for x in inputs]).sum(0)
+        x, transport = inputs[rank], TorchTransport(group)
+        first, again, other = (all_reduce(x, codec, transport, key=key) for key in (5, 5, 6))
+        assert torch.equal(first, again) and not torch.equal(first, other)
+        assert _relative_error(first, exact) < 0.07
+        shard = reduce_scatter(x, codec, transport, key=5)
+        assert _relative_error(shard, exact[rank * 3 : (rank + 1) * 3]) < 0.07
+        gathered = all_gather(x[:3], codec, transport, key=5)
+        assert _relative_error(gathered, torch.cat([i[:3] for i in inputs])) < 0.07
+        outputs[format] = first.cpu().numpy().tobytes() + gathered.cpu().numpy().tobytes()
+    return outputs
 
 
 def _check_strided(rank: int, world_size: int, group) -> None:
@@ -114,6 +134,6 @@ def _check_bytes(world_size: int, group) -> None:
 def test_collectives(world_size: int) -> None:
     """Sums are right within the codec's bound, and all ranks end with the same bits."""
     by_rank = spawn(collectives_worker, world_size)
-    assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP)
+    assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP) + 2
     for other in by_rank[1:]:
         assert other == by_rank[0]

@@ -24,14 +24,16 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
-def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[str], float, float]:
+def replica_worker(
+    rank: int, world_size: int, iterations: int, settings: dict | None = None
+) -> tuple[list[str], float, float]:
     """Train and hash everything that tensor-parallel ranks must hold in common.
 
     Returns:
         Hashes (residual stream after each layer, replicated parameters) in order, first and last loss.
     """
     start_model_parallel(world_size)
-    runtime = runtime_with()
+    runtime = runtime_with(**(settings or {}))
     model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
     hashes: list[str] = []
     for layer in model.decoder.layers:
@@ -58,6 +60,39 @@ def test_replicas_stay_identical() -> None:
     assert last < first - 0.5, "it must really have trained"
     for other, _, _ in others:
         assert other == hashes
+
+
+def test_replicas_stay_identical_with_random_rounding() -> None:
+    """Every rank draws the same numbers, though only rank 0 would read data and disturb its CPU generator."""
+    settings = {"taco_format": "int6", "taco_rounding": "dither"}
+    (hashes, first, last), *others = spawn(replica_worker, 2, 6, settings)
+    assert last < first
+    for other, _, _ in others:
+        assert other == hashes
+
+
+def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards."""
+    start_model_parallel(world_size)
+    runtime = runtime_with(taco_format="int6", taco_rounding="stochastic")
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    model = build_tiny_gpt(rank, world_size, runtime, torch.float32, **full)
+    hashes: list[str] = []
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
+    losses = [model(**batch(step, rank, BATCH)).mean() for step in range(2)]
+    forward, hashes[:] = list(hashes), []
+    for loss in losses:
+        loss.backward()
+    return forward, hashes
+
+
+def test_recomputation_rounds_as_the_forward_did() -> None:
+    """Two micro-batches in flight: each recomputed forward draws the numbers of its own first time."""
+    for forward, recomputed in spawn(recompute_worker, 2):
+        assert len(set(forward)) == 2 * LAYERS
+        first, second = forward[:LAYERS], forward[LAYERS:]
+        assert recomputed == first[::-1] + second[::-1]
 
 
 def _audit_worker(rank: int, world_size: int, cases: list[dict]) -> list[dict]:

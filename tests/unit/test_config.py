@@ -26,6 +26,8 @@ def _parse(arguments, *flags: str, **megatron) -> argparse.Namespace:
         sequence_parallel=False,
         tensor_model_parallel_size=2,
         num_experts=None,
+        te_rng_tracker=False,
+        cuda_graph_impl="none",
     )
     return parser.parse_args(flags, SimpleNamespace(**{**defaults, **megatron}))
 
@@ -46,6 +48,7 @@ def test_every_field_is_a_flag(arguments) -> None:
         "--taco-format": "int8",
         "--taco-group-size": "64",
         "--taco-scales": "single",
+        "--taco-rounding": "dither",
         "--taco-min-message-mb": "0.5",
         "--taco-start-iteration": "7",
     }
@@ -56,6 +59,7 @@ def test_every_field_is_a_flag(arguments) -> None:
         taco_format="int8",
         taco_group_size=64,
         taco_scales="single",
+        taco_rounding="dither",
         taco_min_message_mb=0.5,
         taco_start_iteration=7,
     )
@@ -74,6 +78,7 @@ def test_off_by_default(arguments) -> None:
         ({"taco_format": "fp9"}, "--taco-format fp9", "fp8-e4m3"),
         ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),
         ({"taco_group_size": 1024}, "--taco-group-size 1024", "512"),
+        ({"taco_rounding": "dither"}, "--taco-rounding dither", "stochastic"),
         ({"taco_min_message_mb": -1.0}, "--taco-min-message-mb", ">= 0"),
         ({"taco_min_message_mb": float("nan")}, "--taco-min-message-mb", ">= 0"),
         ({"taco_start_iteration": -1}, "--taco-start-iteration", ">= 0"),
@@ -102,6 +107,14 @@ def test_traffic_that_would_stay_uncompressed_is_refused(arguments, megatron, fi
     with pytest.raises(CompressionConfigError, match=fix):
         arguments.compression_config_from_args(_parse(arguments, "--taco", **megatron))
     arguments.compression_config_from_args(_parse(arguments, **megatron))
+
+
+def test_random_rounding_needs_megatrons_random_state(arguments) -> None:
+    """Its seeds come from there."""
+    flags = ("--taco", "--taco-rounding", "stochastic")
+    with pytest.raises(CompressionConfigError, match="--te-rng-tracker"):
+        arguments.compression_config_from_args(_parse(arguments, *flags, te_rng_tracker=True))
+    arguments.compression_config_from_args(_parse(arguments, *flags))
 
 
 def test_tp_1_is_said(arguments) -> None:

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from taco_kernels import Stream
+
 
 class Codec(Protocol):
     """Turns tensors into contiguous uint8 payloads of a size that is known beforehand, and back.
@@ -15,10 +17,17 @@ class Codec(Protocol):
 
     A tensor is encoded in ``chunks`` equal pieces, one a destination rank; piece c holds the values
     ``[c * chunk_numel, (c + 1) * chunk_numel)`` of the tensor in row-major order, zero padded.
+
+    A codec that rounds at random (``rounds_randomly``) takes the address of its random numbers, a
+    ``taco_kernels.Stream``: element i of the tensor uses number ``offset + i`` of the stream, so that a
+    decoder, a recomputation and a resumed run draw the same ones. Others ignore it.
     """
 
     name: str
     """Short name for logs, with the settings that matter."""
+
+    rounds_randomly: bool
+    """Whether ``encode`` needs random numbers."""
 
     def chunk_numel(self, numel: int, chunks: int = 1) -> int:
         """Values in each of ``chunks`` pieces of a tensor of ``numel`` values, padding included."""
@@ -28,7 +37,7 @@ class Codec(Protocol):
         """Exact payload bytes for one piece of ``numel`` values."""
         ...
 
-    def encode(self, x: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, chunks: int = 1, random: Stream | None = None) -> torch.Tensor:
         """Encode ``x`` (any shape and stride; bf16, fp16, fp32).
 
         Returns:
@@ -36,18 +45,32 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """Invert ``encode``: uint8 ``[chunks, bytes]`` to a tensor of ``shape`` and ``dtype``."""
         ...
 
-    def decode_sum(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Sum the same piece from W senders, uint8 ``[W, bytes]``, in fp32 in the order of the rows."""
+    def decode_sum(
+        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
+        """Sum the same piece from W senders, uint8 ``[W, bytes]``, in fp32 in the order of the rows.
+
+        ``random`` is sender 0's; sender w's stream is ``random.stream + w``.
+        """
         ...
 
-    def decode_sum_encode(self, wires: torch.Tensor, numel: int) -> torch.Tensor:
+    def decode_sum_encode(
+        self,
+        wires: torch.Tensor,
+        numel: int,
+        random_in: Stream | None = None,
+        random_out: Stream | None = None,
+    ) -> torch.Tensor:
         """The middle of a two-shot all-reduce: the sum of uint8 ``[W, bytes]``, encoded as uint8 ``[bytes]``.
 
         Args:
             numel: values in the piece (what ``chunk_numel`` gave).
+            random_in, random_out: the senders' (as in ``decode_sum``), and the one that encodes the sum.
         """
         ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 import taco_kernels
-from taco_kernels import CodecConfig
+from taco_kernels import CodecConfig, Stream
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,15 @@ class TacoCodec:
 
     @property
     def name(self) -> str:
-        """Format, group size and scales."""
-        return f"taco {self.config.format} group {self.config.group_size} {self.config.scales} scale"
+        """Format, group size, scales and rounding."""
+        config = self.config
+        name = f"taco {config.format} group {config.group_size} {config.scales} scale"
+        return name if config.rounding == "nearest" else f"{name}, {config.rounding} rounding"
+
+    @property
+    def rounds_randomly(self) -> bool:
+        """See ``Codec.rounds_randomly``."""
+        return self.config.rounding != "nearest"
 
     def chunk_numel(self, numel: int, chunks: int = 1) -> int:
         """See ``Codec.chunk_numel``: a multiple of the group size."""
@@ -32,18 +39,28 @@ class TacoCodec:
         """See ``Codec.wire_bytes``: payload, then the groups' scales."""
         return self.config.wire_bytes(numel)
 
-    def encode(self, x: torch.Tensor, chunks: int = 1) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, chunks: int = 1, random: Stream | None = None) -> torch.Tensor:
         """See ``Codec.encode``."""
-        return taco_kernels.encode(x, self.config, chunks)
+        return taco_kernels.encode(x, self.config, chunks, random)
 
-    def decode(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """See ``Codec.decode``."""
-        return taco_kernels.decode(wires, self.config, shape, dtype)
+        return taco_kernels.decode(wires, self.config, shape, dtype, random)
 
-    def decode_sum(self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode_sum(
+        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """See ``Codec.decode_sum``; summed in the Hadamard domain, one inverse transform."""
-        return taco_kernels.decode_sum(wires, self.config, shape, dtype)
+        return taco_kernels.decode_sum(wires, self.config, shape, dtype, random)
 
-    def decode_sum_encode(self, wires: torch.Tensor, numel: int) -> torch.Tensor:
+    def decode_sum_encode(
+        self,
+        wires: torch.Tensor,
+        numel: int,
+        random_in: Stream | None = None,
+        random_out: Stream | None = None,
+    ) -> torch.Tensor:
         """See ``Codec.decode_sum_encode``; never leaves the Hadamard domain."""
-        return taco_kernels.decode_sum_encode(wires, self.config, numel)
+        return taco_kernels.decode_sum_encode(wires, self.config, numel, random_in, random_out)

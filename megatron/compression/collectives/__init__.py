@@ -1,6 +1,6 @@
 """Collectives over any codec."""
 
-from megatron.compression.collectives.all_gather import all_gather, all_gather_encoded
+from megatron.compression.collectives.all_gather import all_gather, all_gather_encoded, encode_slice
 from megatron.compression.collectives.all_reduce import all_reduce
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
 from megatron.compression.collectives.transport import TorchTransport
@@ -12,5 +12,6 @@ __all__ = [
     "all_gather",
     "all_gather_encoded",
     "all_reduce",
+    "encode_slice",
     "reduce_scatter",
 ]

@@ -7,9 +7,12 @@ import torch
 from megatron.compression.codecs import Codec
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
+from taco_kernels import Stream
 
 
-def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False):
+def all_gather(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+):
     """Concatenate every rank's ``x`` along the first dimension; one quantisation.
 
     The own slice is decoded from the wire too, so that all ranks hold the same bits.
@@ -19,6 +22,7 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_o
         codec: what encodes the payload.
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
+        key: seed of a randomly rounding codec's numbers; elements are numbered through all ranks' slices.
 
     Returns:
         ``[W * n, ...]`` of ``x``'s dtype, or with ``async_op`` a ``CompressedWork``.
@@ -26,7 +30,13 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_o
     if transport.world_size == 1 or x.numel() == 0:
         result = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
         return completed(result) if async_op else result
-    return all_gather_encoded(codec.encode(x), x.shape, x.dtype, codec, transport, async_op)
+    wire = encode_slice(x, codec, transport, key)
+    return all_gather_encoded(wire, x.shape, x.dtype, codec, transport, async_op, key)
+
+
+def encode_slice(x: torch.Tensor, codec: Codec, transport: TorchTransport, key: int = 0) -> torch.Tensor:
+    """This rank's payload for ``all_gather_encoded``: uint8 ``[1, bytes]``."""
+    return codec.encode(x, 1, Stream(key, 0, transport.rank * codec.chunk_numel(x.numel())))
 
 
 def all_gather_encoded(
@@ -36,21 +46,27 @@ def all_gather_encoded(
     codec: Codec,
     transport: TorchTransport,
     async_op: bool = False,
+    key: int = 0,
 ):
     """All-gather a tensor that is already encoded.
 
     Args:
-        wire: uint8 ``[1, bytes]``, ``codec.encode`` of this rank's tensor.
+        wire: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
-        codec, transport, async_op: as in ``all_gather``.
+        codec, transport, async_op, key: as in ``all_gather``.
     """
     shard = torch.Size(shape).numel()
     full_shape = (transport.world_size * shape[0], *shape[1:])
     gathered, work = transport.all_gather(wire.reshape(-1), async_op=async_op)
 
     def finish() -> torch.Tensor:
-        if codec.chunk_numel(shard) == shard:
-            return codec.decode(gathered, full_shape, dtype)
-        return torch.cat([codec.decode(row[None], (shard,), dtype) for row in gathered]).reshape(full_shape)
+        piece = codec.chunk_numel(shard)
+        if piece == shard:
+            return codec.decode(gathered, full_shape, dtype, Stream(key, 0))
+        slices = [
+            codec.decode(row[None], (shard,), dtype, Stream(key, 0, rank * piece))
+            for rank, row in enumerate(gathered)
+        ]
+        return torch.cat(slices).reshape(full_shape)
 
     return CompressedWork(work, finish) if async_op else finish()

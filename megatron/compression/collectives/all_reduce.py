@@ -5,9 +5,12 @@ import torch
 from megatron.compression.codecs import Codec
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
+from taco_kernels import Stream
 
 
-def all_reduce(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False):
+def all_reduce(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+):
     """Sum ``x`` over the ranks of the transport's group.
 
     Encode one piece a destination, all-to-all, decode + sum + encode the own piece, all-gather, decode. Each
@@ -19,19 +22,26 @@ def all_reduce(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_o
         codec: what encodes the payload, twice in all.
         transport: carries the payload.
         async_op: return a handle after the first exchange has been started.
+        key: seed of a randomly rounding codec's numbers, the same on every rank. Hop 1 draws from one stream
+            a sender, hop 2 from one more; elements are numbered through the whole tensor.
 
     Returns:
         The sum, of ``x``'s shape and dtype; with ``async_op`` a ``CompressedWork`` that gives it.
     """
-    world_size = transport.world_size
+    world_size, rank = transport.world_size, transport.rank
     if world_size == 1 or x.numel() == 0:
         return completed(x) if async_op else x
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)
-    received, work = transport.all_to_all(codec.encode(x, chunks=world_size), async_op=async_op)
+    wires = codec.encode(x, world_size, Stream(key, rank))
+    received, work = transport.all_to_all(wires, async_op=async_op)
 
     def finish() -> torch.Tensor:
-        gathered, _ = transport.all_gather(codec.decode_sum_encode(received, piece))
-        return codec.decode(gathered, shape, dtype)
+        offset = rank * piece
+        own = codec.decode_sum_encode(
+            received, piece, Stream(key, 0, offset), Stream(key, world_size, offset)
+        )
+        gathered, _ = transport.all_gather(own)
+        return codec.decode(gathered, shape, dtype, Stream(key, world_size))
 
     return CompressedWork(work, finish) if async_op else finish()

@@ -5,9 +5,12 @@ import torch
 from megatron.compression.codecs import Codec
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
+from taco_kernels import Stream
 
 
-def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False):
+def reduce_scatter(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+):
     """Sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
 
     Args:
@@ -15,6 +18,7 @@ def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, asy
         codec: what encodes the payload.
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
+        key: seed of a randomly rounding codec's numbers, as in ``all_reduce``'s first hop.
 
     Returns:
         ``[n, ...]`` of ``x``'s dtype, or with ``async_op`` a ``CompressedWork``.
@@ -22,7 +26,7 @@ def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, asy
     Raises:
         ValueError: the first dimension does not divide by the world size.
     """
-    world_size = transport.world_size
+    world_size, rank = transport.world_size, transport.rank
     if x.shape[0] % world_size:
         raise ValueError(
             f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's "
@@ -34,13 +38,15 @@ def reduce_scatter(x: torch.Tensor, codec: Codec, transport: TorchTransport, asy
         return completed(result) if async_op else result
     dtype = x.dtype
     shard = x.numel() // world_size
-    if codec.chunk_numel(shard) == shard:
-        wires = codec.encode(x, chunks=world_size)
+    piece = codec.chunk_numel(shard)
+    if piece == shard:
+        wires = codec.encode(x, world_size, Stream(key, rank))
     else:  # pieces would straddle the shards' borders: pad each shard by itself
-        wires = torch.cat([codec.encode(part) for part in x.reshape(world_size, shard)])
+        parts = enumerate(x.reshape(world_size, shard))
+        wires = torch.cat([codec.encode(part, 1, Stream(key, rank, w * piece)) for w, part in parts])
     received, work = transport.all_to_all(wires, async_op=async_op)
 
     def finish() -> torch.Tensor:
-        return codec.decode_sum(received, shape, dtype)
+        return codec.decode_sum(received, shape, dtype, Stream(key, 0, rank * piece))
 
     return CompressedWork(work, finish) if async_op else finish()

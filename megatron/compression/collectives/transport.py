@@ -24,6 +24,7 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> None:
         self.group = group
         self.world_size = group.size()
+        self.rank = group.rank()
         self.on_send = on_send
 
     def all_to_all(

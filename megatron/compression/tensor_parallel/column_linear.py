@@ -16,8 +16,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
-            wire = site.encode(x)
-            gathered = site.all_gather_encoded(wire, x.shape, x.dtype, "tp.forward")
+            ctx.key = site.draw_key()
+            wire = site.encode(x, ctx.key)
+            gathered = site.all_gather_encoded(wire, x.shape, x.dtype, "tp.forward", ctx.key)
             ctx.save_for_backward(wire, weight)
             x = gathered.wait()
         else:
@@ -31,7 +32,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         site, needs_weight_gradient = ctx.site, ctx.needs_input_grad[1]
         gathered = None
         if ctx.sequence_parallel and needs_weight_gradient:
-            gathered = site.all_gather_encoded(saved, ctx.x_shape, ctx.x_dtype, "tp.backward")
+            gathered = site.all_gather_encoded(saved, ctx.x_shape, ctx.x_dtype, "tp.backward", ctx.key)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = torch.matmul(grad_output, weight)
         if ctx.sequence_parallel:

@@ -55,7 +55,7 @@ def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: TensorPa
 def reduce_scatter_to_sequence_parallel_region(
     partial_sum: torch.Tensor, site: TensorParallelSite
 ) -> torch.Tensor:
-    """Sum ``[s, ...]`` over the ranks and keep ``[s / W, ...]``; its gradient is gathered. Both compressed."""
+    """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
     return _ReduceScatterToSequenceParallelRegion.apply(partial_sum, site)
 
 

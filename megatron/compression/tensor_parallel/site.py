@@ -11,9 +11,11 @@ from megatron.compression.collectives import (
     TorchTransport,
     all_gather_encoded,
     all_reduce,
+    encode_slice,
     reduce_scatter,
 )
 from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.tensor_parallel.rounding_keys import draw_key
 
 
 class TensorParallelSite:
@@ -48,7 +50,8 @@ class TensorParallelSite:
 
     def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is."""
-        work = all_reduce(tensor, *self._exchange(channel, "all_reduce", tensor.nbytes), async_op=True)
+        codec, transport = self._exchange(channel, "all_reduce", tensor.nbytes)
+        work = all_reduce(tensor, codec, transport, async_op=True, key=self.draw_key())
 
         def exact() -> torch.Tensor:
             total = tensor.to(torch.float32, copy=True)
@@ -59,9 +62,8 @@ class TensorParallelSite:
 
     def reduce_scatter(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum ``[W * n, ...]`` over the group; ``wait`` gives this rank's ``[n, ...]``."""
-        work = reduce_scatter(
-            tensor, *self._exchange(channel, "reduce_scatter", tensor.nbytes), async_op=True
-        )
+        codec, transport = self._exchange(channel, "reduce_scatter", tensor.nbytes)
+        work = reduce_scatter(tensor, codec, transport, async_op=True, key=self.draw_key())
 
         def exact() -> torch.Tensor:
             shard = tensor.new_empty(
@@ -72,13 +74,18 @@ class TensorParallelSite:
 
         return self._probed(work, channel, "reduce_scatter", 4 * tensor.numel(), exact)
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+    def encode(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
         """This rank's payload for ``all_gather_encoded``, uint8 ``[1, bytes]``."""
-        return self.runtime.tensor_parallel_codec.encode(tensor)
+        return encode_slice(tensor, self.runtime.tensor_parallel_codec, TorchTransport(self.group), key)
+
+    def draw_key(self) -> int:
+        """Seed for one collective's random rounding; 0 where the codec rounds to nearest."""
+        return draw_key() if self.runtime.tensor_parallel_codec.rounds_randomly else 0
 
     def all_gather(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
-        work = self.all_gather_encoded(self.encode(tensor), tensor.shape, tensor.dtype, channel)
+        key = self.draw_key()
+        work = self.all_gather_encoded(self.encode(tensor, key), tensor.shape, tensor.dtype, channel, key)
 
         def exact() -> torch.Tensor:
             full = tensor.new_empty((tensor.shape[0] * self.group.size(), *tensor.shape[1:]))
@@ -88,12 +95,12 @@ class TensorParallelSite:
         return self._probed(work, channel, "all_gather", tensor.nbytes * self.group.size(), exact)
 
     def all_gather_encoded(
-        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, channel: str
+        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, channel: str, key: int
     ) -> CompressedWork:
         """Start to gather what ``encode`` made of a tensor of ``shape`` and ``dtype``."""
         plain = torch.Size(shape).numel() * dtype.itemsize * self.group.size()
         codec, transport = self._exchange(channel, "all_gather", plain)
-        return all_gather_encoded(wire, shape, dtype, codec, transport, async_op=True)
+        return all_gather_encoded(wire, shape, dtype, codec, transport, async_op=True, key=key)
 
     def _exchange(self, channel: str, operation: str, plain_bytes: int):
         """Codec and a counting transport for one compressed collective."""
