@@ -30,7 +30,18 @@ def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.Argum
                 help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
                 "--tp-compression taco. The --taco-* flags change single settings.",
             )
+    _escape_broken_help(parser)
     return parser
+
+
+def _escape_broken_help(parser: argparse.ArgumentParser) -> None:
+    """Let ``--help`` work: megatron-core has a help text with a bare percent sign, which argparse formats."""
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:

@@ -163,3 +163,12 @@ def test_bad_value_names_the_flag(parser, capsys, words, message):
         parser.parse_args(words)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_shows_megatrons_flags_and_ours(parser, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--tensor-model-parallel-size", "--use-distributed-optimizer", "--taco"):
+        assert flag in text
