@@ -1,11 +1,11 @@
 """Bad input ends a run with one line, on one rank, that names the flag or file and the fix."""
 
 import contextlib
-import importlib
 import os
 import sys
 import time
 import traceback
+from argparse import Namespace
 
 PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
 
@@ -42,27 +42,78 @@ def _first_line(error: BaseException) -> str:
     return f"required: {traceback.extract_tb(error.__traceback__)[-1].line.removeprefix('assert ')}"
 
 
-def _is_checkpoint_mismatch(error: BaseException) -> bool:
-    # Megatron compares arguments by assertion, tensors of a distributed checkpoint by CheckpointingException,
-    # and leaves torch's "size mismatch" for the rest.
-    checkpointing = importlib.import_module("megatron.core.dist_checkpointing.core").CheckpointingException
-    return isinstance(error, AssertionError | checkpointing) or "size mismatch" in str(error)
+def _checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
+    """One line where a checkpoint does not fit the model, None where loading failed for another reason.
+
+    Megatron compares arguments by assertion and tensors by CheckpointingException, which torch wraps in a
+    CheckpointException of all ranks; the legacy format ends in torch's "size mismatch".
+    """
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if not (isinstance(error, AssertionError) or "mismatch" in str(error)):
+        return None
+    source = f"--load {args.load}" if args.load else f"--pretrained-checkpoint {args.pretrained_checkpoint}"
+    reason = "; ".join(differing_flags(args)) or _first_line(error)
+    return f"{source}: {reason.rstrip('.')}. Start with the flags that wrote it, or name another checkpoint"
 
 
-def explain(error: BaseException, load: str | None = None) -> str | None:
+_SHAPE_FLAGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "max_position_embeddings", "position_embedding_type", "normalization", "swiglu"),
+    *("untie_embeddings_and_output_weights", "add_bias_linear", "add_qkv_bias", "padded_vocab_size"),
+)
+
+
+_SPOKEN = {  # arguments whose name is no flag
+    "add_bias_linear": "the linear layers' bias (--disable-bias-linear)",
+    "padded_vocab_size": "the padded vocabulary (--vocab-size)",
+}
+
+
+def differing_flags(args: Namespace) -> list[str]:
+    """The flags that shape the model and differ from those that the checkpoint was written with.
+
+    Returns: "--hidden-size is 64 in the checkpoint, 32 here" and so on; empty where it keeps no arguments.
+    """
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from megatron.training.checkpointing import (
+        get_checkpoint_name,
+        get_checkpoint_tracker_filename,
+        read_metadata,
+    )
+
+    folder = args.load or args.pretrained_checkpoint
+    try:
+        iteration, release = read_metadata(get_checkpoint_tracker_filename(folder))
+        name = get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+        saved = load_common_state_dict(name)["args"]
+    except Exception:  # a legacy or damaged checkpoint: the caller has Megatron's own message
+        return []
+    differ = []
+    for field in _SHAPE_FLAGS:
+        if field == "num_query_groups" and not args.group_query_attention:
+            continue  # filled in from --num-attention-heads after parsing
+        there, here = getattr(saved, field, None), getattr(args, field, None)
+        if there != here:
+            name = _SPOKEN.get(field, "--" + field.replace("_", "-"))
+            differ.append(f"{name} is {there} in the checkpoint, {here} here")
+    return differ
+
+
+def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """One line for an exception that the command line or a lost peer caused, else None.
 
     Args:
         error: what ended the run.
-        load: the folder of --load or --pretrained-checkpoint, for the message.
+        args: the parsed command line, None where parsing itself failed.
     """
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, AssertionError | ValueError) and _came_through(error, "validate_args"):
         return _first_line(error)
-    if _came_through(error, "load_checkpoint") and _is_checkpoint_mismatch(error):
-        reason = _first_line(error)
-        return f"--load {load}: {reason} Start with the flags that wrote it, or give another --load folder"
+    if _came_through(error, "load_checkpoint") and args is not None:
+        return _checkpoint_mismatch(error, args)
     if any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer")):
         return "lost the connection to another rank: it died or was stopped; its own log says why"
     if "Timed out waiting" in str(error):
@@ -79,11 +130,12 @@ def one_line_errors(*also: type[Exception]):
     """
     try:
         yield
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         training = sys.modules.get("megatron.training.global_vars")
         args = getattr(training, "_GLOBAL_ARGS", None)
-        load = getattr(args, "load", None) or getattr(args, "pretrained_checkpoint", None)
-        line = str(error) if isinstance(error, also) else explain(error, load)
+        line = str(error) if isinstance(error, also) else explain(error, args)
         if line is None:
             raise
         fail(line)
