@@ -25,6 +25,7 @@ from megatron.compression.torch_native import (  # noqa: E402
     SDPACoreAttention,
     TorchLayerNorm,
     TorchRMSNorm,
+    apply_native_defaults,
     block_spec,
     fill_rope_fusion_slot,
     leave_out_causal_mask,
@@ -368,6 +369,32 @@ def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
         )
         assert leave_out_causal_mask(args) is None
         assert args.create_attention_mask_in_dataloader
+
+
+def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    for has_cuda, changes, command_line, fused in (
+        (True, {}, [], True),
+        (True, {}, ["--no-rope-fusion"], False),
+        (True, {"rotary_interleaved": True}, [], False),
+        (True, {"position_embedding_type": "learned_absolute"}, [], False),
+        (True, {"transformer_impl": "transformer_engine"}, [], False),
+        (False, {}, [], False),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        args = Namespace(
+            transformer_impl="local",
+            reset_attention_mask=False,
+            create_attention_mask_in_dataloader=False,
+            position_embedding_type="rope",
+            rotary_interleaved=False,
+            apply_rope_fusion=False,
+        )
+        vars(args).update(changes)
+        lines = apply_native_defaults(args, command_line)
+        assert args.apply_rope_fusion is fused
+        assert len(lines) == fused
+        assert apply_native_defaults(args, command_line) == []
 
 
 def our_block(model_config: GPTModelConfig, vp_stage: int | None = None):

@@ -9,8 +9,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.host import InputError
 
-class QwenError(ValueError):
+
+class QwenError(InputError):
     """A model or a setting that cannot be honoured; the message names the flag or the key and the fix."""
 
 
@@ -174,7 +176,7 @@ def model_from_args(args: Namespace) -> QwenModel:
         ffn=args.ffn_hidden_size,
         heads=args.num_attention_heads,
         groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels,
+        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
         vocabulary=args.vocab_size or args.padded_vocab_size,
         tied=not args.untie_embeddings_and_output_weights,
         norm_epsilon=args.layernorm_epsilon,

@@ -4,8 +4,8 @@
 """
 
 from megatron.compression.torch_native.attention import SDPACoreAttention
-from megatron.compression.torch_native.attention_mask import leave_out_causal_mask
 from megatron.compression.torch_native.block import block_spec
+from megatron.compression.torch_native.defaults import apply_native_defaults, leave_out_causal_mask
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
 
@@ -13,6 +13,7 @@ __all__ = [
     "SDPACoreAttention",
     "TorchLayerNorm",
     "TorchRMSNorm",
+    "apply_native_defaults",
     "block_spec",
     "fill_rope_fusion_slot",
     "leave_out_causal_mask",

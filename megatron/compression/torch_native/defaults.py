@@ -1,6 +1,25 @@
-"""Leaves the attention mask out of the batch where it says no more than "causal"."""
+"""Arguments whose best value depends on which attention and which RoPE run."""
 
 from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+
+from megatron.compression.torch_native.rope import fill_rope_fusion_slot
+
+
+def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
+    """Adapt the arguments of `--transformer-impl local` to the torch-native modules. Idempotent.
+
+    Args:
+        args: after validation, before the datasets and the configs are built from it.
+        command_line: the arguments as given: what the user asked for is kept.
+
+    Returns:
+        One line for each value that changed, for the log.
+    """
+    changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line)]
+    return [line for line in changed if line is not None]
 
 
 def leave_out_causal_mask(args: Namespace) -> str | None:
@@ -9,15 +28,27 @@ def leave_out_causal_mask(args: Namespace) -> str | None:
     The dataset's [b, 1, s, s] mask differs from the causal mask only with `--reset-attention-mask`. Both
     local attentions make the causal mask themselves; without the tensor, torch's flash kernels can run and
     tensor-parallel ranks need not be sent it.
-
-    Args:
-        args: after validation, before the datasets and the configs are built from it.
-
-    Returns:
-        A line for the log where the argument changed, else None.
     """
     unneeded = args.transformer_impl == "local" and not args.reset_attention_mask
     if not (unneeded and args.create_attention_mask_in_dataloader):
         return None
     args.create_attention_mask_in_dataloader = False
-    return "--no-create-attention-mask-in-dataloader: attention is causal, no mask tensor is needed"
+    return "attention is causal: --no-create-attention-mask-in-dataloader, no mask tensor is needed"
+
+
+def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
+    """Let RoPE fusion, Megatron's default, stand where our compiled RoPE can be the fused one.
+
+    Not on the CPU, where nothing is compiled.
+    """
+    usable = (
+        args.transformer_impl == "local"
+        and args.position_embedding_type == "rope"
+        and not args.rotary_interleaved
+        and torch.cuda.is_available()
+        and "--no-rope-fusion" not in command_line
+    )
+    if not usable or not fill_rope_fusion_slot() or args.apply_rope_fusion:
+        return None
+    args.apply_rope_fusion = True
+    return "RoPE runs compiled (--no-rope-fusion: megatron-core's unfused one)"

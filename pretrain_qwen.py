@@ -1,0 +1,34 @@
+"""Pretrain Qwen2.5 or Qwen3: `torchrun pretrain_qwen.py --qwen-model 2.5-7b <any Megatron-LM flags>`."""
+
+import os
+import sys
+
+from megatron import host
+from megatron.compression.versions import MEGATRON_CORE_VERSION
+
+host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+
+from megatron.compression import entrypoint  # noqa: E402
+from megatron.compression.arguments import add_compression_arguments  # noqa: E402
+from megatron.compression.config import CompressionConfigError  # noqa: E402
+from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
+from megatron.compression.torch_native import apply_native_defaults  # noqa: E402
+
+
+def main() -> None:
+    """Expand `--qwen-model`, parse the command line, then train. Bad input ends the run with one line."""
+    with host.one_line_errors(CompressionConfigError):
+        if not {"-h", "--help"}.intersection(sys.argv):
+            sys.argv[1:], added = expand(sys.argv[1:])
+            if os.environ.get("RANK", "0") == "0":
+                print(f"qwen: --qwen-model adds {' '.join(added)}", flush=True)
+        args = entrypoint.parse_arguments(
+            lambda parser: add_qwen_arguments(add_compression_arguments(parser))
+        )
+        for line in apply_native_defaults(args, sys.argv):
+            entrypoint.print_rank_0(line)
+        entrypoint.run(args)
+
+
+if __name__ == "__main__":
+    main()
