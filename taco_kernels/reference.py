@@ -49,25 +49,34 @@ def root(config: CodecConfig) -> float:
     return math.sqrt(config.group_size) if config.hadamard else 1.0
 
 
-def dither(random: Stream, first: int, groups: int, config: CodecConfig, device) -> torch.Tensor:
-    """fp32[groups, G] in (-1/2, 1/2): (byte - 127.5) / 256 for elements numbered from ``first`` on.
-
-    256 levels: what rounding leaves biased is 8 bits finer than the grid, below bf16's own resolution.
-    """
+def random_tile(random: Stream, first: int, groups: int, config: CodecConfig, device) -> torch.Tensor:
+    """int32[groups, G] of 0..255 for the elements numbered from ``first`` on."""
     raw = uniform_bytes(random, first, groups * config.group_size, device)
-    return ((raw.float() - 127.5) / 256).reshape(groups, config.group_size)
+    return raw.int().view(groups, config.group_size)
 
 
-def round_to_grid(v: torch.Tensor, config: CodecConfig, u: torch.Tensor | None) -> torch.Tensor:
-    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; u is the dither or None (nearest).
+def dither(b: torch.Tensor) -> torch.Tensor:
+    """What a decoder subtracts from codes that were dithered with bytes b: fp32 in [-1/2, 1/2)."""
+    return (b - 128).float() / 256
 
-    Saturates. A NaN, which only groups with a NaN step have, takes the code of -qmax.
+
+def round_to_grid(v: torch.Tensor, config: CodecConfig, b: torch.Tensor | None) -> torch.Tensor:
+    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; b: random bytes, None for nearest.
+
+    Random rounding works in fixed point with 8 bits behind the point: floor((256 v + b) / 256). What stays
+    biased is 8 bits finer than the grid, below bf16's own resolution; multiples of the step are never moved.
+    |v| <= qmax up to the rounding of one product, so the clamp is for NaN and infinity alone, which only
+    groups with a NaN step have; their codes mean nothing.
     """
-    v = v.nan_to_num(nan=-config.qmax).clamp(-config.qmax, config.qmax)
+    v = v.nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
     if not config.is_float:
-        q = torch.round(v if u is None else v + u)
+        if b is None:
+            q = torch.round(v).int()
+        else:  # half a unit off 256 v centres (b - 128) / 256, the dither that the decoder subtracts
+            fixed = v * 256 - 0.5 if config.rounding == "dither" else v * 256
+            q = (torch.round(fixed).int() + b) >> 8
         bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
-        return (q.to(torch.int16) + bias).to(torch.uint8)
+        return (q + bias).to(torch.uint8)
     # fp8: n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the
     # binade's first code, also where it carries into the next one or where the number is subnormal.
     mantissa, lowest = (3, 121) if config.format == "fp8-e4m3" else (2, 113)  # biased exponent of min normal
@@ -75,8 +84,8 @@ def round_to_grid(v: torch.Tensor, config: CodecConfig, u: torch.Tensor | None) 
     exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
     ulp = ((exponent - mantissa) << 23).view(torch.float32)
     steps = v.abs() / ulp
-    n = torch.round(steps) if u is None else torch.floor(steps + (u + 0.5))
-    code = ((exponent - lowest) << mantissa) + n.to(torch.int32)
+    n = torch.round(steps).int() if b is None else (torch.round(steps * 256).int() + b) >> 8
+    code = ((exponent - lowest) << mantissa) + n
     return (code | bits >> 24 & 0x80).to(torch.uint8)
 
 
@@ -137,8 +146,8 @@ def encode_groups(
         s = (alpha * amax * (root(config) / config.qmax)).clamp(min=S_MIN)
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
-    u = None if config.rounding == "nearest" else dither(random, first, len(h), config, h.device)
-    codes = round_to_grid(h * inverse.masked_fill(bad, 0.0)[:, None], config, u)
+    b = None if config.rounding == "nearest" else random_tile(random, first, len(h), config, h.device)
+    codes = round_to_grid(h * inverse.masked_fill(bad, 0.0)[:, None], config, b)
     wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config), *scales]])
     return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
 
@@ -154,7 +163,7 @@ def decode_groups(
     pieces = wire[: groups * config.bytes_per_group()].split(widths + [groups * dtype.itemsize] * scale_count)
     q = code_values(unpack(pieces[: len(widths)], config), config)
     if config.rounding == "dither":
-        q = q - dither(random, first, groups, config, wire.device)
+        q = q - dither(random_tile(random, first, groups, config, wire.device))
     scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
     if config.scales == "single":
         step = scales[0].float()

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m taco_kernels.benchmarks codec``."""

@@ -1,0 +1,21 @@
+"""``python -m taco_kernels.benchmarks NAME [options]``."""
+
+import argparse
+
+from taco_kernels.benchmarks import codec
+
+BENCHMARKS = {"codec": codec}
+
+
+def main() -> None:
+    """Parse the name of a benchmark and its options, and run it."""
+    parser = argparse.ArgumentParser(prog="python -m taco_kernels.benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="name", required=True)
+    for name, module in BENCHMARKS.items():
+        module.add_arguments(commands.add_parser(name, help=module.__doc__.splitlines()[0]))
+    options = parser.parse_args()
+    BENCHMARKS[options.name].run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Fused codec kernels in Triton, one file an operation; ``reference.py`` is what each must reproduce."""

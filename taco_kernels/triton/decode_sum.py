@@ -1,0 +1,116 @@
+"""decode_sum and decode_sum_encode: W senders' wires of one chunk, summed in the Hadamard domain."""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
+from taco_kernels.triton.rounding import dither, random_tile
+from taco_kernels.triton.tensor import store_tile
+from taco_kernels.triton.wire import decode_groups, encode_groups
+
+
+@triton.jit
+def add_sender(total, wires, sender, wire_stride, first, groups, random, C: tl.constexpr):
+    """total + (q - u) * step of one sender, one rounding; fp32[R, G]."""
+    q, step = decode_groups(wires + sender * wire_stride, first, groups, tl.float32, C)
+    if C.DITHER:
+        q = q - dither(random, sender, first, C)
+    return tl.fma(q, tl.broadcast_to(step[:, None], [C.R, C.G]), total)
+
+
+@triton.jit
+def sum_senders(wires, wire_stride, first, groups, random, W: tl.constexpr, C: tl.constexpr):
+    """fp32[R, G], summed in the order of the senders."""
+    total = tl.zeros([C.R, C.G], tl.float32)
+    if W <= 8:  # unrolled, so that the senders' loads are in flight together
+        for w in tl.static_range(0, W):
+            total = add_sender(total, wires, tl.full((), w, tl.int64), wire_stride, first, groups, random, C)
+    else:
+        for w in range(0, W):
+            sender = tl.full((), 0, tl.int64) + w
+            total = add_sender(total, wires, sender, wire_stride, first, groups, random, C)
+    return total
+
+
+@triton.jit
+def decode_sum_tile(
+    wires,
+    x,
+    first,
+    numel,
+    groups,
+    wire_stride,
+    rows,
+    random,
+    matrix,
+    W: tl.constexpr,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Groups first, first + 1, ... first + R - 1."""
+    h = sum_senders(wires, wire_stride, first, groups, random, W, C)
+    if C.HADAMARD:
+        h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+    store_tile(x, h, first, numel, rows, FLAGS, C)
+
+
+@triton.jit(do_not_specialize=["key", "stream", "first_block"])
+def decode_sum_kernel(
+    wires,
+    x,
+    numel,
+    groups,
+    wire_stride,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    key,
+    stream,
+    first_block,
+    W: tl.constexpr,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """x = WHT(sum of q * step). Persistent programs, R groups a step."""
+    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    rows = (run, inner, stride_outer, stride_inner)
+    matrix = sylvester(C, 1.0, False, tl.bfloat16)
+    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
+        first = tl.program_id(0) * C.R
+        decode_sum_tile(wires, x, first, numel, groups, wire_stride, rows, random, matrix, W, FLAGS, C)
+    else:
+        for tile in tl.range(
+            tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+        ):
+            decode_sum_tile(
+                wires, x, tile * C.R, numel, groups, wire_stride, rows, random, matrix, W, FLAGS, C
+            )
+
+
+@triton.jit(
+    do_not_specialize=["key_in", "stream_in", "first_block_in", "key_out", "stream_out", "first_block_out"]
+)
+def decode_sum_encode_kernel(
+    wires,
+    out,
+    groups,
+    wire_stride,
+    key_in,
+    stream_in,
+    first_block_in,
+    key_out,
+    stream_out,
+    first_block_out,
+    W: tl.constexpr,
+    C: tl.constexpr,
+):
+    """out = wire of sum of q * step, without leaving the Hadamard domain. One tile of R groups a program."""
+    random_in = (key_in.to(tl.int64), stream_in.to(tl.int64), first_block_in.to(tl.int64))
+    random_out = (key_out.to(tl.int64), stream_out.to(tl.int64), first_block_out.to(tl.int64))
+    first = tl.program_id(0) * C.R
+    h = sum_senders(wires, wire_stride, first, groups, random_in, W, C)
+    b = 0
+    if not C.NEAREST:
+        b = random_tile(random_out, 0, first, C)
+    encode_groups(h, b, out, first, groups, C)

@@ -1,0 +1,79 @@
+"""Groups of a wire in the Hadamard domain: encode_groups and its inverse, decode_groups (reference.py)."""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.triton.planes import load_codes, load_integers, store_codes
+from taco_kernels.triton.rounding import code_values, quantize
+
+
+@triton.jit
+def load_step(wire, first, groups, C: tl.constexpr):
+    """fp32[R] steps of groups first..., 0 beyond the last."""
+    row = first + tl.arange(0, C.R)
+    scales = wire + groups.to(tl.int64) * C.PAYLOAD
+    if C.DUAL:
+        s = scales.to(tl.pointer_type(tl.float32))
+        step = tl.load(s + row, mask=row < groups, other=0.0) * (1.0 / C.ROOT)
+        step = tl.div_rn(step, tl.load(s + groups + row, mask=row < groups, other=1.0))
+    else:
+        s = scales.to(tl.pointer_type(tl.bfloat16))
+        step = tl.load(s + row, mask=row < groups, other=0.0).to(tl.float32)
+    return step
+
+
+@triton.jit
+def decode_groups(wire, first, groups, dtype: tl.constexpr, C: tl.constexpr):
+    """Code values dtype[R, G] and step fp32[R] of groups first... of the chunk at wire."""
+    if dtype == tl.float32 and C.INTEGER:
+        # the code in the low mantissa bits of 2^23: cheaper than through fp16 where fp32 is wanted
+        bits = load_integers(wire, first, groups, C) | 0x4B000000
+        values = bits.to(tl.float32, bitcast=True) - (8388608.0 + 2.0 ** (C.BITS - 1))
+    else:
+        values = code_values(load_codes(wire, first, groups, C), dtype, C)
+    return values, load_step(wire, first, groups, C)
+
+
+@triton.jit
+def encode_groups(h, b, wire, first, groups, C: tl.constexpr):
+    """Write h fp32[R, G] as groups first... of the chunk at wire.
+
+    b: int32 bytes from random_tile, or 0 when rounding to nearest.
+    """
+    tl.static_assert(C.NEAREST or b.dtype == tl.int32, "random rounding takes the bytes of random_tile")
+    magnitude = tl.abs(h)
+    if not C.HADAMARD:  # the transform spreads a NaN over its group, where the maximum cannot miss it
+        magnitude = tl.where(h == h, magnitude, float("inf"))
+    amax = tl.max(magnitude, axis=1)
+    bad = (amax < float("inf")) == 0
+    zero = amax == 0.0
+    amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
+    qmax = tl.full([C.R], C.QMAX, tl.float32)
+    row = first + tl.arange(0, C.R)
+    scales = wire + groups.to(tl.int64) * C.PAYLOAD
+    if C.DUAL:
+        inverse = tl.div_rn(qmax, amax)
+        mean_square = tl.where(bad, 0.0, tl.sum(h * h, axis=1))
+        if not C.HADAMARD:
+            mean_square = mean_square * (1.0 / C.G)
+        alpha = tl.div_rn(qmax, tl.sqrt_rn(mean_square + 1e-6))
+        alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
+        s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
+        s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
+        at = scales.to(tl.pointer_type(tl.float32)) + row
+        tl.store(at, s, mask=row < groups)
+        tl.store(at + groups, alpha, mask=row < groups)
+    else:
+        step = tl.div_rn(amax, qmax)
+        step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(
+            tl.float32, bitcast=True
+        )  # up to bf16
+        inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
+        step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
+        at = scales.to(tl.pointer_type(tl.bfloat16)) + row
+        tl.store(at, step.to(tl.bfloat16), mask=row < groups)
+    used = groups.to(tl.int64) * C.BYTES
+    pad = used + tl.arange(0, 16)  # zeros up to the next multiple of 16 bytes
+    tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
+    inverse = tl.where(bad, 0.0, inverse)
+    store_codes(quantize(h * inverse[:, None], b, C), wire, first, groups, C)
