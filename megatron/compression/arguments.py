@@ -60,6 +60,7 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     )
     if config.tensor_parallel.enabled:
         _check_tensor_parallel(args)
+        _check_layers(config.tensor_parallel, args.num_layers)
     return config
 
 
@@ -89,6 +90,16 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
             raise CompressionConfigError(
                 f"--taco covers the dense GPT layers, not --{flag.replace('_', '-')}; drop one of the two"
             )
+
+
+def _check_layers(settings: TensorParallelCompression, num_layers: int) -> None:
+    """Refuse a layer that the model does not have."""
+    last = max((layer for layer in settings.layers or () if isinstance(layer, int)), default=0)
+    if last >= num_layers:
+        raise CompressionConfigError(
+            f"--taco-layers {settings.taco_layers} names layer {last}, but --num-layers {num_layers} makes "
+            f"{num_layers - 1} the last one (they count from 0)"
+        )
 
 
 def idle_reason(config: CompressionConfig, tensor_model_parallel_size: int) -> str | None:

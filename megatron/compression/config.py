@@ -4,12 +4,16 @@ The command-line flags are generated from these fields (see arguments.py), so a 
 the string under it is the flag's help.
 """
 
+import functools
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
 TACO_FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 TACO_GROUP_SIZES = (32, 64, 128, 256, 512)
+NAMED_LAYERS = ("embedding", "output")
+"""What ``--taco-layers`` calls the layers outside the transformer's numbered ones."""
 
 
 class CompressionConfigError(ValueError):
@@ -19,6 +23,31 @@ class CompressionConfigError(ValueError):
 def flag_name(field_name: str) -> str:
     """``taco_group_size`` -> ``--taco-group-size``."""
     return "--" + field_name.replace("_", "-")
+
+
+@functools.cache
+def parse_layers(text: str) -> frozenset[int | str] | None:
+    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
+
+    Raises:
+        CompressionConfigError: something else than numbers, ranges, embedding, output.
+    """
+    if text == "all":
+        return None
+    layers: set[int | str] = set()
+    for part in text.split(","):
+        part = part.strip()
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
+        if part in NAMED_LAYERS:
+            layers.add(part)
+        elif found and int(found[1]) <= int(found[2] or found[1]):
+            layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        else:
+            raise CompressionConfigError(
+                f"--taco-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such as 2-29, "
+                "embedding and output, separated by commas, or all"
+            )
+    return frozenset(layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +81,40 @@ class TensorParallelCompression:
     taco_start_iteration: int = 0
     """Iterations that run uncompressed before compression starts."""
 
+    taco_layers: str = "all"
+    """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; the embedding and the output
+    layer are named embedding and output. The others go uncompressed."""
+
+    taco_backward_format: str | None = None
+    """Number format for the gradients (tp.backward); by default that of --taco-format. Activations that
+    sequence parallelism gathers again in the backward keep --taco-format."""
+
+    taco_error_bound: float | None = None
+    """Relative error of one encoding (L2) beyond which a layer's traffic goes uncompressed, forward and
+    backward each by itself, from the next --log-interval on. Measured once in a log interval."""
+
     def __post_init__(self) -> None:
         if self.taco_format not in TACO_FORMATS:
             raise CompressionConfigError(
                 f"--taco-format {self.taco_format} is unknown; choose one of {', '.join(TACO_FORMATS)}"
+            )
+        if self.taco_backward_format not in (None, *TACO_FORMATS):
+            raise CompressionConfigError(
+                f"--taco-backward-format {self.taco_backward_format} is unknown; choose one of "
+                f"{', '.join(TACO_FORMATS)}"
             )
         if self.taco_group_size not in TACO_GROUP_SIZES:
             raise CompressionConfigError(
                 f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two "
                 f"from 32 to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
             )
-        if self.taco_rounding == "dither" and not self.taco_format.startswith("int"):
-            raise CompressionConfigError(
-                f"--taco-rounding dither needs a uniform grid, not --taco-format {self.taco_format}; choose "
-                "an int format, or --taco-rounding stochastic"
-            )
+        for flag in ("taco_format", "taco_backward_format"):
+            number_format = getattr(self, flag)
+            if self.taco_rounding == "dither" and number_format and not number_format.startswith("int"):
+                raise CompressionConfigError(
+                    f"--taco-rounding dither needs a uniform grid, not {flag_name(flag)} {number_format}; "
+                    "choose an int format, or --taco-rounding stochastic"
+                )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(
                 f"--taco-min-message-mb {self.taco_min_message_mb} must be a number of MiB >= 0"
@@ -75,6 +123,13 @@ class TensorParallelCompression:
             raise CompressionConfigError(
                 f"--taco-start-iteration {self.taco_start_iteration} must be an iteration >= 0"
             )
+        if self.taco_error_bound is not None and not (
+            math.isfinite(self.taco_error_bound) and self.taco_error_bound > 0
+        ):
+            raise CompressionConfigError(
+                f"--taco-error-bound {self.taco_error_bound} must be a relative error > 0, such as 0.05"
+            )
+        parse_layers(self.taco_layers)
         if not self.enabled:
             self._refuse_idle_flags()
 
@@ -95,6 +150,11 @@ class TensorParallelCompression:
     def enabled(self) -> bool:
         """Whether any tensor-parallel traffic is to be compressed."""
         return self.tp_compression != "none"
+
+    @property
+    def layers(self) -> frozenset[int | str] | None:
+        """The parsed ``--taco-layers``: numbers, ``embedding``, ``output``; None for all."""
+        return parse_layers(self.taco_layers)
 
     @property
     def min_message_bytes(self) -> int:

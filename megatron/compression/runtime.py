@@ -1,10 +1,20 @@
 """What a running job shares between its hooks: settings, codec, ledger, probe, and the current iteration."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.compression.codecs import Codec, build_codec
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
 from megatron.compression.telemetry import ErrorProbe, Ledger
+from megatron.compression.tensor_parallel.guard import ErrorGuard
+
+
+class Choice(NamedTuple):
+    """How a message travels, and the ledger's kind for it."""
+
+    codec: Codec | None
+    """None: uncompressed, for the reason that ``kind`` gives."""
+    kind: str
 
 
 @dataclass
@@ -18,37 +28,54 @@ class CompressionRuntime:
     """Zero-based training iteration; the forward step sets it."""
     tensor_parallel_codec: Codec | None = None
     """None: tensor-parallel compression is off."""
+    backward_codec: Codec | None = None
+    """For tp.backward where ``--taco-backward-format`` asks for another one; None: the same."""
+    guard: ErrorGuard | None = None
+    """Follows ``--taco-error-bound``; None without it."""
 
     def __post_init__(self) -> None:
+        settings = self.config.tensor_parallel
         if self.tensor_parallel_codec is None:
-            self.tensor_parallel_codec = tensor_parallel_codec(self.config.tensor_parallel)
+            self.tensor_parallel_codec = tensor_parallel_codec(settings, settings.taco_format)
+            if settings.taco_backward_format is not None:
+                self.backward_codec = tensor_parallel_codec(settings, settings.taco_backward_format)
+        if self.guard is None and settings.taco_error_bound is not None:
+            self.guard = ErrorGuard(settings.taco_error_bound, settings.taco_group_size)
 
-    def choose_tensor_parallel_codec(self, message_bytes: int) -> tuple[Codec | None, str]:
-        """The codec for a tensor-parallel message, and the ledger's kind for it.
+    def choose_tensor_parallel_codec(
+        self, site: str, layer: int | str | None, channel: str, message_bytes: int | None
+    ) -> Choice:
+        """What to do with a tensor-parallel message.
 
         Args:
-            message_bytes: size of the uncompressed tensor.
-
-        Returns:
-            ``(codec, "compressed")``, or None with the reason why the message goes uncompressed.
+            site: the site's name.
+            layer: what ``--taco-layers`` calls the site's layer.
+            channel: tp.forward or tp.backward.
+            message_bytes: size of the uncompressed tensor; None where the size does not matter any more.
         """
         settings = self.config.tensor_parallel
         if self.tensor_parallel_codec is None:
-            return None, "off"
+            return Choice(None, "off")
+        if settings.layers is not None and layer not in settings.layers:
+            return Choice(None, "excluded")
+        if self.guard is not None and (site, channel) in self.guard.tripped:
+            return Choice(None, "guarded")
         if self.iteration < settings.taco_start_iteration:
-            return None, "warmup"
-        if message_bytes < settings.min_message_bytes:
-            return None, "small"
-        return self.tensor_parallel_codec, "compressed"
+            return Choice(None, "warmup")
+        if message_bytes is not None and message_bytes < settings.min_message_bytes:
+            return Choice(None, "small")
+        if channel == "tp.backward" and self.backward_codec is not None:
+            return Choice(self.backward_codec, "compressed")
+        return Choice(self.tensor_parallel_codec, "compressed")
 
 
-def tensor_parallel_codec(settings: TensorParallelCompression) -> Codec | None:
+def tensor_parallel_codec(settings: TensorParallelCompression, number_format: str) -> Codec | None:
     """The codec that ``--tp-compression`` and the ``--taco-*`` flags describe; None when it is off."""
     if not settings.enabled:
         return None
     return build_codec(
         "taco",
-        format=settings.taco_format,
+        format=number_format,
         group_size=settings.taco_group_size,
         scales=settings.taco_scales,
         rounding=settings.taco_rounding,

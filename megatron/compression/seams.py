@@ -69,6 +69,24 @@ def on_training_log(after: Callable[[int, dict], None]) -> None:
     replace(training, "training_log", ("loss_dict", "iteration"), wrap)
 
 
+def on_checkpoint_args(after: Callable[[Any], None]) -> None:
+    """Call ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
+
+    Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
+    ``--finetune`` and release checkpoints, which begin anew.
+    """
+    from megatron.training import checkpointing
+
+    def wrap(check_checkpoint_args):
+        def wrapper(checkpoint_args, *args, **kwargs):
+            check_checkpoint_args(checkpoint_args, *args, **kwargs)
+            after(checkpoint_args)
+
+        return wrapper
+
+    replace(checkpointing, "check_checkpoint_args", ("checkpoint_args",), wrap)
+
+
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
     """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
 

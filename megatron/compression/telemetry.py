@@ -13,9 +13,10 @@ import torch
 CHANNELS = ("tp.forward", "tp.backward", "tp.other", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
 """tp.other: loss terms and the batch's broadcast. The rest is named after what it carries."""
 
-KINDS = ("compressed", "small", "warmup", "off", "exact", "probe")
+KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "off", "exact", "probe")
 """compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =
-before the start iteration, off = no codec chosen, exact = left exact by design, probe = the error probe's own
+before the start iteration, excluded = a layer that --taco-layers leaves out, guarded = a site whose error
+passed --taco-error-bound, off = no codec chosen, exact = left exact by design, probe = the error probe's own
 reference."""
 
 TRANSPORT_FACTORS = {

@@ -11,6 +11,7 @@ from megatron.compression.arguments import compression_config_from_args, idle_re
 from megatron.compression.reporter import Reporter, check_report_directory
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
+from megatron.compression.tensor_parallel.guarded_run import GuardedRun
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
 
 
@@ -44,15 +45,25 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
         settings=_settings(args),
         tensorboard=get_tensorboard_writer(),
     )
-    _install_seams(runtime, reporter)
+    _install_seams(runtime, reporter, args)
     for line in _announcement(args, config, runtime, model_config):
         print_rank_0(line)
     return runtime, reporter
 
 
-def _install_seams(runtime: CompressionRuntime, reporter: Reporter) -> None:
+def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
     ledger = runtime.ledger
-    seams.on_training_log(reporter.on_training_log)
+    if runtime.guard is not None:
+        guarded = GuardedRun(runtime.guard, args, args.log_interval)
+        seams.on_checkpoint_args(guarded.on_checkpoint_args)
+
+        def on_training_log(iteration, losses):
+            reporter.on_training_log(iteration, losses)
+            guarded.on_training_log(iteration, losses)
+
+        seams.on_training_log(on_training_log)
+    else:
+        seams.on_training_log(reporter.on_training_log)
     seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
     seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
     seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
@@ -74,6 +85,12 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         line += f", messages of at least {settings.taco_min_message_mb:g} MiB"
         if settings.taco_start_iteration:
             line += f", from iteration {settings.taco_start_iteration}"
+        if settings.layers is not None:
+            line += f", layers {settings.taco_layers}"
+        if runtime.backward_codec is not None:
+            line += f", gradients {settings.taco_backward_format}"
+        if settings.taco_error_bound is not None:
+            line += f", while its error is at most {settings.taco_error_bound:g}"
         lines.append(line)
     return lines
 
@@ -82,7 +99,7 @@ def _settings(args: Namespace) -> dict:
     """The flags that describe the run in a report."""
     names = (
         "tp_compression taco_format taco_group_size taco_scales taco_rounding taco_min_message_mb "
-        "taco_start_iteration "
+        "taco_start_iteration taco_layers taco_backward_format taco_error_bound "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
         "sequence_parallel use_distributed_optimizer world_size"

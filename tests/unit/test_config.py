@@ -26,6 +26,7 @@ def _parse(arguments, *flags: str, **megatron) -> argparse.Namespace:
         sequence_parallel=False,
         tensor_model_parallel_size=2,
         num_experts=None,
+        num_layers=4,
         te_rng_tracker=False,
         cuda_graph_impl="none",
     )

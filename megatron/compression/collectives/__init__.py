@@ -4,6 +4,11 @@ from megatron.compression.collectives.all_gather import all_gather, all_gather_e
 from megatron.compression.collectives.all_reduce import all_reduce
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
 from megatron.compression.collectives.transport import TorchTransport
+from megatron.compression.collectives.uncompressed import (
+    uncompressed_all_gather,
+    uncompressed_all_reduce,
+    uncompressed_reduce_scatter,
+)
 from megatron.compression.collectives.work import CompressedWork
 
 __all__ = [
@@ -14,4 +19,7 @@ __all__ = [
     "all_reduce",
     "encode_slice",
     "reduce_scatter",
+    "uncompressed_all_gather",
+    "uncompressed_all_reduce",
+    "uncompressed_reduce_scatter",
 ]

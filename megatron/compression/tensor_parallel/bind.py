@@ -17,7 +17,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedRowParallelLinear,
     CompressedVocabParallelEmbedding,
 )
-from megatron.compression.tensor_parallel.site import TensorParallelSite, site_name
+from megatron.compression.tensor_parallel.site import TensorParallelSite, layer_name, site_name
 
 # GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, so these
 # change class after building. The subclasses add no state.
@@ -63,8 +63,9 @@ def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
         if type(module) in _CLASS_AFTER_BUILDING:
             module.__class__ = _CLASS_AFTER_BUILDING[type(module)]
         layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
-        name = site_name(path, layer_numbers.get(layer))
-        module.site = TensorParallelSite(name, module.tp_group, runtime)
+        number = layer_numbers.get(layer)
+        name = site_name(path, number)
+        module.site = TensorParallelSite(name, module.tp_group, runtime, layer_name(path, number))
     chunk.register_forward_hook(_LossTraffic(chunk, runtime), with_kwargs=True)
 
 

@@ -13,13 +13,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, site, sequence_parallel):
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape = x.shape
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
-            ctx.key = site.draw_key()
-            wire = site.encode(x, ctx.key)
-            gathered = site.all_gather_encoded(wire, x.shape, x.dtype, "tp.forward", ctx.key)
-            ctx.save_for_backward(wire, weight)
+            packed = site.pack(x, "tp.forward")
+            gathered = site.gather(packed, "tp.forward")
+            ctx.save_for_backward(packed.payload, weight)
+            ctx.packed = packed._replace(payload=None)
             x = gathered.wait()
         else:
             ctx.save_for_backward(x, weight)
@@ -32,7 +32,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         site, needs_weight_gradient = ctx.site, ctx.needs_input_grad[1]
         gathered = None
         if ctx.sequence_parallel and needs_weight_gradient:
-            gathered = site.all_gather_encoded(saved, ctx.x_shape, ctx.x_dtype, "tp.backward", ctx.key)
+            gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = torch.matmul(grad_output, weight)
         if ctx.sequence_parallel:

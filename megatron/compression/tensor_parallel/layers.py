@@ -38,7 +38,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
         if self.site is None:
             return super().forward(input_)
         message_bytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if not self.site.compresses(message_bytes):
+        if not _compresses_reduction(self.site, self.sequence_parallel, message_bytes):
             _count_reduction(self.site, self.sequence_parallel, message_bytes)
             return super().forward(input_)
         partial_sum = self._forward_impl(
@@ -72,7 +72,8 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
             return super()._forward_impl(input, weight, *args, **kwargs)
         sequence_parallel = kwargs["sequence_parallel"]
         message_bytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
-        if self.site.compresses(message_bytes):
+        channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
+        if self.site.compresses(message_bytes, *channels):
             return column_parallel_linear(input, weight, kwargs["bias"], self.site, sequence_parallel)
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
@@ -96,7 +97,7 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
         if self.site is None:
             return super().forward(input_)
         message_bytes = input_.numel() * self.embedding_dim * self.weight.element_size()
-        if not self.site.compresses(message_bytes):
+        if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, message_bytes):
             _count_reduction(self.site, self.reduce_scatter_embeddings, message_bytes)
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
@@ -124,7 +125,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
         if self.site is None or not scatters or self.reduce_scatter_embeddings:
             return super().forward(input_ids, position_ids, tokentype_ids)
         message_bytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
-        if not self.site.compresses(message_bytes):
+        if not self.site.compresses(message_bytes, "tp.backward"):
             if torch.is_grad_enabled():
                 self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
             return super().forward(input_ids, position_ids, tokentype_ids)
@@ -145,6 +146,12 @@ def _reduce(partial_sum: torch.Tensor, site: TensorParallelSite, sequence_parall
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial_sum, site)
     return reduce_from_tensor_parallel_region(partial_sum, site)
+
+
+def _compresses_reduction(site: TensorParallelSite, sequence_parallel: bool, message_bytes: int) -> bool:
+    """Whether a forward's reduction, or the all-gather of its backward, is compressed."""
+    channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.forward",)
+    return site.compresses(message_bytes, *channels)
 
 
 def _count_reduction(site: TensorParallelSite, sequence_parallel: bool, message_bytes: int) -> None:

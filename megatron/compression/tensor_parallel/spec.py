@@ -8,6 +8,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
@@ -15,7 +16,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedRowParallelLinear,
 )
-from megatron.compression.torch_native import SDPACoreAttention, TorchLayerNorm, TorchRMSNorm
+from megatron.compression.torch_native import SDPACoreAttention, TorchLayerNorm, TorchRMSNorm, block_spec
 
 
 class CompressedSpecProvider(LocalSpecProvider):
@@ -38,8 +39,10 @@ class CompressedSpecProvider(LocalSpecProvider):
         return SDPACoreAttention
 
 
-def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec:
-    """The layer spec of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
+def gpt_layer_spec(
+    model_config: GPTModelConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
 
     Dense layers of ``--transformer-impl local`` are built with our layers. Everything else (Transformer
     Engine, mixture of experts, latent attention, heterogeneous blocks) is megatron-core's own choice, and its
@@ -48,7 +51,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None) ->
     transformer = model_config.transformer
     if not is_dense_local(transformer):
         return default_layer_spec(model_config, vp_stage)
-    return dense_layer_spec(transformer, CompressedSpecProvider())
+    return block_spec(transformer, dense_layer_spec(transformer, CompressedSpecProvider()), vp_stage)
 
 
 def is_dense_local(transformer) -> bool:

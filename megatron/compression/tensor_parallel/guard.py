@@ -1,0 +1,112 @@
+"""The error guard: measures what the codec does to each site's traffic and takes out what it hurts.
+
+Each rank measures its own tensors, on the device, in the iteration before a log line; at the log line the
+ranks that share the site add their measures up and decide alike. Nothing waits for the host in between.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.codecs import Codec
+from taco_kernels import Stream
+
+SAMPLE_VALUES = 2**18
+"""Values measured in one tensor: whole groups at equal distances."""
+
+SiteChannel = tuple[str, str]
+"""(name of the site, channel)."""
+
+
+class ErrorGuard:
+    """Relative L2 error of one encoding by site and channel, and the sites that passed the bound.
+
+    Args:
+        bound: ``--taco-error-bound``; a site's channel whose error is larger goes uncompressed from then on.
+        group_size: values that the codec encodes together.
+        interval: measure in the last of this many iterations (``--log-interval``); 0 never.
+    """
+
+    def __init__(self, bound: float, group_size: int, interval: int = 0) -> None:
+        self.bound = bound
+        self.group_size = group_size
+        self.interval = interval
+        self.tripped: dict[SiteChannel, float] = {}
+        """What goes uncompressed, with the error that decided it."""
+        self._measures: dict[SiteChannel, torch.Tensor] = {}
+
+    def due(self, site: str, channel: str, iteration: int) -> bool:
+        """Whether to measure this call: the first of the site's channel before a log line.
+
+        Args:
+            iteration: zero-based training iteration.
+        """
+        last = self.interval and (iteration + 1) % self.interval == 0
+        return bool(last) and (site, channel) not in self._measures
+
+    def measure(self, site: str, channel: str, tensor: torch.Tensor, codec: Codec, key: int = 0) -> None:
+        """Encode and decode a sample of ``tensor`` and keep the squared error and signal.
+
+        Groups with a NaN or Inf are left out: an overflow of fp16, which the loss scaler handles, is no fault
+        of the codec.
+
+        Args:
+            tensor: what the site is about to encode; bf16, fp16 or fp32.
+            codec: what encodes it.
+            key: seed of a randomly rounding codec's numbers.
+        """
+        sample = self._sample(tensor)
+        random = Stream(key, 0)
+        decoded = codec.decode(codec.encode(sample, 1, random), sample.shape, sample.dtype, random)
+        exact = sample.double()
+        finite = exact.isfinite().all(dim=-1, keepdim=True)
+        error = torch.where(finite, decoded.double() - exact, 0.0)
+        signal = torch.where(finite, exact, 0.0)
+        self._measures[site, channel] = torch.stack([error.square().sum(), signal.square().sum()])
+
+    def decide(self, group: dist.ProcessGroup | None = None) -> dict[SiteChannel, float]:
+        """Reduce the measures over the ranks that hold the same sites, and take out what passed the bound.
+
+        Synchronises with the device. Call it at every log line, on all ranks.
+
+        Args:
+            group: the tensor- and data-parallel ranks of this pipeline stage; None for this rank alone.
+
+        Returns:
+            What was taken out just now, with its error.
+        """
+        measures, self._measures = self._measures, {}
+        if not measures:
+            return {}
+        order = sorted(measures)
+        squares = torch.stack([measures[one] for one in order])
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        relative = (squares[:, 0] / squares[:, 1].clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        # Not "> bound": a codec that makes NaN of finite values is past any bound.
+        new = {
+            one: error for one, error in zip(order, relative.tolist(), strict=True) if not error <= self.bound
+        }
+        self.tripped.update(new)
+        return new
+
+    def state(self) -> list[list]:
+        """``tripped`` as plain lists, for a checkpoint."""
+        return [[*one, error] for one, error in sorted(self.tripped.items())]
+
+    def restore(self, state: Sequence[Sequence]) -> None:
+        """Continue with the decisions that ``state`` gave."""
+        self.tripped = {(site, channel): error for site, channel, error in state}
+
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Whole groups ``[n, group_size]`` at equal distances; a tensor smaller than a group as one row."""
+        values = tensor.detach().reshape(-1)
+        groups = values.numel() // self.group_size
+        if groups == 0:
+            return values[None]
+        stride = max(1, groups * self.group_size // SAMPLE_VALUES)
+        while math.gcd(stride, groups) > 1:  # else the same columns of the hidden dimension, again and again
+            stride += 1
+        return values[: groups * self.group_size].view(groups, self.group_size)[::stride]
