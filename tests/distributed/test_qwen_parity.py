@@ -1,0 +1,199 @@
+"""Small random Qwen2 and Qwen3 models of Hugging Face's own code: same logits, and bitwise there and back."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.distributed.spawn import spawn
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(5))
+FAMILIES = ("qwen2", "qwen3")
+FLAGS = ["--seq-length", "40"]
+
+
+def make_hugging_face_model(family: str, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Save a random model; sizes divide nothing by accident, the vocabulary needs padding at 2 ranks."""
+    sizes = dict(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
+    )
+    if family == "qwen2":
+        config = transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
+    else:
+        config = transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms that are not one and biases that are not zero show mistakes
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(6)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors files."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def assert_same_tensors(folder: Path, wanted: Path) -> None:
+    """Same names, dtypes and bits."""
+    got, want = tensors_in(folder), tensors_in(wanted)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]), name
+
+
+def logits(session) -> torch.Tensor:
+    """The model's logits for TOKENS, whole on every rank, padding of the vocabulary cut off."""
+    model = session.chunks[0].eval()
+    with torch.no_grad():
+        part = model(TOKENS, torch.arange(TOKENS.shape[1]).expand_as(TOKENS), None).contiguous()
+    parts = [torch.empty_like(part) for _ in range(session.groups.tp.size())]
+    torch.distributed.all_gather(parts, part, group=session.groups.tp)
+    return torch.cat(parts, dim=-1)[..., :101]
+
+
+def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """Import, save and export at TP 2; load what was saved at TP 1 and at PP 2.
+
+    Returns:
+        Logits by "family TP".
+    """
+    from megatron import host
+
+    host.install()
+    from megatron.compression.qwen.conversion import import_weights
+    from megatron.compression.qwen.flags import find_model
+    from megatron.compression.qwen.hf_files import TensorReader
+    from megatron.compression.qwen.session import conversion_session
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from convert_hf import write_files
+
+    results = {}
+    for family in FAMILIES:
+        source, checkpoint = f"{folder}/{family}", f"{folder}/{family}-megatron"
+        model = find_model(source)
+        with conversion_session(
+            model, torch.float32, [*FLAGS, "--tensor-model-parallel-size", "2"]
+        ) as session:
+            import_weights(session.chunks, model, TensorReader(source), session.groups)
+            results[f"{family} TP 2"] = logits(session)
+            session.save(checkpoint)
+            export(write_files, session, model, f"{source}-from-tp2")
+        with conversion_session(model, torch.float32, FLAGS) as session:
+            session.load(checkpoint)
+            results[f"{family} TP 1"] = logits(session)
+        with conversion_session(
+            model, torch.float32, [*FLAGS, "--pipeline-model-parallel-size", "2"]
+        ) as session:
+            session.load(checkpoint)
+            export(write_files, session, model, f"{source}-from-pp2")
+    return results
+
+
+def export(write_files, session, model, folder: str) -> None:
+    """Write the session's model to a new folder."""
+    os.makedirs(folder, exist_ok=True)
+    write_files(session, model, Path(folder), torch.float32)
+    torch.distributed.barrier()
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """The folder, Hugging Face's logits by family, and ours by rank."""
+    folder = tmp_path_factory.mktemp("qwen")
+    wanted = {}
+    for family in FAMILIES:
+        model = make_hugging_face_model(family, folder / family, torch.float32)
+        with torch.no_grad():
+            wanted[family] = model(TOKENS).logits
+    return folder, wanted, spawn(parity_worker, 2, str(folder))
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_hugging_faces(family, tensor_parallel, parity) -> None:
+    _, wanted, ours = parity
+    assert wanted[family].std() > 0.5, "logits of no size would agree by accident"
+    for results in ours:
+        torch.testing.assert_close(
+            results[f"{family} TP {tensor_parallel}"], wanted[family], rtol=0, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("parallel", ["tp2", "pp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_import_and_export_are_bitwise_inverses(family, parallel, parity) -> None:
+    folder, _, _ = parity
+    assert_same_tensors(folder / f"{family}-from-{parallel}", folder / family)
+
+
+def run(*command: str) -> str:
+    """Run a script of the project on CPUs; returns what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        environment.pop(name, None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_import_train_export_on_the_command_line(tmp_path) -> None:
+    """bf16, Qwen3: convert in, train with --taco at TP 2 from there, convert out, run in transformers."""
+    source, checkpoint, trained = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "trained"
+    make_hugging_face_model("qwen3", source, torch.bfloat16)
+    (source / "tokenizer.json").write_text("{}")
+    run("scripts/convert_hf.py", "import", "--hf-dir", str(source), "--save", str(checkpoint))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_qwen.py"]
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--seq-length", "40", "--split", "1,0,0"]
+    training = ["--bf16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3"]
+    training += ["--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "10"]
+    parallel = ["--tensor-model-parallel-size", "2", "--taco", "--taco-min-message-mb", "0"]
+    folders = ["--load", str(checkpoint), "--save", str(tmp_path / "new"), "--save-interval", "3"]
+    model = ["--qwen-model", str(source), "--max-position-embeddings", "48"]
+    log = run(*launcher, *model, *data, *training, *parallel, *folders)
+    assert "qwen: --qwen-model adds --num-layers 4 " in log
+    assert "loading release distributed checkpoint" in log
+    assert "no mask tensor is needed" in log
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
+    assert len(losses) == 3
+    run(
+        *("scripts/convert_hf.py", "export", "--load", str(tmp_path / "new"), "--hf-dir", str(trained)),
+        *("--tokenizer", str(source)),
+    )
+    assert (trained / "tokenizer.json").is_file()
+    before, after = tensors_in(source), tensors_in(trained)
+    assert before.keys() == after.keys()
+    assert all(before[name].shape == after[name].shape for name in before)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) > len(before) // 2, "it must really have trained"
+    for name in before:
+        assert (before[name] - after[name]).abs().max() < 0.1, "three steps change weights a little"
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained)
+    assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == 48
+    assert model(TOKENS).logits.isfinite().all()
