@@ -47,6 +47,10 @@ def _with_own_generator(build):
     return build_pretraining_data_loader
 
 
+def _skip_warm_up(tp_size=None) -> None:
+    """For set_jit_fusion_options."""
+
+
 def install() -> None:
     """Replace Megatron's own symbols; loads megatron.training on the way."""
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
@@ -60,6 +64,9 @@ def install() -> None:
     # initialize_megatron asserts CUDA unless told otherwise; training.py holds it by name.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
 
+    # Warms up functions that are not compiled here, and draws random numbers, how many depends on the tensor
+    # parallel size: weights from --use-cpu-initialization would differ between sizes.
+    training.set_jit_fusion_options = _skip_warm_up
     training.build_pretraining_data_loader = _with_own_generator(training.build_pretraining_data_loader)
 
     from megatron.core.tensor_parallel import random as tracker

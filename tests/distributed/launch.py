@@ -1,0 +1,256 @@
+"""Starts training runs in processes of their own, as torchrun would, and reads back what they print.
+
+    run = pretrain("--tensor-model-parallel-size", "2", processes=2)
+    run.losses()        {iteration: lm loss} from the log, seven digits
+    run.exact_losses()  the same from the run's report, every digit
+
+`start` sets the variables that torchrun sets and spares its own start-up (3 s); `torchrun` is the real one.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).parents[2]
+START_FAST = Path(__file__).parent / "start_fast"
+
+# A model of 2 layers on made-up data, on CPU: 20 to 60 ms for a micro-batch.
+TINY = {
+    "--num-layers": "2",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--max-position-embeddings": "32",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "4",
+    "--train-iters": "4",
+    "--lr": "1e-3",
+    "--lr-decay-style": "constant",
+    "--clip-grad": "1.0",
+    "--weight-decay": "0.1",
+    "--vocab-size": "127",
+    "--tokenizer-type": "NullTokenizer",
+    "--make-vocab-size-divisible-by": "128",
+    "--num-workers": "0",
+    "--log-interval": "1",
+    "--eval-iters": "0",
+    "--eval-interval": "1000",
+    "--distributed-timeout-minutes": "2",
+}
+
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
+
+
+@dataclass
+class Run:
+    """What a finished run left behind."""
+
+    returncode: int
+    output: str
+    """Standard output and error of all ranks, interleaved."""
+    seconds: float
+    report: Path | None = None
+    """The folder of --compression-report, if the run wrote one."""
+
+    def log(self, field_name: str) -> dict[int, float]:
+        """{iteration: value} of a field of Megatron's log line, such as "lm loss" or "grad norm"."""
+        values = {}
+        for iteration, line in _ITERATION.findall(self.output):
+            found = re.search(rf"{re.escape(field_name)}: ([-+.0-9Enaif]+)", line)
+            if found:
+                values[int(iteration)] = float(found.group(1))
+        return values
+
+    def losses(self) -> dict[int, float]:
+        """{iteration: lm loss} of the log, whose second line averages the first two iterations."""
+        return self.log("lm loss")
+
+    def exact_losses(self) -> dict[int, float]:
+        """{iteration: lm loss} at full precision, from the report's history."""
+        assert self.report is not None, "the run wrote no report"
+        rows = [json.loads(line) for line in (self.report / "history.jsonl").read_text().splitlines()]
+        return {row["iteration"]: row["losses"]["lm loss"] for row in rows if "split" not in row}
+
+    def errors(self) -> list[str]:
+        """The lines that begin with "error: "."""
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+
+@dataclass
+class Started:
+    """A run in progress: its processes, by rank, and what they have printed so far."""
+
+    processes: list[subprocess.Popen]
+    lines: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    report: Path | None = None
+
+    def read(self, process: subprocess.Popen) -> None:
+        """Collect a process's output in the background: a full pipe would stop it."""
+        reader = threading.Thread(target=self._collect, args=(process.stdout,), daemon=True)
+        reader.start()
+        process.reader = reader
+
+    def _collect(self, stream) -> None:
+        for line in stream:
+            self.lines.append(line)
+
+    def wait_for(self, text: str, timeout: float) -> None:
+        """Block until some rank has printed `text`. Raises: AssertionError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not any(text in line for line in list(self.lines)):
+            alive = any(process.poll() is None for process in self.processes)
+            assert alive and time.monotonic() < deadline, f"no {text!r} in:\n{''.join(self.lines[-40:])}"
+            time.sleep(0.05)
+
+    def finish(self, timeout: float, grace: float = 5.0) -> Run:
+        """Wait for the end. When one rank fails the others get `grace` seconds, as under torchrun.
+
+        Raises: AssertionError after `timeout` seconds, with the output's end.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while True:
+                codes = [process.poll() for process in self.processes]
+                if None not in codes:
+                    break
+                if any(codes):
+                    deadline = min(deadline, time.monotonic() + grace)
+                    grace = timeout  # set once
+                if time.monotonic() > deadline:
+                    assert any(codes), f"still running after {timeout} s:\n{''.join(self.lines[-40:])}"
+                    break
+                time.sleep(0.05)
+        finally:
+            self.kill()
+        codes = [process.returncode for process in self.processes]
+        failed = next((code for code in codes if code and code > 0), next((c for c in codes if c), 0))
+        return Run(failed, "".join(self.lines), time.monotonic() - self.began, self.report)
+
+    def kill(self) -> None:
+        """End every process of this run, and what they started."""
+        for process in self.processes:
+            children = []
+            if process.poll() is None:
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+            for child in children:
+                if child.is_running():
+                    child.kill()
+            process.wait()
+            process.reader.join(timeout=10)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
+    """The environment of a rank: one thread, this repository importable, no CUDA.
+
+    Args:
+        transformers: leave the installed transformers importable (Hugging Face tokenizers).
+    """
+    path = [str(REPO)] if transformers else [str(START_FAST), str(REPO)]
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **settings, **extra}
+
+
+def _popen(command: list[str], env: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
+    """Start `script` (relative to the repository) in `processes` ranks on this host."""
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    started = Started([])
+    for rank in range(processes):
+        own = environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), **env)
+        started.processes.append(_popen([sys.executable, script, *arguments], own))
+        started.read(started.processes[-1])
+    return started
+
+
+def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
+    """Start `script` under torchrun itself."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
+    started = Started([_popen(command, environment(**env))])
+    started.read(started.processes[0])
+    return started
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The rank processes under a torchrun launcher."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [child for child in children if "RANK" in child.environ()]
+
+
+def tiny_flags(*flags: str, **replaced: str) -> list[str]:
+    """The command line of a tiny run.
+
+    Args:
+        flags: added at the end, as a user writes them; the last of two equal flags counts.
+        replaced: values of TINY by flag name, e.g. train_iters="8".
+    """
+    chosen = dict(TINY)
+    for name, value in replaced.items():
+        chosen["--" + name.replace("_", "-")] = value
+    data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
+    return [part for pair in chosen.items() for part in pair] + data + list(flags)
+
+
+def pretrain(
+    *flags: str,
+    processes: int = 2,
+    timeout: float = 240,
+    check: bool = True,
+    exact: bool = False,
+    script: str = "pretrain_gpt.py",
+    env: dict[str, str] | None = None,
+    **replaced: str,
+) -> Run:
+    """Train the tiny model to its end.
+
+    Args:
+        flags, replaced: see `tiny_flags`.
+        processes: number of ranks.
+        timeout: seconds for the whole run.
+        check: require that it succeeds.
+        exact: write a report, for `Run.exact_losses`.
+        script: the entrypoint, relative to the repository.
+        env: further environment variables.
+    """
+    report = Path(tempfile.mkdtemp(prefix="report-")) / "report" if exact else None
+    more = ["--compression-report", str(report)] if exact else []
+    started = start(script, *tiny_flags(*flags, **replaced), *more, processes=processes, **(env or {}))
+    started.report = report
+    run = started.finish(timeout)
+    assert not check or run.returncode == 0, f"exit status {run.returncode}:\n{run.output[-6000:]}"
+    return run
+
+
+def stop(process: psutil.Process) -> None:
+    """Kill a process the hard way, as a lost machine would."""
+    os.kill(process.pid, signal.SIGKILL)
