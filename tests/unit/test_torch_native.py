@@ -26,7 +26,6 @@ from megatron.compression.torch_native import (  # noqa: E402
     TorchLayerNorm,
     TorchRMSNorm,
     apply_native_defaults,
-    block_spec,
     fill_rope_fusion_slot,
     leave_out_causal_mask,
 )
@@ -331,9 +330,9 @@ def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         config(apply_rope_fusion=True)
     assert fill_rope_fusion_slot() and fill_rope_fusion_slot()
-    wanted = train(build(our_block, **MODELS["qwen"]), with_mask=False)
+    wanted = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
     monkeypatch.delattr(rope_utils, "_apply_rotary_pos_emb_bshd")  # the unfused path cannot run
-    losses = train(build(our_block, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)
+    losses = train(build(gpt_layer_spec, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)
     torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
 
 
@@ -397,11 +396,6 @@ def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) ->
         assert apply_native_defaults(args, command_line) == []
 
 
-def our_block(model_config: GPTModelConfig, vp_stage: int | None = None):
-    """Our layers with our final norm."""
-    return block_spec(model_config.transformer, gpt_layer_spec(model_config, vp_stage), vp_stage)
-
-
 def megatron_core_layers(model_config: GPTModelConfig):
     """megatron-core's local spec; its QK norm needs apex, so torch's takes its place."""
     settings = model_config.transformer
@@ -463,8 +457,8 @@ def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     reference = build(megatron_core_layers, **MODELS[name])
     wanted = train(reference, with_mask=True)
     assert isinstance(reference.decoder.layers[0].self_attention.core_attention, DotProductAttention)
-    for layer_spec, with_mask in ((our_block, False), (our_block, True), (gpt_layer_spec, False)):
-        model = build(layer_spec, **MODELS[name])
+    for with_mask in (False, True):
+        model = build(gpt_layer_spec, **MODELS[name])
         assert isinstance(model.decoder.layers[0].self_attention.core_attention, SDPACoreAttention)
         assert model.state_dict().keys() == reference.state_dict().keys()
         losses = train(model, with_mask)
@@ -472,11 +466,10 @@ def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     assert wanted[-1] < wanted[0] - 0.3, "it must really have trained"
 
 
-@pytest.mark.parametrize("layer_spec", [gpt_layer_spec, our_block])
-def test_attention_backend_local_selects_megatron_cores(layer_spec, monkeypatch) -> None:
+def test_attention_backend_local_selects_megatron_cores(monkeypatch) -> None:
     for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the model notes its backend here, for Transformer Engine
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
-    model = build(layer_spec, attention_backend=AttnBackend.local)
+    model = build(gpt_layer_spec, attention_backend=AttnBackend.local)
     for layer in model.decoder.layers:
         assert type(layer.self_attention.core_attention) is DotProductAttention
 
@@ -486,7 +479,7 @@ def test_the_block_takes_sequence_parallelism() -> None:
     settings = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
     with pytest.raises(AssertionError, match="sequence parallel not supported"):
         WrappedTorchNorm(config(**settings), 8)
-    model = build(our_block, **settings)
+    model = build(gpt_layer_spec, **settings)
     marks = {name: getattr(p, "sequence_parallel", None) for name, p in model.named_parameters()}
     norms = [name for name in marks if "layernorm" in name]
     assert len(norms) == 2 * (2 * len(model.decoder.layers) + 1)
