@@ -1,0 +1,11 @@
+"""Compressed all-reduce, reduce-scatter and all-gather on one host, each one kernel over peer memory.
+
+A rank writes its payloads into the memory of its peers and waits for flags in its own: writes over a link are
+posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``ring.py`` has the protocol.
+"""
+
+from taco_kernels.symmetric_memory.collectives import ALGORITHMS, choose_algorithm
+from taco_kernels.symmetric_memory.group import SymmetricGroup, unavailable_reason
+from taco_kernels.symmetric_memory.lane import SymmetricMemoryError
+
+__all__ = ["ALGORITHMS", "SymmetricGroup", "SymmetricMemoryError", "choose_algorithm", "unavailable_reason"]

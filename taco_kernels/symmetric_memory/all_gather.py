@@ -1,0 +1,83 @@
+"""All-gather in one kernel: encode and send the next tile to everybody, decode those of the step before."""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
+from taco_kernels.symmetric_memory.phases import (
+    copy_tile,
+    decoded_slot,
+    encoded_tile,
+    slot_of,
+    store_to_all,
+    write_tile,
+)
+from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
+from taco_kernels.symmetric_memory.signals import publish, wait
+from taco_kernels.triton.hadamard import sylvester
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def all_gather_kernel(
+    x,
+    out,
+    table,
+    steps_done,
+    memory,
+    rank,
+    error,
+    timeout,
+    numel,
+    stride,
+    length,
+    groups,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    key,
+    stream,
+    first_block,
+    FLAGS: tl.constexpr,
+    OUT_FLAGS: tl.constexpr,
+    ENCODED: tl.constexpr,
+    C: tl.constexpr,
+    E: tl.constexpr,
+):
+    """out = every rank's x, pieces of ``length`` values. ENCODED: x is this rank's wire already."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
+    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    from_wire = sylvester(C, 1.0, False, tl.float16)
+    if not ENCODED:
+        dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+        to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
+        own = (random[0], random[1], random[2] + rank.to(tl.int64) * groups * (C.G // 16))
+        single = (length, stride, length, groups)
+    memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
+
+    done = tl.load(steps_done + program)
+    steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
+    for i in range(steps + 1):
+        if i < steps:
+            step, first = done + i, (program + i * programs) * C.R
+            slot = arrival(program, step, rank, E)
+            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            if ENCODED:
+                copy_tile(x, table, slot, first, groups, rank, E.W, C)
+            else:
+                h, b = encoded_tile(x, 0, zero, first, single, rows, own, to_wire, FLAGS, C)
+                store_to_all(h, b, zero, full, table, slot, rank, E.W, C)
+            publish(table, data_flag(program, rank, E), step + 1, E)
+        if i >= 1:
+            step, first = done + i - 1, (program + (i - 1) * programs) * C.R
+            wait(data, step + 1, error, timeout, E)
+            for k in range(E.W):
+                piece = (rank + k) % E.W
+                slot = slot_of(memory, arrival(program, step, piece, E))
+                value = decoded_slot(slot, piece * groups + first, random, from_wire, C)
+                write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
+            publish(table, ack_flag(program, rank, E), step + 1, E)
+    tl.store(steps_done + program, done + steps)

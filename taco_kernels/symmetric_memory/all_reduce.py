@@ -1,0 +1,172 @@
+"""All-reduce in one kernel: encode, exchange, sum, exchange and decode, overlapped tile by tile.
+
+Two-shot: in every step a program sends its next tiles to their owners, sums the tile of the step before and
+sends the sum to everybody, and decodes the sums of the step before that. A rank sends 2 (W - 1) / W payloads.
+
+One-shot: everybody sends everything to everybody and computes every sum itself, encodes and decodes it once
+more, so that the result has the bits of the two-shot. A rank sends W - 1 payloads, in one hop instead of two:
+for small messages, and for two ranks.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.symmetric_memory.phases import (
+    decoded_slot,
+    encoded_tile,
+    peer_slot,
+    reduced_groups,
+    slot_of,
+    store_to_all,
+    write_tile,
+)
+from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, returned
+from taco_kernels.symmetric_memory.signals import acknowledge, publish, wait
+from taco_kernels.triton.hadamard import sylvester
+from taco_kernels.triton.wire import encode_groups
+
+# Addresses and numbers that differ between ranks or calls must not lead to different code.
+UNSPECIALIZED = ["memory", "rank", "error", "timeout", "key", "stream", "first_block"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def two_shot_kernel(
+    x,
+    out,
+    table,
+    steps_done,
+    memory,
+    rank,
+    error,
+    timeout,
+    numel,
+    stride,
+    length,
+    groups,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    key,
+    stream,
+    first_block,
+    FLAGS: tl.constexpr,
+    OUT_FLAGS: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    E: tl.constexpr,
+):
+    """out = sum of every rank's x, in W pieces of ``groups`` groups; HALF is C for half a tile."""
+    program = tl.program_id(0)
+    lane, split, lanes = program // E.SPLITS, program % E.SPLITS, tl.num_programs(0) // E.SPLITS
+    message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
+    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_block.to(tl.int64))
+    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
+    from_wire = sylvester(C, 1.0, False, tl.float16)
+    memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
+    full = tl.full((), C.R, tl.int32)
+    data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
+
+    done = tl.load(steps_done + program)
+    steps = tl.cdiv(tl.cdiv(groups, C.R) - lane, lanes)
+    for i in range(steps + 2):
+        if i < steps:
+            step, first = done + i, (lane + i * lanes) * C.R
+            slot = arrival(program, step, rank, E)
+            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            for k in range(E.W // E.SPLITS):
+                piece = split if E.SPLITS > 1 else (rank + 1 + k) % E.W
+                h, b = encoded_tile(x, rank, piece, first, message, rows, random, to_wire, FLAGS, C)
+                encode_groups(h, b, peer_slot(table, piece, slot), tl.full((), 0, tl.int32), full, C)
+            publish(table, data_flag(program, rank, E), step + 1, E)
+        if (i >= 1) & (i <= steps):
+            step, first = done + i - 1, (lane + (i - 1) * lanes) * C.R
+            if (E.SPLITS == 1) | (split == rank):
+                wait(data, step + 1, error, timeout, E)
+                slots = slot_of(memory, arrival(program, step, 0, E))
+                for half in range(2):
+                    row = half * HALF.R
+                    h, b = reduced_groups(
+                        slots, row, full, rank * groups + first + row, random, again, E, HALF
+                    )
+                    store_to_all(h, b, row, full, table, returned(program, step, rank, E), rank, E.W, HALF)
+                publish(table, ack_flag(program, rank, E), step + 1, E)
+            else:
+                acknowledge(table, ack_flag(program, rank, E), step + 1, E)
+        if i >= 2:
+            step, first = done + i - 2, (lane + (i - 2) * lanes) * C.R
+            wait(acks, step + 1, error, timeout, E)
+            for k in range(E.W // E.SPLITS):
+                piece = split if E.SPLITS > 1 else (rank + k) % E.W
+                slot = slot_of(memory, returned(program, step, piece, E))
+                value = decoded_slot(slot, piece * groups + first, again, from_wire, C)
+                write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
+    tl.store(steps_done + program, done + steps)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def one_shot_kernel(
+    x,
+    out,
+    table,
+    steps_done,
+    memory,
+    rank,
+    error,
+    timeout,
+    numel,
+    stride,
+    length,
+    groups,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    key,
+    stream,
+    first_block,
+    FLAGS: tl.constexpr,
+    OUT_FLAGS: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    E: tl.constexpr,
+):
+    """out = sum of every rank's x, as one piece of ``groups`` groups; HALF is C for half a tile."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
+    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_block.to(tl.int64))
+    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
+    from_wire = sylvester(C, 1.0, False, tl.float16)
+    memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
+
+    done = tl.load(steps_done + program)
+    steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
+    for i in range(steps + 1):
+        if i < steps:
+            step, first = done + i, (program + i * programs) * C.R
+            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            h, b = encoded_tile(x, rank, zero, first, message, rows, random, to_wire, FLAGS, C)
+            store_to_all(h, b, zero, full, table, arrival(program, step, rank, E), rank, E.W, C)
+            publish(table, data_flag(program, rank, E), step + 1, E)
+        if i >= 1:
+            step, first = done + i - 1, (program + (i - 1) * programs) * C.R
+            wait(data, step + 1, error, timeout, E)
+            slots = slot_of(memory, arrival(program, step, 0, E))
+            own = slot_of(memory, returned(program, step, rank, E))
+            for half in range(2):
+                row = half * HALF.R
+                h, b = reduced_groups(slots, row, full, first + row, random, again, E, HALF)
+                encode_groups(h, b, own, row, full, HALF)
+            publish(
+                table, ack_flag(program, rank, E), step + 1, E
+            )  # its barrier is between own's write and read
+            # publish's barrier stands between the writes of own and these reads
+            value = decoded_slot(own, first, again, from_wire, C)
+            write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
+    tl.store(steps_done + program, done + steps)

@@ -1,0 +1,199 @@
+"""The collectives over one lane: argument checks, choice of algorithm, launches."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from taco_kernels.layout import CodecConfig, Stream, check_stream
+from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
+from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
+from taco_kernels.symmetric_memory.lane import TILE, WARPS, Lane, exchange
+from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
+from taco_kernels.triton import launch
+from taco_kernels.triton.spec import Spec, make_flags, make_spec
+
+ALGORITHMS = ("auto", "one-shot", "two-shot")
+ONE_SHOT_BYTES = {2: 2**20}
+"""Largest tensor, in bytes, that goes one-shot, by world size; measured, see docs/benchmarks.md."""
+ONE_SHOT_BYTES_DEFAULT = 256 * 2**10
+MAX_WORLD_SIZE = 8
+
+
+def choose_algorithm(nbytes: int, world_size: int) -> str:
+    """``one-shot`` or ``two-shot`` for an all-reduce of ``nbytes`` uncompressed bytes."""
+    limit = ONE_SHOT_BYTES.get(world_size, ONE_SHOT_BYTES_DEFAULT)
+    return "one-shot" if nbytes <= limit else "two-shot"
+
+
+def all_reduce(
+    lane: Lane,
+    x: torch.Tensor,
+    config: CodecConfig,
+    random: Stream | None = None,
+    algorithm: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
+
+    Args:
+        lane: this rank's end.
+        x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
+        config: of the codec.
+        random: rank 0's stream of the first encode, rank w's is ``stream + w`` and the second encode's
+            ``stream + W``; the same on every rank.
+        algorithm: one of ALGORITHMS; the result is the same, the speed is not.
+        out: contiguous, of x's shape and dtype; allocated if None.
+    """
+    lane.check()
+    check_stream(random, config, "random")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
+    if algorithm == "auto":
+        algorithm = choose_algorithm(x.nbytes, lane.world_size)
+    pieces = lane.world_size if algorithm == "two-shot" else 1
+    groups = config.chunk_numel(x.numel(), pieces) // config.group_size
+    values = groups * config.group_size
+    out = _output(out, x.shape, x)
+    tail = x.numel() % config.group_size != 0
+    x, rows = _walkable(x, config)
+    message = (x.numel(), values, values, groups)
+    tiles = triton.cdiv(groups * config.group_size, TILE)
+    if algorithm == "one-shot":
+        _launch(one_shot_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
+    else:
+        splits = lane.world_size if tiles * lane.world_size <= lane.programs else 1
+        _launch(two_shot_kernel, lane, tiles, splits, x, out, message, rows, tail, random, config)
+    return out
+
+
+def reduce_scatter(
+    lane: Lane,
+    x: torch.Tensor,
+    config: CodecConfig,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum x over the ranks and return this rank's slice of the first dimension, which W divides.
+
+    Arguments as for ``all_reduce``.
+    """
+    lane.check()
+    check_stream(random, config, "random")
+    if x.shape[0] % lane.world_size:
+        raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {lane.world_size} ranks")
+    shard = x.numel() // lane.world_size
+    groups = config.chunk_numel(shard) // config.group_size
+    out = _output(out, (x.shape[0] // lane.world_size, *x.shape[1:]), x)
+    tail = shard % config.group_size != 0
+    x, rows = (x.contiguous(), (1, 1, 0, 0, False)) if tail else _walkable(x, config)
+    message = (x.numel(), shard, shard, groups)
+    tiles = triton.cdiv(groups * config.group_size, TILE)
+    _launch(reduce_scatter_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
+    return out
+
+
+def all_gather(
+    lane: Lane,
+    x: torch.Tensor,
+    config: CodecConfig,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Every rank's x, encoded and decoded, one after the other along the first dimension.
+
+    Args:
+        lane, x, config, out: as for ``all_reduce``.
+        random: the stream of all ranks; groups are numbered through all of them.
+    """
+    check_stream(random, config, "random")
+    tail = x.numel() % config.group_size != 0
+    x, rows = _walkable(x, config)
+    return _all_gather(lane, x, rows, tail, x.shape, x.dtype, config, random, out, encoded=False)
+
+
+def all_gather_encoded(
+    lane: Lane,
+    wire: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    config: CodecConfig,
+    random: Stream | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``all_gather`` of what ``taco_kernels.encode`` made of a tensor of ``shape`` and ``dtype``.
+
+    Args:
+        wire: uint8[1, wire_bytes]; encoded with the offset of this rank's first group, if rounding at random.
+    """
+    check_stream(random, config, "random", decoding=True)
+    numel = torch.Size(shape).numel()
+    launch.check_wires(wire, config, config.chunk_numel(numel))
+    tail = numel % config.group_size != 0
+    rows = (1, 1, 0, 0, False)
+    return _all_gather(lane, wire.contiguous(), rows, tail, shape, dtype, config, random, out, encoded=True)
+
+
+def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded: bool) -> torch.Tensor:
+    lane.check()
+    shard = torch.Size(shape).numel()
+    groups = config.chunk_numel(shard) // config.group_size
+    full = (lane.world_size * shape[0], *shape[1:])
+    out = _output(out, full, x, dtype)
+    message = (lane.world_size * shard, shard, shard, groups)
+    tiles = triton.cdiv(groups * config.group_size, TILE)
+    constants = dict(ENCODED=encoded)
+    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, constants)
+    return out
+
+
+def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:
+    dtype = dtype or like.dtype
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if out.shape != torch.Size(shape) or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"out must be a contiguous {dtype}{list(shape)}, not {out.dtype}{list(out.shape)}")
+    return out
+
+
+def _walkable(x: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, tuple]:
+    """x, copied if a kernel cannot walk its strides, and its rows."""
+    rows = launch.rows_of(x, config.group_size)
+    if rows is None:
+        x = x.contiguous()
+        rows = launch.rows_of(x, config.group_size)
+    return x, rows
+
+
+def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, constants=None):
+    """Start ``kernel`` on ``tiles`` tiles a piece."""
+    launch.check_groups(message[3] * lane.world_size)
+    device = launch.device_for(out)
+    full = _spec(config, device, TILE)
+    if kernel in (one_shot_kernel, two_shot_kernel):
+        constants = dict(HALF=_spec(config, device, TILE // 2))
+    return kernel[(min(tiles * splits, lane.programs // splits * splits),)](
+        x,
+        out,
+        lane.table,
+        lane.steps,
+        lane.memory,
+        lane.rank,
+        lane.error_address,
+        lane.timeout_ns,
+        *message,
+        *rows[:4],
+        *launch.stream_arguments(random),
+        FLAGS=make_flags(rows[4], tail, 1),
+        OUT_FLAGS=make_flags(False, tail, 1),
+        C=full,
+        E=exchange(lane.world_size, lane.programs, splits),
+        **(constants or {}),
+        num_warps=WARPS,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _spec(config: CodecConfig, device: launch.Device, tile: int) -> Spec:
+    return make_spec(config, tile // config.group_size, device.hardware_fp8, device.interpret)

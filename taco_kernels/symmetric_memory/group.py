@@ -1,0 +1,170 @@
+"""Symmetric memory for the ranks of a process group on one host."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from taco_kernels.layout import CodecConfig, Stream
+from taco_kernels.symmetric_memory import collectives
+from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
+
+PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
+TIMEOUT_SECONDS = 60.0
+EAGER, CAPTURED = 0, 1  # lanes
+
+
+def unavailable_reason(group: dist.ProcessGroup) -> str | None:
+    """Why the ranks of ``group`` cannot share symmetric memory, or None if they can. Collective.
+
+    Every rank gets the same answer.
+    """
+    if group.size() > collectives.MAX_WORLD_SIZE:
+        return f"the group has {group.size()} ranks, more than {collectives.MAX_WORLD_SIZE}"
+    views = [None] * group.size()
+    dist.all_gather_object(views, _view(), group=group)
+    for rank, view in enumerate(views):
+        if view["problem"]:
+            return f"rank {rank}: {view['problem']}"
+    if len({view["host"] for view in views}) > 1:
+        return "the ranks are on several hosts"
+    if len({view["device"] for view in views}) < len(views):
+        return "two ranks use the same device"
+    if len({view["kind"] for view in views}) > 1:
+        return f"the ranks' devices differ: {', '.join(sorted({view['kind'] for view in views}))}"
+    visible = {torch.cuda.get_device_properties(i).uuid: i for i in range(torch.cuda.device_count())}
+    own = torch.cuda.current_device()
+    strangers = [
+        rank
+        for rank, view in enumerate(views)
+        if rank != group.rank()
+        and view["uuid"] in visible
+        and not torch.cuda.can_device_access_peer(own, visible[view["uuid"]])
+    ]
+    dist.all_gather_object(views, strangers, group=group)
+    for rank, others in enumerate(views):
+        if others:
+            return f"the device of rank {rank} has no peer access to that of rank {others[0]}"
+    return None
+
+
+def _view() -> dict:
+    """What the other ranks need to know of this one's device."""
+    if not torch.cuda.is_available():
+        return {"problem": "no CUDA device"}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (properties.major, properties.minor) < (8, 0):
+        return {"problem": f"{properties.name} is older than sm_80"}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return {
+        "problem": None,
+        "host": host,
+        "uuid": properties.uuid,
+        "device": str(properties.uuid),
+        "kind": f"{properties.name} with {properties.multi_processor_count} multiprocessors",
+    }
+
+
+class SymmetricGroup:
+    """Compressed collectives over symmetric memory for one process group. Construction is collective.
+
+    Calls are stream-ordered like any kernel and never wait on the host. There are two buffer sets ("lanes"):
+    eager calls use one, calls captured in a CUDA graph the other, so a replay and an eager call may overlap.
+    Eager calls of all groups on a device run one after the other, whatever their streams: a kernel fills the
+    device and waits for its peers, and two that got hold of two ranks' devices in different orders would wait
+    for ever. As with NCCL, all ranks of a group make the same calls in the same order; replays of graphs must
+    not overlap each other.
+
+    Args:
+        group: ranks on one host; see ``unavailable_reason``.
+        programs: programs a kernel may use, the same on all ranks; by default what fills the device.
+        timeout: seconds that a kernel waits for a peer before it traps, which ends this process's use of the
+            device; the next call raises SymmetricMemoryError with the peer's rank.
+
+    Raises:
+        SymmetricMemoryError: the ranks cannot share memory.
+    """
+
+    _last_stream: ClassVar[dict[int, torch.cuda.Stream]] = {}  # of an eager call, by device
+
+    def __init__(
+        self, group: dist.ProcessGroup, programs: int | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        if reason := unavailable_reason(group):
+            raise SymmetricMemoryError(f"no symmetric memory: {reason}")
+        # Multicast is not used, and setting it up can fail where plain peer access works.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        programs = programs or PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+        size = 2 * lane_bytes(group.size(), programs)
+        self._memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+        handle = symm_mem.rendezvous(self._memory, group)
+        self._memory.zero_()
+        self.group, self.rank, self.world_size = group, group.rank(), group.size()
+        addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
+        self.lanes: list[Lane] = make_lanes(addresses, self.rank, self.device, 2, programs, timeout)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group)  # no rank may send before all have zeroed their flags
+        torch.cuda.synchronize(self.device)
+
+    def lane(self) -> Lane:
+        """The lane for a call on the current stream, after earlier calls on other streams."""
+        if torch.cuda.is_current_stream_capturing():
+            return self.lanes[CAPTURED]
+        stream = torch.cuda.current_stream(self.device)
+        last = self._last_stream.get(self.device.index)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        self._last_stream[self.device.index] = stream
+        return self.lanes[EAGER]
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        config: CodecConfig,
+        random: Stream | None = None,
+        algorithm: str = "auto",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``collectives.all_reduce``."""
+        return collectives.all_reduce(self.lane(), x, config, random, algorithm, out)
+
+    def reduce_scatter(
+        self,
+        x: torch.Tensor,
+        config: CodecConfig,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``collectives.reduce_scatter``."""
+        return collectives.reduce_scatter(self.lane(), x, config, random, out)
+
+    def all_gather(
+        self,
+        x: torch.Tensor,
+        config: CodecConfig,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``collectives.all_gather``."""
+        return collectives.all_gather(self.lane(), x, config, random, out)
+
+    def all_gather_encoded(
+        self,
+        wire: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        config: CodecConfig,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``collectives.all_gather_encoded``."""
+        return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, random, out)

@@ -1,0 +1,116 @@
+"""A lane: the memory through which one stream of collectives runs, and how it is laid out."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+import triton.language as tl
+
+from taco_kernels.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.symmetric_memory.ring import Exchange
+
+TILE = 8192  # values; TILE and WARPS are the codec kernels' own, so that sums run in the same order
+WARPS = 4
+DEPTH = 3  # slots a sender: one being filled, one on its way, one being read
+_ALIGNMENT = 1024
+
+
+class SymmetricMemoryError(RuntimeError):
+    """Symmetric memory cannot be had, or a peer stopped answering."""
+
+
+@lru_cache
+def slot_bytes() -> int:
+    """Bytes of a slot: a tile in the largest wire format there is."""
+    configs = [CodecConfig(f, g, s) for f in FORMATS for g in GROUP_SIZES for s in SCALES]
+    return max(TILE // config.group_size * config.bytes_per_group() for config in configs)
+
+
+@lru_cache
+def exchange(world_size: int, programs: int, splits: int) -> Exchange:
+    """Compile-time constants of a launch on a lane for ``programs`` programs."""
+    slot = slot_bytes()
+    flags = 2 * world_size * programs * 8
+    values = dict(
+        W=world_size,
+        PROGRAMS=programs,
+        DEPTH=DEPTH,
+        SLOT=slot,
+        RINGS=-(-flags // _ALIGNMENT) * _ALIGNMENT,
+        RING=programs * DEPTH * world_size * slot,
+        SPLITS=splits,
+    )
+    return Exchange(**{name: tl.constexpr(value) for name, value in values.items()})
+
+
+def lane_bytes(world_size: int, programs: int) -> int:
+    """Bytes of a lane's memory on each rank."""
+    shape = exchange(world_size, programs, 1)
+    return shape.RINGS.value + 2 * shape.RING.value
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank's end of a lane. Calls on a lane must not overlap; those on different lanes may."""
+
+    rank: int
+    world_size: int
+    programs: int
+    """Programs that may run at once, the same on every rank."""
+    memory: int
+    """Address of this rank's lane memory, whose flags start as zeros."""
+    table: torch.Tensor
+    """int64[W] on the device: addresses of all ranks' lane memory as this rank sees them."""
+    steps: torch.Tensor
+    """int64[programs] on the device: steps done so far; zeros at first."""
+    error: torch.Tensor
+    """int32[1] in pinned host memory: 1 + the rank that a program gave up waiting for, else 0."""
+    timeout_ns: int
+    """How long a program waits for a peer before it gives up."""
+
+    @cached_property
+    def error_address(self) -> int:
+        """Where the kernels write ``error``."""
+        return self.error.data_ptr()
+
+    def check(self) -> None:
+        """Raise SymmetricMemoryError if an earlier call gave up waiting. Does not synchronise."""
+        code = self.error.item()
+        if code:
+            raise SymmetricMemoryError(
+                f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group in a "
+                "symmetric-memory collective and gave up: that rank has died, hangs, or made another call. "
+                "All results since are lost; restart from a checkpoint"
+            )
+
+
+def make_lanes(
+    addresses: list[int], rank: int, device: torch.device, count: int, programs: int, timeout: float
+) -> list[Lane]:
+    """``count`` lanes of one rank over equal regions of its memory.
+
+    Args:
+        addresses: where each rank's memory of ``count * lane_bytes`` zeroed bytes starts, as this rank's
+            device sees it.
+        rank, device: of the caller.
+        count, programs: lanes, and programs of each.
+        timeout: seconds that a program waits for a peer.
+    """
+    size = lane_bytes(len(addresses), programs)
+    error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    lanes = []
+    for index in range(count):
+        start = [address + index * size for address in addresses]
+        lanes.append(
+            Lane(
+                rank=rank,
+                world_size=len(addresses),
+                programs=programs,
+                memory=start[rank],
+                table=torch.tensor(start, dtype=torch.int64, device=device),
+                steps=torch.zeros(programs, dtype=torch.int64, device=device),
+                error=error,
+                timeout_ns=int(timeout * 1e9),
+            )
+        )
+    return lanes

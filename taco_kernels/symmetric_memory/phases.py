@@ -1,0 +1,129 @@
+"""What a program does with one tile: send it encoded, sum what arrived, write the result.
+
+A tile of R groups travels as a wire chunk of its own (layout.py) in a slot of SLOT bytes. Groups are numbered
+through all pieces of a message, ``piece * groups + first``: that is where random numbers are drawn.
+
+A message is (numel, stride, length, groups): values in the tensor; values from the start of one piece to the
+next, values and groups in a piece.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.triton.decode_sum import sum_senders
+from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
+from taco_kernels.triton.planes import load_plane, store_plane
+from taco_kernels.triton.rounding import dither, random_tile
+from taco_kernels.triton.tensor import load_tile, store_tile
+from taco_kernels.triton.wire import decode_groups, encode_groups
+
+
+@triton.jit
+def slot_of(memory, offset):
+    """Pointer to the slot ``offset`` bytes into a rank's memory, given as an address."""
+    return tl.multiple_of((memory + offset).to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
+def peer_slot(table, peer, offset):
+    """Pointer to a slot in a peer's memory."""
+    return slot_of(tl.load(table + peer), offset)
+
+
+@triton.jit
+def encoded_tile(
+    x, sender, piece, first, message, rows, random, matrix, FLAGS: tl.constexpr, C: tl.constexpr
+):
+    """Groups first... of a piece in the Hadamard domain, fp32[R, G], and the random bytes of ``sender``."""
+    numel, stride, length, groups = message
+    if FLAGS.STRIDED:  # pieces are whole groups there, and rows are counted from the tensor's start
+        h = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
+    else:
+        start = piece.to(tl.int64) * stride
+        h = load_tile(x + start, first, tl.minimum(numel - start, length), rows, FLAGS, C)
+    if C.HADAMARD:
+        h = unshuffle(transform(h, matrix, C), C)
+    else:
+        h = h.to(tl.float32)
+    b = 0
+    if not C.NEAREST:
+        b = random_tile(random, sender, piece * groups + first, C)
+    return h, b
+
+
+@triton.jit
+def store_to_all(h, b, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
+    """Store h as groups ``row``... of the wire of ``full`` groups at ``offset`` of every rank, own last."""
+    for k in tl.static_range(1, W + 1):  # the compiler keeps one copy of the arithmetic, and W of the stores
+        encode_groups(h, b, peer_slot(table, (rank + k) % W, offset), row, full, C)
+
+
+@triton.jit
+def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: tl.constexpr):
+    """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G], and random bytes.
+
+    ``group`` is the first group's number in the message.
+    """
+    key, stream, block = random
+    block += (group - row).to(tl.int64) * (C.G // 16)
+    h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, (key, stream, block), E.W, C)
+    b = 0
+    if not C.NEAREST:
+        b = random_tile(again, 0, group, C)
+    return h, b
+
+
+@triton.jit
+def decoded_slot(slot, group, random, matrix, C: tl.constexpr):
+    """fp32[R, G] of the wire in a slot; ``group`` is the first group's number in the message."""
+    q, step = decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), tl.float16, C)
+    if C.HADAMARD:
+        h = transform(shuffle(q, C), matrix, C)
+    else:
+        h = q.to(tl.float32)
+    if C.DITHER:
+        u = dither(random, 0, group, C)
+        if C.HADAMARD:
+            u = transform(shuffle(u.to(tl.float16), C), matrix, C)
+        h = h - u
+    h = h * step[:, None]
+    if C.HADAMARD:
+        h = unshuffle(h, C)
+    return h
+
+
+@triton.jit
+def write_tile(out, value, piece, first, message, rows, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Store fp32[R, G] as groups first... of a piece of the contiguous tensor, nothing beyond the piece."""
+    numel, stride, length, _ = message
+    start = piece.to(tl.int64) * stride
+    store_tile(out + start, value, first, tl.minimum(numel - start, length), rows, FLAGS, C)
+
+
+@triton.jit
+def copy_plane(
+    wire, table, offset, at, first, groups, rank, P: tl.constexpr, W: tl.constexpr, C: tl.constexpr
+):
+    """Groups first... of the plane of P bytes a group that starts ``at`` bytes a group in, to every rank."""
+    plane = load_plane(wire + groups.to(tl.int64) * at, first, groups, P, C)
+    full = tl.full((), C.R, tl.int32)
+    for k in tl.static_range(1, W + 1):
+        slot = peer_slot(table, (rank + k) % W, offset + C.R * at)
+        store_plane(slot, plane, tl.full((), 0, tl.int32), full, P, C)
+
+
+@triton.jit
+def copy_tile(wire, table, offset, first, groups, rank, W: tl.constexpr, C: tl.constexpr):
+    """Groups first... of a wire of ``groups`` to the slot at ``offset`` of every rank."""
+    if C.BITS == 8:
+        copy_plane(wire, table, offset, 0, first, groups, rank, C.G, W, C)
+    else:
+        copy_plane(wire, table, offset, 0, first, groups, rank, C.G // 2, W, C)
+        if C.BITS > 4:
+            HIGH: tl.constexpr = C.G * (C.BITS - 4) // 8
+            copy_plane(wire, table, offset, C.G // 2, first, groups, rank, HIGH, W, C)
+    if C.DUAL:
+        copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 4, W, C)
+        copy_plane(wire, table, offset, C.PAYLOAD + 4, first, groups, rank, 4, W, C)
+    else:
+        copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 2, W, C)

@@ -1,0 +1,106 @@
+"""Flags between ranks: 64-bit counters in the memory of the rank that waits, written by its peers.
+
+A flag holds the number of steps that one program of a peer has published; it only grows. All functions are
+called by every thread of a program. PTX, because a spin needs a loop with acquire loads and a clock.
+"""
+
+import triton
+import triton.language as tl
+
+# Thread t < $4: release what the program has written, then store $3 to the flag at offset $2 of rank t.
+_PUBLISH = tl.constexpr(
+    """
+{
+    .reg .pred mine;
+    .reg .u32 thread;
+    .reg .u64 address, base;
+    mov.u32 thread, %tid.x;
+    setp.lt.u32 mine, thread, $4;
+    mad.wide.u32 address, thread, 8, $1;
+    @mine ld.global.u64 base, [address];
+    add.u64 base, base, $2;
+    @mine fence.acq_rel.sys;
+    @mine st.relaxed.sys.global.u64 [base], $3;
+    mov.u32 $0, 0;
+}
+"""
+)
+
+# The same without the release: nothing was written or read that the flag would speak for.
+_ACKNOWLEDGE = tl.constexpr(_PUBLISH.value.replace("@mine fence.acq_rel.sys;", ""))
+
+# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave 1 + t at $5,
+# which the host can read, and trap.
+_WAIT = tl.constexpr(
+    """
+{
+    .reg .pred mine, done;
+    .reg .u32 thread;
+    .reg .u64 address, value, start, now;
+    mov.u32 thread, %tid.x;
+    setp.ge.u32 mine, thread, $4;
+    @mine bra ready;
+    mad.wide.u32 address, thread, $2, $1;
+    ld.acquire.sys.global.u64 value, [address];
+    setp.ge.s64 done, value, $3;
+    @done bra ready;
+    mov.u64 start, %globaltimer;
+again:
+    ld.acquire.sys.global.u64 value, [address];
+    setp.ge.s64 done, value, $3;
+    @done bra ready;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, start;
+    setp.lt.u64 done, now, $6;
+    @done bra again;
+    add.u32 thread, thread, 1;
+    st.relaxed.sys.global.u32 [$5], thread;
+    fence.acq_rel.sys;
+    trap;
+ready:
+    mov.u32 $0, 0;
+}
+"""
+)
+
+
+@triton.jit
+def publish(table, offset, value, E: tl.constexpr):
+    """Make all earlier accesses of the program visible, then set its flag at ``offset`` on every rank."""
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        _PUBLISH,
+        "=r,l,l,l,r",
+        [table.to(tl.int64), offset, value, tl.full((), E.W, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def acknowledge(table, offset, value, E: tl.constexpr):
+    """Set the flag where the program has touched nothing that the ranks wait for."""
+    tl.inline_asm_elementwise(
+        _ACKNOWLEDGE,
+        "=r,l,l,l,r",
+        [table.to(tl.int64), offset, value, tl.full((), E.W, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def wait(flags, value, error, timeout, E: tl.constexpr):
+    """Until the program's flags from all ranks, the first at address ``flags``, are at least ``value``."""
+    stride = tl.full((), E.PROGRAMS * 8, tl.int32)
+    tl.inline_asm_elementwise(
+        _WAIT,
+        "=r,l,r,l,r,l,l",
+        [flags, stride, value, tl.full((), E.W, tl.int32), error, timeout],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
