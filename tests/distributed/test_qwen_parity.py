@@ -72,11 +72,24 @@ def logits(session) -> torch.Tensor:
     return torch.cat(parts, dim=-1)[..., :101]
 
 
+def norm_gradients(session) -> dict[str, torch.Tensor]:
+    """Gradients of every norm, summed over the ranks that share its parameters, as finalizing them does."""
+    model = session.chunks[0]
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    model(TOKENS, positions, None, labels=TOKENS.roll(-1, dims=1)).mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "layernorm" in name}
+    for name, gradient in gradients.items():
+        assert model.get_parameter(name).sequence_parallel is session.args.sequence_parallel
+        if session.args.sequence_parallel:
+            torch.distributed.all_reduce(gradient, group=session.groups.tp)
+    return gradients
+
+
 def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
-    """Import, save and export at TP 2; load what was saved at TP 1 and at PP 2.
+    """Import, save and export at TP 2; load what was saved at TP 1, at TP 2 with SP and at PP 2.
 
     Returns:
-        Logits by "family TP".
+        Logits by "family TP", and the norms' gradients under "family TP gradients".
     """
     from megatron import host
 
@@ -100,9 +113,18 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
             results[f"{family} TP 2"] = logits(session)
             session.save(checkpoint)
             export(write_files, session, model, f"{source}-from-tp2")
-        with conversion_session(model, torch.float32, FLAGS) as session:
+        # As many rows as at TP 2: a padded token takes part in the softmax of the loss.
+        padded = ["--padded-vocab-size", "102"]
+        with conversion_session(model, torch.float32, [*FLAGS, *padded]) as session:
             session.load(checkpoint)
             results[f"{family} TP 1"] = logits(session)
+            results[f"{family} TP 1 gradients"] = norm_gradients(session)
+        with conversion_session(
+            model, torch.float32, [*FLAGS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+        ) as session:
+            session.load(checkpoint)
+            results[f"{family} TP 2 SP"] = logits(session)
+            results[f"{family} TP 2 SP gradients"] = norm_gradients(session)
         with conversion_session(
             model, torch.float32, [*FLAGS, "--pipeline-model-parallel-size", "2"]
         ) as session:
@@ -130,15 +152,23 @@ def parity(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor], list[dict[s
     return folder, wanted, spawn(parity_worker, 2, str(folder))
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("parallel", ["TP 1", "TP 2", "TP 2 SP"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_hugging_faces(family, tensor_parallel, parity) -> None:
+def test_logits_are_hugging_faces(family, parallel, parity) -> None:
     _, wanted, ours = parity
     assert wanted[family].std() > 0.5, "logits of no size would agree by accident"
     for results in ours:
-        torch.testing.assert_close(
-            results[f"{family} TP {tensor_parallel}"], wanted[family], rtol=0, atol=1e-4
-        )
+        torch.testing.assert_close(results[f"{family} {parallel}"], wanted[family], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_parallelism_leaves_the_norms_gradients_alone(family, parity) -> None:
+    _, _, (results, _) = parity
+    wanted, got = results[f"{family} TP 1 gradients"], results[f"{family} TP 2 SP gradients"]
+    assert wanted.keys() == got.keys() and len(wanted) == 1 + 4 * (2 if family == "qwen2" else 4)
+    for name in wanted:
+        assert wanted[name].norm() > 1e-4
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("parallel", ["tp2", "pp2"])
