@@ -122,11 +122,12 @@ def _check_nonfinite(rank: int, group) -> None:
 
 
 def _check_bytes(world_size: int, group) -> None:
-    """What the transport reports: each piece of 1000 values is padded to groups of 128 = 136 bytes."""
+    """What the transport reports: pieces of whole groups, 136 bytes each, padded to 16 bytes."""
     sends: list[tuple[str, int]] = []
     transport = TorchTransport(group, lambda operation, sent: sends.append((operation, sent)))
     all_reduce(torch.ones(1000, device=device_of(group.rank())), build_codec("taco"), transport)
-    piece = -(-1000 // (128 * world_size)) * 136
+    groups = -(-1000 // (128 * world_size))
+    piece = -(-groups * 136 // 16) * 16
     assert sends == [("all_to_all", (world_size - 1) * piece), ("all_gather", (world_size - 1) * piece)]
 
 

@@ -1,0 +1,135 @@
+"""pretrain_gpt.py with and without --taco: golden losses, resuming, what the report counts, messages."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import pretrain
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses.json"
+GOLDEN_ITERATIONS = 12
+HIDDEN, SEQUENCE, MICRO_BATCH = 64, 32, 2
+GPT = [
+    *("--hidden-size", str(HIDDEN), "--seq-length", str(SEQUENCE), "--micro-batch-size", str(MICRO_BATCH)),
+    *("--global-batch-size", "4", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--use-cpu-initialization", "--seed", "5"),
+]
+TP_2 = [*GPT, "--tensor-model-parallel-size", "2"]
+EVERY_MESSAGE = ["--taco", "--taco-min-message-mb", "0"]
+
+
+def read_report(run) -> dict:
+    """The report.json of a run with ``exact=True``."""
+    return json.loads((run.report / "report.json").read_text())
+
+
+def golden_run(flags: list[str]) -> dict[int, float]:
+    """Losses of the run on record, at tensor-parallel 2."""
+    return pretrain(*TP_2, *flags, train_iters=str(GOLDEN_ITERATIONS), exact=True).exact_losses()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "tolerance"),
+    [
+        # fp32, so that only the order of BLAS's sums differs from machine to machine.
+        ("uncompressed", [], 1e-6),
+        # A last-digit difference can move a value to the next grid point.
+        ("taco", EVERY_MESSAGE, 2e-4),
+    ],
+)
+def test_golden_losses(name: str, flags: list[str], tolerance: float) -> None:
+    """The losses are those on record, which are stored with every digit."""
+    golden = {int(iteration): loss for iteration, loss in json.loads(GOLDEN.read_text())[name].items()}
+    assert golden_run(flags) == pytest.approx(golden, rel=tolerance)
+    assert golden[GOLDEN_ITERATIONS] < golden[1] - 0.5, "the golden run has learnt something"
+
+
+RESUMED = {
+    "taco with the distributed optimizer": [
+        *TP_2,
+        *EVERY_MESSAGE,
+        *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ],
+    "taco with stochastic rounding": [*TP_2, *EVERY_MESSAGE, "--bf16", "--taco-rounding", "stochastic"],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_is_exact(tmp_path, name: str) -> None:
+    """Losses after a resume equal the uninterrupted run's to the last digit."""
+    flags = RESUMED[name]
+    ranks = 4 if "--use-distributed-optimizer" in flags else 2
+    saved = tmp_path / "checkpoints"
+    flags = [*flags, "--train-iters", "6", "--save", str(saved), "--save-interval", "3"]
+    whole = pretrain(*flags, processes=ranks, exact=True).exact_losses()
+    shutil.rmtree(saved / "iter_0000006")
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = pretrain(*flags, "--load", str(saved), processes=ranks, exact=True).exact_losses()
+    assert resumed == {iteration: whole[iteration] for iteration in (4, 5, 6)}
+
+
+def test_report_counts_data_and_pipeline_parallel_bytes() -> None:
+    """TP 1, PP 2, DP 2: gradients and weights of a stage over 2 ranks, activations between the stages."""
+    flags = [*GPT, "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"]
+    report = read_report(pretrain(*flags, processes=4, train_iters="3", exact=True))
+    sent = {name: pair["sent"] for name, pair in report["summary"]["bytes_per_iteration"].items()}
+    # Mean over ranks. A stage has one layer; the tied embedding is on both, positions and final norm on one.
+    layer = 12 * HIDDEN**2 + 13 * HIDDEN
+    parameters = layer + 128 * HIDDEN + (SEQUENCE + 2) * HIDDEN / 2
+    assert sent["dp.gradient"] == pytest.approx(4 * parameters / 2, rel=0.02), "fp32 reduce-scatter, (W-1)/W"
+    assert sent["dp.weight"] == pytest.approx(2 * parameters / 2, rel=0.02), "bf16 all-gather, (W-1)/W"
+    micro_batch = MICRO_BATCH * SEQUENCE * HIDDEN * 2
+    assert sent["pp.forward"] == sent["pp.backward"] == micro_batch / 2, "one each, half of the ranks send"
+    assert "tp.forward" not in sent
+
+
+def test_evaluation_is_counted_apart() -> None:
+    """The ledger has training and evaluation; the validation loss and the plots are in the report."""
+    flags = [*TP_2, *EVERY_MESSAGE, "--eval-iters", "1", "--split", "90,5,5"]
+    run = pretrain(*flags, train_iters="2", exact=True)
+    report = read_report(run)
+    rows = report["ledger_by_rank"][0]
+    plain = {
+        phase: sum(r["plain_bytes"] for r in rows if r["phase"] == phase and r["channel"] == "tp.forward")
+        for phase in ("train", "eval")
+    }
+    # One batch of two micro-batches each of the validation and the test set; five sites, all-reduce of fp32.
+    assert plain["eval"] == 2 * 2 * 5 * (MICRO_BATCH * SEQUENCE * HIDDEN * 4)
+    assert plain["train"] > plain["eval"] / 2
+    assert not [row for row in rows if row["phase"] == "eval" and row["channel"] == "tp.backward"]
+    assert report["summary"]["validation_loss"] > 0
+    for name in ("loss.png", "bytes.png", "error.png"):
+        assert (run.report / name).exists()
+
+
+def test_taco_without_tensor_parallelism_says_so() -> None:
+    """Not an error, but never silent."""
+    run = pretrain(*GPT, *EVERY_MESSAGE, processes=1, train_iters="1")
+    assert "no tensor-parallel traffic to compress" in run.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (["--taco", "--taco-format", "fp9"], "--taco-format fp9 is unknown; choose one of fp8-e4m3"),
+        (
+            ["--taco", "--taco-group-size", "96"],
+            "--taco-group-size 96 is not possible; it must be a power of",
+        ),
+        (["--taco-format", "int8"], "add --taco"),
+    ],
+)
+def test_bad_flags_end_with_one_line(flags: list[str], fix: str) -> None:
+    """One line on one rank, a non-zero exit, before training starts."""
+    run = pretrain(*TP_2, *flags, check=False)
+    assert run.returncode != 0
+    assert len(run.errors()) == 1 and fix in run.errors()[0], run.output[-3000:]
+    assert "Traceback" not in run.output
+
+
+def test_threshold_is_said_once() -> None:
+    """Everything is under the default threshold here: the log says so, once."""
+    run = pretrain(*TP_2, "--taco", train_iters="3")
+    assert run.output.count("go uncompressed") == 1
