@@ -1,0 +1,81 @@
+"""examples/qwen/pretrain_qwen_taco.sh: the models it names, and a tiny run with compression."""
+
+import argparse
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron import host
+
+host.install()
+
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+
+from megatron.compression.arguments import add_compression_arguments  # noqa: E402
+from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
+from megatron.compression.qwen.models import MODELS, model_from_args  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "qwen" / "pretrain_qwen_taco.sh"
+
+
+def run_script(path_first: str, *arguments: str, **variables: str) -> str:
+    """What the script prints, with a folder put before all others on PATH."""
+    environment = {**os.environ, "PATH": f"{path_first}:{os.environ['PATH']}", **variables}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def echo_torchrun(tmp_path) -> str:
+    """A folder with a torchrun that prints its arguments, one a line."""
+    fake = tmp_path / "torchrun"
+    fake.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    fake.chmod(0o755)
+    return str(tmp_path)
+
+
+def test_every_model_has_a_full_size_command_line(echo_torchrun) -> None:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = add_qwen_arguments(add_compression_arguments(parser))
+    for name in MODELS:
+        words = run_script(echo_torchrun, "--lr", "2e-4", QWEN_MODEL=name).splitlines()
+        program = words.index(str(ROOT / "pretrain_qwen.py"))
+        args = parser.parse_args(expand(words[program + 1 :])[0])
+        assert model_from_args(args) == MODELS[name]
+        assert args.taco and args.sequence_parallel and args.tensor_model_parallel_size == 4
+        assert args.lr == 2e-4, "what follows the script's name wins"
+        assert args.save == args.load == f"checkpoints/qwen{name}"
+
+
+def test_a_tiny_run_compresses_and_learns() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    log = run_script(
+        str(Path(sys.executable).parent),
+        *("--seed", "7"),
+        **{
+            "TINY": "1",
+            "QWEN_MODEL": "3-8b",
+            "TRAIN_ITERS": "12",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert "qwen: --qwen-model adds --group-query-attention" in log
+    losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", log)]
+    assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
+    ratios = [float(ratio) for ratio in re.findall(r"tensor-parallel ratio: (\S+)", log)]
+    assert len(ratios) == 12 and min(ratios) > 1.8
