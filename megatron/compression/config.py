@@ -81,6 +81,11 @@ class TensorParallelCompression:
     taco_start_iteration: int = 0
     """Iterations that run uncompressed before compression starts."""
 
+    taco_overlap_chunks: int = 1
+    """Pieces of the sequence in which a row-parallel layer computes and sends its output: a piece's exchange
+    runs behind the next piece's GEMM. 1 sends the output whole; smaller messages cost more each, so it pays
+    where the link is slow. The backward's exchange always runs behind the weight gradient."""
+
     taco_layers: str = "all"
     """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; the embedding and the output
     layer are named embedding and output. The others go uncompressed."""
@@ -118,6 +123,10 @@ class TensorParallelCompression:
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(
                 f"--taco-min-message-mb {self.taco_min_message_mb} must be a number of MiB >= 0"
+            )
+        if self.taco_overlap_chunks < 1:
+            raise CompressionConfigError(
+                f"--taco-overlap-chunks {self.taco_overlap_chunks} must be a number of pieces >= 1"
             )
         if self.taco_start_iteration < 0:
             raise CompressionConfigError(

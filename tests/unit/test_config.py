@@ -82,6 +82,7 @@ def test_off_by_default(arguments) -> None:
         ({"taco_rounding": "dither"}, "--taco-rounding dither", "stochastic"),
         ({"taco_min_message_mb": -1.0}, "--taco-min-message-mb", ">= 0"),
         ({"taco_min_message_mb": float("nan")}, "--taco-min-message-mb", ">= 0"),
+        ({"taco_overlap_chunks": 0}, "--taco-overlap-chunks", ">= 1"),
         ({"taco_start_iteration": -1}, "--taco-start-iteration", ">= 0"),
         ({"tp_compression": "none", "taco_format": "int8"}, "--taco-format", "add --taco"),
     ],

@@ -36,12 +36,13 @@ def all_reduce(
     wires = codec.encode(x, world_size, Stream(key, rank))
     received, work = transport.all_to_all(wires, async_op=async_op)
 
-    def finish() -> torch.Tensor:
+    def sum_own_piece() -> CompressedWork:
         offset = rank * piece
         own = codec.decode_sum_encode(
             received, piece, Stream(key, 0, offset), Stream(key, world_size, offset)
         )
-        gathered, _ = transport.all_gather(own)
-        return codec.decode(gathered, shape, dtype, Stream(key, world_size))
+        gathered, work = transport.all_gather(own, async_op=async_op)
+        return CompressedWork(work, lambda: codec.decode(gathered, shape, dtype, Stream(key, world_size)))
 
-    return CompressedWork(work, finish) if async_op else finish()
+    handle = CompressedWork(work, sum_own_piece)
+    return handle if async_op else handle.wait()

@@ -1,5 +1,7 @@
 """Handles of collectives that are under way."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch
@@ -9,23 +11,36 @@ import torch.distributed as dist
 class CompressedWork:
     """A collective whose first exchange is under way; ``wait`` finishes it.
 
+    A collective of several exchanges can be moved on by ``advance``, so that each of them runs behind other
+    work: start it, launch a GEMM, advance it, launch another GEMM, wait. This needs no stream of its own (the
+    exchanges run on the backend's), and so it overlaps with CUDA_DEVICE_MAX_CONNECTIONS=1 as well.
+
     Args:
         work: the exchange in flight, or None when it is complete.
-        finish: what remains to do after it; returns the result.
+        finish: what to do after it; returns the result, or the handle of the next exchange.
     """
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor | CompressedWork]) -> None:
         self._work = work
         self._finish = finish
         self._result: torch.Tensor | None = None
 
+    def advance(self) -> None:
+        """Take the exchange that is in flight and start the next one, if there is one."""
+        if self._result is not None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        outcome = self._finish()
+        if isinstance(outcome, CompressedWork):
+            self._work, self._finish, self._result = outcome._work, outcome._finish, outcome._result
+        else:
+            self._work, self._finish, self._result = None, None, outcome
+
     def wait(self) -> torch.Tensor:
         """Complete the collective and return its result; a second call returns the same tensor."""
-        if self._result is None:
-            if self._work is not None:
-                self._work.wait()
-            self._result = self._finish()
-            self._work = self._finish = None
+        while self._result is None:
+            self.advance()
         return self._result
 
 

@@ -41,11 +41,16 @@ class _ColumnParallelLinear(torch.autograd.Function):
             exchange = site.reduce_scatter(grad_input, "tp.backward")
         else:
             exchange = site.all_reduce(grad_input.view(ctx.x_shape), "tp.backward")
-        # The exchange is under way while the weight gradient is computed.
+        # Each exchange runs behind one half of the weight gradient's GEMM.
         grad_weight = grad_bias = None
         if needs_weight_gradient:
             x = gathered.wait() if ctx.sequence_parallel else saved
-            grad_weight = torch.matmul(grad_output.t(), x.reshape(-1, x.shape[-1]))
+            x = x.reshape(-1, x.shape[-1])
+            grad_weight = torch.empty_like(weight)
+            halves = zip(grad_output.t().chunk(2), grad_weight.chunk(2), strict=True)
+            for rows, destination in halves:
+                torch.matmul(rows, x, out=destination)
+                exchange.advance()
         if ctx.has_bias:
             grad_bias = grad_output.sum(dim=0)
         return exchange.wait(), grad_weight, grad_bias, None, None

@@ -21,6 +21,7 @@ from megatron.compression.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.compression.tensor_parallel.row_linear import chunked_row_parallel_linear
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
@@ -41,17 +42,23 @@ class CompressedRowParallelLinear(RowParallelLinear):
         if not _compresses_reduction(self.site, self.sequence_parallel, message_bytes):
             _count_reduction(self.site, self.sequence_parallel, message_bytes)
             return super().forward(input_)
-        partial_sum = self._forward_impl(
-            input=input_,
-            weight=self.weight,
-            bias=None,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=self.tp_group,
-            grad_output_buffer=None,
-        )
-        output = _reduce(partial_sum, self.site, self.sequence_parallel)
+        chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
+        if chunks > 1:
+            output = chunked_row_parallel_linear(
+                input_, self.weight, self.site, self.sequence_parallel, chunks
+            )
+        else:
+            partial_sum = self._forward_impl(
+                input=input_,
+                weight=self.weight,
+                bias=None,
+                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+                allreduce_dgrad=False,
+                sequence_parallel=False,
+                tp_group=self.tp_group,
+                grad_output_buffer=None,
+            )
+            output = _reduce(partial_sum, self.site, self.sequence_parallel)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None

@@ -1,0 +1,59 @@
+"""Row-parallel linear whose output's reduction runs behind its own GEMM, in chunks of the sequence."""
+
+import torch
+
+from megatron.compression.tensor_parallel.site import TensorParallelSite
+
+
+class _ChunkedRowParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, site, sequence_parallel, chunks):
+        ctx.save_for_backward(x, weight)
+        ctx.site, ctx.sequence_parallel = site, sequence_parallel
+        start = site.reduce_scatter if sequence_parallel else site.all_reduce
+        under_way = []
+        for part in _sequence_chunks(x, chunks, site.group.size() if sequence_parallel else 1):
+            partial_sum = torch.matmul(part, weight.t())
+            if under_way:
+                under_way[-1].advance()
+            under_way.append(start(partial_sum, "tp.forward"))
+        return torch.cat([work.wait() for work in under_way])
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
+        grad_input = torch.matmul(grad_output, weight)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.matmul(
+                grad_output.reshape(-1, grad_output.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+            )
+        return grad_input, grad_weight, None, None, None
+
+
+def _sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Tensor]:
+    """Cut ``[s, b, h]`` so that each chunk holds the same part of every rank's slice of the sequence."""
+    slices = x.view(ranks, x.shape[0] // ranks, *x.shape[1:])
+    return [part.reshape(-1, *x.shape[1:]) for part in slices.tensor_split(chunks, dim=1) if part.shape[1]]
+
+
+def chunked_row_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, site: TensorParallelSite, sequence_parallel: bool, chunks: int
+) -> torch.Tensor:
+    """``x @ weight.T`` summed over the ranks; a chunk's exchange runs behind the next chunk's GEMM.
+
+    Needs memory for one more output while the chunks are put together.
+
+    Args:
+        x: ``[s, b, h_in / W]``.
+        weight: ``[h_out, h_in / W]``.
+        site: where it communicates.
+        sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
+        chunks: pieces of the sequence, each a message of its own.
+
+    Returns:
+        ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
+    """
+    return _ChunkedRowParallelLinear.apply(x, weight, site, sequence_parallel, chunks)
