@@ -44,7 +44,7 @@ from megatron.compression.qwen.hf_config import (  # noqa: E402
 from megatron.compression.qwen.hf_files import TensorReader, TensorWriter, finish_index  # noqa: E402
 from megatron.compression.qwen.mapping import hugging_face_names  # noqa: E402
 from megatron.compression.qwen.models import QwenError, model_from_args  # noqa: E402
-from megatron.compression.qwen.session import Session, conversion_session  # noqa: E402
+from megatron.compression.qwen.session import Session, conversion_session, newest_iteration  # noqa: E402
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -56,7 +56,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def import_model(hf_dir: str, save: str, dtype: str | None, flags: list[str]) -> None:
@@ -122,24 +121,6 @@ def write_files(session: Session, model, folder: Path, dtype: torch.dtype) -> No
         if missing := sorted(set(hugging_face_names(model)) - found):
             raise QwenError(f"the checkpoint's model lacks {missing[:5]}")
         finish_index(folder, files)
-
-
-def newest_iteration(load: str) -> Path:
-    """The folder of a checkpoint's newest iteration.
-
-    Raises:
-        QwenError: there is no checkpoint.
-    """
-    tracker = Path(load) / TRACKER
-    if not tracker.is_file():
-        raise QwenError(f"--load {load}: {tracker} is missing, there is no Megatron checkpoint")
-    newest = tracker.read_text().strip()
-    folder = Path(load) / (newest if newest == "release" else f"iter_{int(newest):07d}")
-    if not (folder / "metadata.json").is_file():
-        raise QwenError(
-            f"--load {load}: {folder} is no torch_dist checkpoint; save with --ckpt-format torch_dist"
-        )
-    return folder
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -26,6 +26,7 @@ from megatron.compression.qwen.models import (  # noqa: E402
     model_from_args,
     padded_vocabulary,
 )
+from megatron.compression.qwen.session import newest_iteration  # noqa: E402
 
 # Parameters of the published weights, tied embeddings counted once.
 PUBLISHED_PARAMETERS = {
@@ -192,6 +193,18 @@ def test_arguments_of_another_model_are_refused(change, message, parser) -> None
     arguments = expand(["--qwen-model", "3-8b", *change])[0]
     with pytest.raises(QwenError, match=message):
         model_from_args(parser.parse_args(arguments))
+
+
+def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
+    with pytest.raises(QwenError, match=r"there is no Megatron checkpoint"):
+        newest_iteration(str(tmp_path))
+    for written, folder in (("release", "release"), ("120", "iter_0000120")):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{written}\n")
+        (tmp_path / folder).mkdir()
+        with pytest.raises(QwenError, match=r"save with --ckpt-format torch_dist"):
+            newest_iteration(str(tmp_path))
+        (tmp_path / folder / "metadata.json").write_text("{}")
+        assert newest_iteration(str(tmp_path)) == tmp_path / folder
 
 
 def test_flags_are_strings_with_or_without_value() -> None:

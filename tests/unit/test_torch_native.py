@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec  # noqa: E402
@@ -25,6 +26,7 @@ from megatron.compression.torch_native import (  # noqa: E402
     SDPACoreAttention,
     TorchLayerNorm,
     TorchRMSNorm,
+    add_native_defaults,
     apply_native_defaults,
     fill_rope_fusion_slot,
     leave_out_causal_mask,
@@ -248,7 +250,7 @@ def test_norms_agree_with_torch(norm, normalization) -> None:
     ours.load_state_dict(weights)
     reference.load_state_dict(weights)
     x = torch.randn(5, 2, 48)
-    assert torch.equal(ours(x), reference(x))
+    torch.testing.assert_close(ours(x), reference(x), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
@@ -370,6 +372,23 @@ def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
         assert args.create_attention_mask_in_dataloader
 
 
+@pytest.mark.parametrize("spec", [[], ["--spec", "local"], ["--spec", "a.module", "a_spec"]])
+def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
+    """Megatron's own validation, which fails without `--spec local`."""
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
+    flags += " --max-position-embeddings 8 --transformer-impl local --attention-backend local"
+    monkeypatch.setattr("sys.argv", ["program", *flags.split(), *spec])
+    if not spec:
+        with pytest.raises(TypeError):
+            arguments.validate_args(arguments.parse_args())
+    args = arguments.parse_args(add_native_defaults)
+    if spec[1:] != ["a.module", "a_spec"]:
+        arguments.validate_args(args)
+    apply_native_defaults(args, [])
+    assert args.spec == (["a.module", "a_spec"] if len(spec) == 3 else None)
+    assert args.attention_backend is AttnBackend.local
+
+
 def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     for has_cuda, changes, command_line, fused in (
@@ -388,6 +407,7 @@ def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) ->
             position_embedding_type="rope",
             rotary_interleaved=False,
             apply_rope_fusion=False,
+            spec=None,
         )
         vars(args).update(changes)
         lines = apply_native_defaults(args, command_line)

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -26,6 +27,8 @@ from megatron.compression.qwen.models import QwenError, QwenModel, megatron_flag
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec
 
 PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 # Needed by the parser, without effect on the weights: nothing is trained here.
 _FILLERS = [
@@ -100,6 +103,24 @@ def conversion_session(
     finally:
         sys.argv = previous
         _take_down(owns_process_group)
+
+
+def newest_iteration(load: str) -> Path:
+    """The folder of a checkpoint's newest iteration.
+
+    Raises:
+        QwenError: there is no checkpoint.
+    """
+    tracker = Path(load) / TRACKER
+    if not tracker.is_file():
+        raise QwenError(f"--load {load}: {tracker} is missing, there is no Megatron checkpoint")
+    newest = tracker.read_text().strip()
+    folder = Path(load) / (newest if newest == "release" else f"iter_{int(newest):07d}")
+    if not (folder / "metadata.json").is_file():
+        raise QwenError(
+            f"--load {load}: {folder} is no torch_dist checkpoint; save with --ckpt-format torch_dist"
+        )
+    return folder
 
 
 def _command_line(model: QwenModel, dtype: torch.dtype, flags: list[str]) -> list[str]:

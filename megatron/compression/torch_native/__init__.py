@@ -5,7 +5,11 @@
 
 from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.torch_native.block import block_spec
-from megatron.compression.torch_native.defaults import apply_native_defaults, leave_out_causal_mask
+from megatron.compression.torch_native.defaults import (
+    add_native_defaults,
+    apply_native_defaults,
+    leave_out_causal_mask,
+)
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
 
@@ -13,6 +17,7 @@ __all__ = [
     "SDPACoreAttention",
     "TorchLayerNorm",
     "TorchRMSNorm",
+    "add_native_defaults",
     "apply_native_defaults",
     "block_spec",
     "fill_rope_fusion_slot",

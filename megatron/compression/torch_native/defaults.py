@@ -1,6 +1,6 @@
 """Arguments whose best value depends on which attention and which RoPE run."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 import torch
@@ -8,16 +8,29 @@ import torch
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
 
 
+def add_native_defaults(parser: ArgumentParser) -> ArgumentParser:
+    """Let `--attention-backend local` pass validation (an `extra_args_provider`).
+
+    Megatron requires `--spec local` with it, which it then tries to import as a module.
+    `apply_native_defaults` takes that default back.
+    """
+    parser.set_defaults(spec=["local"])
+    return parser
+
+
 def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
     """Adapt the arguments of `--transformer-impl local` to the torch-native modules. Idempotent.
 
     Args:
-        args: after validation, before the datasets and the configs are built from it.
+        args: after validation, before the datasets and the configs are built from it. `--spec local`, ours
+            or the user's, becomes no `--spec`: our layer spec is the local one.
         command_line: the arguments as given: what the user asked for is kept.
 
     Returns:
         One line for each value that changed, for the log.
     """
+    if args.spec == ["local"]:
+        args.spec = None
     changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line)]
     return [line for line in changed if line is not None]
 
