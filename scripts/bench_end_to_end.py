@@ -1,0 +1,175 @@
+"""Iteration time of a GPT with compressed tensor parallelism, under several kinds of link on one host.
+
+    python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
+
+A regime is one run of pretrain_gpt.py's own loop; within it the settings take turns, a block of iterations
+each, so that all of them see the same machine, model and weights. Reported: the median of each block after its
+first three iterations, from Megatron's log. The regimes are NCCL's own switches:
+
+    nvlink      as it is
+    pcie        NCCL_P2P_DISABLE=1: through host memory
+    ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REGIMES = {
+    "nvlink": {},
+    "pcie": {"NCCL_P2P_DISABLE": "1"},
+    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
+WARM_UP = 3
+SETTINGS = "BENCH_END_TO_END"
+
+# measured once with megatron-core's local layers and once with torch-native ones: see --upstream-layers
+MODEL = [
+    *("--num-layers", "8", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "2048"),
+    *("--max-position-embeddings", "2048", "--micro-batch-size", "4", "--global-batch-size", "16"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--bf16", "--lr", "1e-4", "--mock-data"),
+    *(
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "32000",
+        "--split",
+        "100,0,0",
+        "--eval-iters",
+        "0",
+    ),
+    *("--eval-interval", "100000", "--log-interval", "1", "--log-throughput"),
+    *("--no-create-attention-mask-in-dataloader", "--taco", "--taco-min-message-mb", "0"),
+]
+
+
+def parse_setting(text: str) -> dict | None:
+    """``none``, or a format with options: ``int8``, ``int6:single``, ``int8:single:dither``."""
+    if text == "none":
+        return None
+    number_format, *options = text.split(":")
+    setting = {"format": number_format}
+    for option in options:
+        setting["scales" if option in ("single", "dual") else "rounding"] = option
+    return setting
+
+
+def worker() -> None:
+    """One rank of a regime's run: pretrain_gpt.py's loop, with the codec changed at each block's start."""
+    from megatron import host
+    from megatron.compression.versions import MEGATRON_CORE_VERSION
+
+    host.prepare(MEGATRON_CORE_VERSION)
+    from megatron.training import get_args
+    from megatron.training.models.gpt import default_layer_spec
+
+    from megatron.compression import entrypoint
+    from megatron.compression.arguments import add_compression_arguments
+    from megatron.compression.codecs import build_codec
+
+    settings = json.loads(os.environ[SETTINGS])
+    codecs = [None if s is None else build_codec("taco", **s) for s in settings["codecs"]]
+
+    class SwitchingForwardStep(entrypoint.ForwardStep):
+        def __call__(self, data_iterator, model):
+            block = get_args().curr_iteration // settings["iterations"]
+            self.runtime.tensor_parallel_codec = codecs[block]
+            return super().__call__(data_iterator, model)
+
+    entrypoint.ForwardStep = SwitchingForwardStep
+    args = entrypoint.parse_arguments(add_compression_arguments)
+    if settings["upstream_layers"]:
+        weave = entrypoint.weave
+
+        def weave_with_upstream_layers(args, model_config):
+            model_config.transformer_layer_spec = lambda config, vp_stage=None: default_layer_spec(
+                config, vp_stage
+            )
+            return weave(args, model_config)
+
+        entrypoint.weave = weave_with_upstream_layers
+    entrypoint.run(args)
+
+
+def run_regime(regime: str, options, codecs: list[str], upstream_layers: bool) -> list[dict]:
+    """One launch; returns a row for each setting."""
+    iterations = options.iterations if regime != "ethernet" else max(WARM_UP + 2, options.iterations // 2)
+    settings = {
+        "codecs": [parse_setting(text) for text in codecs],
+        "iterations": iterations,
+        "upstream_layers": upstream_layers,
+    }
+    environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1", **REGIMES[regime])
+    environment[SETTINGS] = json.dumps(settings)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.tensor_parallel}", __file__, *MODEL, *options.extra]
+    command += ["--tensor-model-parallel-size", str(options.tensor_parallel)]
+    command += ["--train-iters", str(iterations * len(codecs))]
+    output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    text = output.stdout + output.stderr
+    found = re.findall(
+        r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?TFLOP/s/GPU\): ([\d.]+).*?"
+        r"lm loss: (\S+)",
+        text,
+    )
+    if output.returncode or len(found) < iterations * len(codecs):
+        print(f"error: the {regime} run failed:\n{text[-3000:]}", file=sys.stderr)
+        return []
+    rows = []
+    for block, codec in enumerate(codecs):
+        lines = found[block * iterations + WARM_UP : (block + 1) * iterations]
+        rows.append(
+            {
+                "regime": regime,
+                "layers": "megatron-core local" if upstream_layers else "torch-native",
+                "codec": codec,
+                "milliseconds": statistics.median(float(line[1]) for line in lines),
+                "tflops_per_gpu": statistics.median(float(line[2]) for line in lines),
+                "iterations": len(lines),
+                "last_loss": float(lines[-1][3]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run all regimes and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=4)
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3", "int8:single", "int6:single"])
+    parser.add_argument("--iterations", type=int, default=10, help="iterations of a block (half on ethernet)")
+    parser.add_argument(
+        "--upstream-layers", action="store_true", help="also megatron-core's own layers, once"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options, options.extra = parser.parse_known_args()
+    rows = []
+    for regime in options.regimes:
+        if options.upstream_layers and regime == options.regimes[0]:
+            rows += run_regime(regime, options, ["none"], upstream_layers=True)
+        rows += run_regime(regime, options, options.codecs, upstream_layers=False)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{regime} done", flush=True)
+    print(f"{'regime':10} {'layers':20} {'codec':20} {'ms':>8} {'TFLOP/s/GPU':>12} {'speed-up':>9}")
+    for row in rows:
+        base = [r for r in rows if r["regime"] == row["regime"] and r["codec"] == "none"][-1]
+        speed_up = base["milliseconds"] / row["milliseconds"]
+        print(
+            f"{row['regime']:10} {row['layers']:20} {row['codec']:20} {row['milliseconds']:8.1f} "
+            f"{row['tflops_per_gpu']:12.1f} {speed_up:9.3f}"
+        )
+
+
+if __name__ == "__main__":
+    worker() if SETTINGS in os.environ else main()
