@@ -2,7 +2,7 @@
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
 
-A regime is one run of pretrain_gpt.py's own loop; within it the settings take turns, a block of iterations
+A regime is one run of the training loop; within it the settings take turns, a block of iterations
 each, so that all of them see the same machine, model and weights. Reported: the median of each block after its
 first three iterations, from Megatron's log. The regimes are NCCL's own switches:
 
