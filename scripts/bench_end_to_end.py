@@ -2,9 +2,9 @@
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
 
-A regime is one run of the training loop; within it the settings take turns, a block of iterations
-each, so that all of them see the same machine, model and weights. Reported: the median of each block after its
-first three iterations, from Megatron's log. The regimes are NCCL's own switches:
+A regime is one run of the training loop; the settings take turns in it, a block of iterations each, so that
+all of them see the same machine, model and weights. Reported: the median of each block after its first three
+iterations, from Megatron's log. The regimes are NCCL's own switches:
 
     nvlink      as it is
     pcie        NCCL_P2P_DISABLE=1: through host memory
