@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
+from taco_kernels.symmetric_memory.matrices import load_matrix
 from taco_kernels.symmetric_memory.phases import (
     copy_tile,
     decoded_slot,
@@ -14,13 +15,14 @@ from taco_kernels.symmetric_memory.phases import (
 )
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
 from taco_kernels.symmetric_memory.signals import publish, wait
-from taco_kernels.triton.hadamard import sylvester
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_kernel(
     x,
     out,
+    to_wire,
+    from_wire,
     table,
     steps_done,
     memory,
@@ -48,10 +50,7 @@ def all_gather_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
-    from_wire = sylvester(C, 1.0, False, tl.float16)
     if not ENCODED:
-        dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-        to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
         own = (random[0], random[1], random[2] + rank.to(tl.int64) * groups * (C.G // 16))
         single = (length, stride, length, groups)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
@@ -68,16 +67,17 @@ def all_gather_kernel(
             if ENCODED:
                 copy_tile(x, table, slot, first, groups, rank, E.W, C)
             else:
-                h, b = encoded_tile(x, 0, zero, first, single, rows, own, to_wire, FLAGS, C)
+                h, b = encoded_tile(x, 0, zero, first, single, rows, own, load_matrix(to_wire, C), FLAGS, C)
                 store_to_all(h, b, zero, full, table, slot, rank, E.W, C)
             publish(table, data_flag(program, rank, E), step + 1, E)
         if i >= 1:
             step, first = done + i - 1, (program + (i - 1) * programs) * C.R
             wait(data, step + 1, error, timeout, E)
+            matrix = load_matrix(from_wire, C)
             for k in range(E.W):
                 piece = (rank + k) % E.W
                 slot = slot_of(memory, arrival(program, step, piece, E))
-                value = decoded_slot(slot, piece * groups + first, random, from_wire, C)
+                value = decoded_slot(slot, piece * groups + first, random, matrix, C)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
             publish(table, ack_flag(program, rank, E), step + 1, E)
     tl.store(steps_done + program, done + steps)

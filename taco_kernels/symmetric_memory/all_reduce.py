@@ -11,6 +11,7 @@ for small messages, and for two ranks.
 import triton
 import triton.language as tl
 
+from taco_kernels.symmetric_memory.matrices import load_matrix
 from taco_kernels.symmetric_memory.phases import (
     decoded_slot,
     encoded_tile,
@@ -22,7 +23,6 @@ from taco_kernels.symmetric_memory.phases import (
 )
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, returned
 from taco_kernels.symmetric_memory.signals import acknowledge, publish, wait
-from taco_kernels.triton.hadamard import sylvester
 from taco_kernels.triton.wire import encode_groups
 
 # Addresses and numbers that differ between ranks or calls must not lead to different code.
@@ -33,6 +33,8 @@ UNSPECIALIZED = ["memory", "rank", "error", "timeout", "key", "stream", "first_b
 def two_shot_kernel(
     x,
     out,
+    to_wire,
+    from_wire,
     table,
     steps_done,
     memory,
@@ -62,9 +64,6 @@ def two_shot_kernel(
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
     again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_block.to(tl.int64))
-    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
-    from_wire = sylvester(C, 1.0, False, tl.float16)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     full = tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -76,9 +75,10 @@ def two_shot_kernel(
             step, first = done + i, (lane + i * lanes) * C.R
             slot = arrival(program, step, rank, E)
             wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            matrix = load_matrix(to_wire, C)
             for k in range(E.W // E.SPLITS):
                 piece = split if E.SPLITS > 1 else (rank + 1 + k) % E.W
-                h, b = encoded_tile(x, rank, piece, first, message, rows, random, to_wire, FLAGS, C)
+                h, b = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
                 encode_groups(h, b, peer_slot(table, piece, slot), tl.full((), 0, tl.int32), full, C)
             publish(table, data_flag(program, rank, E), step + 1, E)
         if (i >= 1) & (i <= steps):
@@ -98,10 +98,11 @@ def two_shot_kernel(
         if i >= 2:
             step, first = done + i - 2, (lane + (i - 2) * lanes) * C.R
             wait(acks, step + 1, error, timeout, E)
+            matrix = load_matrix(from_wire, C)
             for k in range(E.W // E.SPLITS):
                 piece = split if E.SPLITS > 1 else (rank + k) % E.W
                 slot = slot_of(memory, returned(program, step, piece, E))
-                value = decoded_slot(slot, piece * groups + first, again, from_wire, C)
+                value = decoded_slot(slot, piece * groups + first, again, matrix, C)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
     tl.store(steps_done + program, done + steps)
 
@@ -110,6 +111,8 @@ def two_shot_kernel(
 def one_shot_kernel(
     x,
     out,
+    to_wire,
+    from_wire,
     table,
     steps_done,
     memory,
@@ -138,9 +141,6 @@ def one_shot_kernel(
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
     again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_block.to(tl.int64))
-    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
-    from_wire = sylvester(C, 1.0, False, tl.float16)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -150,8 +150,9 @@ def one_shot_kernel(
     for i in range(steps + 1):
         if i < steps:
             step, first = done + i, (program + i * programs) * C.R
+            matrix = load_matrix(to_wire, C)
+            h, b = encoded_tile(x, rank, zero, first, message, rows, random, matrix, FLAGS, C)
             wait(acks, step + 1 - E.DEPTH, error, timeout, E)
-            h, b = encoded_tile(x, rank, zero, first, message, rows, random, to_wire, FLAGS, C)
             store_to_all(h, b, zero, full, table, arrival(program, step, rank, E), rank, E.W, C)
             publish(table, data_flag(program, rank, E), step + 1, E)
         if i >= 1:
@@ -163,10 +164,9 @@ def one_shot_kernel(
                 row = half * HALF.R
                 h, b = reduced_groups(slots, row, full, first + row, random, again, E, HALF)
                 encode_groups(h, b, own, row, full, HALF)
-            publish(
-                table, ack_flag(program, rank, E), step + 1, E
-            )  # its barrier is between own's write and read
-            # publish's barrier stands between the writes of own and these reads
-            value = decoded_slot(own, first, again, from_wire, C)
+            matrix = load_matrix(from_wire, C)
+            tl.debug_barrier()  # between the writes of own and its reads
+            value = decoded_slot(own, first, again, matrix, C)
             write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
+            publish(table, ack_flag(program, rank, E), step + 1, E)
     tl.store(steps_done + program, done + steps)

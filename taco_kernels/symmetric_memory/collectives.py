@@ -1,6 +1,7 @@
 """The collectives over one lane: argument checks, choice of algorithm, launches."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -9,6 +10,7 @@ from taco_kernels.layout import CodecConfig, Stream, check_stream
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
 from taco_kernels.symmetric_memory.lane import TILE, WARPS, Lane, exchange
+from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
 from taco_kernels.triton import launch
 from taco_kernels.triton.spec import Spec, make_flags, make_spec
@@ -18,6 +20,7 @@ ONE_SHOT_BYTES = {2: 2**20}
 """Largest tensor, in bytes, that goes one-shot, by world size; measured, see docs/benchmarks.md."""
 ONE_SHOT_BYTES_DEFAULT = 256 * 2**10
 MAX_WORLD_SIZE = 8
+OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
 def choose_algorithm(nbytes: int, world_size: int) -> str:
@@ -142,8 +145,7 @@ def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded:
     out = _output(out, full, x, dtype)
     message = (lane.world_size * shard, shard, shard, groups)
     tiles = triton.cdiv(groups * config.group_size, TILE)
-    constants = dict(ENCODED=encoded)
-    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, constants)
+    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, encoded)
     return out
 
 
@@ -165,16 +167,17 @@ def _walkable(x: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, tuple
     return x, rows
 
 
-def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, constants=None):
+def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, encoded=None):
     """Start ``kernel`` on ``tiles`` tiles a piece."""
     launch.check_groups(message[3] * lane.world_size)
-    device = launch.device_for(out)
-    full = _spec(config, device, TILE)
-    if kernel in (one_shot_kernel, two_shot_kernel):
-        constants = dict(HALF=_spec(config, device, TILE // 2))
+    to_wire, from_wire, constants = _constants(
+        kernel, config, out.dtype, out.device, lane.world_size, lane.programs, splits, rows[4], tail, encoded
+    )
     return kernel[(min(tiles * splits, lane.programs // splits * splits),)](
         x,
         out,
+        to_wire,
+        from_wire,
         lane.table,
         lane.steps,
         lane.memory,
@@ -184,16 +187,30 @@ def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, co
         *message,
         *rows[:4],
         *launch.stream_arguments(random),
-        FLAGS=make_flags(rows[4], tail, 1),
-        OUT_FLAGS=make_flags(False, tail, 1),
-        C=full,
-        E=exchange(lane.world_size, lane.programs, splits),
-        **(constants or {}),
-        num_warps=WARPS,
-        num_stages=1,
-        enable_fp_fusion=False,
+        **constants,
     )
 
 
-def _spec(config: CodecConfig, device: launch.Device, tile: int) -> Spec:
-    return make_spec(config, tile // config.group_size, device.hardware_fp8, device.interpret)
+@lru_cache(maxsize=1024)
+def _constants(kernel, config, dtype, device, world_size, programs, splits, strided, tail, encoded):
+    """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
+    properties = launch.device_of(device.index)
+
+    def spec(tile: int) -> Spec:
+        groups = tile // config.group_size
+        return make_spec(config, groups, properties.hardware_fp8, properties.interpret)
+
+    constants = dict(
+        FLAGS=make_flags(strided, tail, 1),
+        OUT_FLAGS=make_flags(False, tail, 1),
+        C=spec(TILE),
+        E=exchange(world_size, programs, splits),
+        **OPTIONS,
+    )
+    if kernel in (one_shot_kernel, two_shot_kernel):
+        constants["HALF"] = spec(TILE // 2)
+    if encoded is not None:
+        constants["ENCODED"] = encoded
+    to_wire = encode_matrix(spec(TILE), dtype, device)
+    sums = kernel is reduce_scatter_kernel
+    return to_wire, decode_matrix(spec(TILE), torch.bfloat16 if sums else torch.float16, device), constants

@@ -36,7 +36,7 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
         return "two ranks use the same device"
     if len({view["kind"] for view in views}) > 1:
         return f"the ranks' devices differ: {', '.join(sorted({view['kind'] for view in views}))}"
-    visible = {torch.cuda.get_device_properties(i).uuid: i for i in range(torch.cuda.device_count())}
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = torch.cuda.current_device()
     strangers = [
         rank
@@ -64,7 +64,7 @@ def _view() -> dict:
     return {
         "problem": None,
         "host": host,
-        "uuid": properties.uuid,
+        "uuid": str(properties.uuid),
         "device": str(properties.uuid),
         "kind": f"{properties.name} with {properties.multi_processor_count} multiprocessors",
     }

@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
+from taco_kernels.symmetric_memory.matrices import load_matrix
 from taco_kernels.symmetric_memory.phases import encoded_tile, peer_slot, reduced_groups, slot_of, write_tile
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
 from taco_kernels.symmetric_memory.signals import publish, wait
-from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
+from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
 from taco_kernels.triton.wire import encode_groups
 
 
@@ -15,6 +16,8 @@ from taco_kernels.triton.wire import encode_groups
 def reduce_scatter_kernel(
     x,
     out,
+    to_wire,
+    from_wire,
     table,
     steps_done,
     memory,
@@ -41,9 +44,6 @@ def reduce_scatter_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
-    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    to_wire = sylvester(C, 1.0 / C.G, True, dot_type)
-    from_wire = sylvester(C, 1.0, False, tl.bfloat16)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -55,9 +55,10 @@ def reduce_scatter_kernel(
             step, first = done + i, (program + i * programs) * C.R
             slot = arrival(program, step, rank, E)
             wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            matrix = load_matrix(to_wire, C)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
-                h, b = encoded_tile(x, rank, piece, first, message, rows, random, to_wire, FLAGS, C)
+                h, b = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
                 encode_groups(h, b, peer_slot(table, piece, slot), zero, full, C)
             publish(table, data_flag(program, rank, E), step + 1, E)
         if i >= 1:
@@ -66,7 +67,7 @@ def reduce_scatter_kernel(
             slots = slot_of(memory, arrival(program, step, 0, E))
             h, _ = reduced_groups(slots, zero, full, rank * groups + first, random, random, E, C)
             if C.HADAMARD:
-                h = unshuffle(transform(shuffle(h, C), from_wire, C), C)
+                h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
             publish(table, ack_flag(program, rank, E), step + 1, E)
             write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)
     tl.store(steps_done + program, done + steps)
