@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 from megatron.compression.arguments import add_compression_arguments  # noqa: E402
 from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
 from megatron.compression.qwen.models import MODELS, model_from_args  # noqa: E402
+from tests.distributed.launch import environment, free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "qwen" / "pretrain_qwen_taco.sh"
@@ -27,11 +27,14 @@ SCRIPT = ROOT / "examples" / "qwen" / "pretrain_qwen_taco.sh"
 
 def run_script(path_first: str, *arguments: str, **variables: str) -> str:
     """What the script prints, with a folder put before all others on PATH."""
-    environment = {**os.environ, "PATH": f"{path_first}:{os.environ['PATH']}", **variables}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
-        environment.pop(name, None)
+    path = {"PATH": f"{path_first}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [str(SCRIPT), *arguments],
+        cwd=ROOT,
+        env=environment(**path, **variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -60,20 +63,8 @@ def test_every_model_has_a_full_size_command_line(echo_torchrun) -> None:
 
 
 def test_a_tiny_run_compresses_and_learns() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    log = run_script(
-        str(Path(sys.executable).parent),
-        *("--seed", "7"),
-        **{
-            "TINY": "1",
-            "QWEN_MODEL": "3-8b",
-            "TRAIN_ITERS": "12",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    tiny = {"TINY": "1", "QWEN_MODEL": "3-8b", "TRAIN_ITERS": "12", "MASTER_PORT": str(free_port())}
+    log = run_script(str(Path(sys.executable).parent), "--seed", "7", "--num-workers", "0", **tiny)
     assert "qwen: --qwen-model adds --group-query-attention" in log
     losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", log)]
     assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3

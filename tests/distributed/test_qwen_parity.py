@@ -2,8 +2,6 @@
 
 import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.distributed.launch import start
 from tests.distributed.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,19 +177,11 @@ def test_import_and_export_are_bitwise_inverses(family, parallel, parity) -> Non
     assert_same_tensors(folder / f"{family}-from-{parallel}", folder / family)
 
 
-def run(*command: str) -> str:
+def run(script: str, *arguments: str, processes: int = 1) -> str:
     """Run a script of the project on CPUs; returns what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        environment.pop(name, None)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(free.getsockname()[1])
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    done = start(script, *arguments, processes=processes).finish(timeout=240)
+    assert done.returncode == 0, done.output[-6000:]
+    return done.output
 
 
 def test_import_train_export_on_the_command_line(tmp_path) -> None:
@@ -199,14 +190,14 @@ def test_import_train_export_on_the_command_line(tmp_path) -> None:
     make_hugging_face_model("qwen3", source, torch.bfloat16)
     (source / "tokenizer.json").write_text("{}")
     run("scripts/convert_hf.py", "import", "--hf-dir", str(source), "--save", str(checkpoint))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_qwen.py"]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--seq-length", "40", "--split", "1,0,0"]
+    data += ["--num-workers", "0"]
     training = ["--bf16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3"]
     training += ["--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "10"]
     parallel = ["--tensor-model-parallel-size", "2", "--taco", "--taco-min-message-mb", "0"]
     folders = ["--load", str(checkpoint), "--save", str(tmp_path / "new"), "--save-interval", "3"]
     model = ["--qwen-model", str(source), "--max-position-embeddings", "48"]
-    log = run(*launcher, *model, *data, *training, *parallel, *folders)
+    log = run("pretrain_qwen.py", *model, *data, *training, *parallel, *folders, processes=2)
     assert "qwen: --qwen-model adds --num-layers 4 " in log
     assert "loading release distributed checkpoint" in log
     assert "no mask tensor is needed" in log
