@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.compression.codecs import Codec, build_codec
+from megatron.compression.collectives.symmetric import Transports
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
 from megatron.compression.telemetry import ErrorProbe, Ledger
 from megatron.compression.tensor_parallel.guard import ErrorGuard
@@ -32,6 +33,8 @@ class CompressionRuntime:
     """For tp.backward where ``--taco-backward-format`` asks for another one; None: the same."""
     guard: ErrorGuard | None = None
     """Follows ``--taco-error-bound``; None without it."""
+    transports: Transports | None = None
+    """Carry the payloads, as ``--taco-transport`` says."""
 
     def __post_init__(self) -> None:
         settings = self.config.tensor_parallel
@@ -39,6 +42,8 @@ class CompressionRuntime:
             self.tensor_parallel_codec = tensor_parallel_codec(settings, settings.taco_format)
             if settings.taco_backward_format is not None:
                 self.backward_codec = tensor_parallel_codec(settings, settings.taco_backward_format)
+        if self.transports is None:
+            self.transports = Transports(settings.taco_transport)
         if self.guard is None and settings.taco_error_bound is not None:
             self.guard = ErrorGuard(settings.taco_error_bound, settings.taco_group_size)
 

@@ -149,6 +149,34 @@ def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded:
     return out
 
 
+def all_reduce_stores(numel: int, nbytes: int, config: CodecConfig, world_size: int) -> dict[str, int]:
+    """Bytes that a rank stores in its peers' memory in an all-reduce, by the exchange that they stand for.
+
+    Args:
+        numel, nbytes: values and bytes of the uncompressed tensor.
+        config, world_size: as for the call, whose ``algorithm`` is auto.
+    """
+    if choose_algorithm(nbytes, world_size) == "one-shot":
+        return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
+    piece = _tile_bytes(config.chunk_numel(numel, world_size), config)
+    return dict.fromkeys(("all_to_all", "all_gather"), (world_size - 1) * piece)
+
+
+def reduce_scatter_stores(numel: int, config: CodecConfig, world_size: int) -> dict[str, int]:
+    """As ``all_reduce_stores``, for a reduce-scatter of ``numel`` values."""
+    return {"all_to_all": (world_size - 1) * _tile_bytes(numel // world_size, config)}
+
+
+def all_gather_stores(numel: int, config: CodecConfig, world_size: int) -> dict[str, int]:
+    """As ``all_reduce_stores``, for an all-gather of ``numel`` values of each rank."""
+    return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
+
+
+def _tile_bytes(numel: int, config: CodecConfig) -> int:
+    """Bytes of the whole tiles that ``numel`` values travel in."""
+    return triton.cdiv(numel, TILE) * (TILE // config.group_size) * config.bytes_per_group()
+
+
 def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:
     dtype = dtype or like.dtype
     if out is None:

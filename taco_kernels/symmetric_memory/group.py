@@ -168,3 +168,15 @@ class SymmetricGroup:
     ) -> torch.Tensor:
         """See ``collectives.all_gather_encoded``."""
         return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, random, out)
+
+    def all_reduce_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
+        """See ``collectives.all_reduce_stores``."""
+        return collectives.all_reduce_stores(x.numel(), x.nbytes, config, self.world_size)
+
+    def reduce_scatter_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
+        """See ``collectives.reduce_scatter_stores``."""
+        return collectives.reduce_scatter_stores(x.numel(), config, self.world_size)
+
+    def all_gather_stores(self, shape: Sequence[int], config: CodecConfig) -> dict[str, int]:
+        """See ``collectives.all_gather_stores``; ``shape`` is one rank's."""
+        return collectives.all_gather_stores(torch.Size(shape).numel(), config, self.world_size)

@@ -3,6 +3,7 @@
 from megatron.compression.collectives.all_gather import all_gather, all_gather_encoded, encode_slice
 from megatron.compression.collectives.all_reduce import all_reduce
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
+from megatron.compression.collectives.symmetric import SymmetricTransport, TransportError, Transports
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.uncompressed import (
     uncompressed_all_gather,
@@ -13,7 +14,10 @@ from megatron.compression.collectives.work import CompressedWork
 
 __all__ = [
     "CompressedWork",
+    "SymmetricTransport",
     "TorchTransport",
+    "TransportError",
+    "Transports",
     "all_gather",
     "all_gather_encoded",
     "all_reduce",

@@ -55,6 +55,9 @@ def all_gather_encoded(
         shape, dtype: of this rank's tensor, not empty.
         codec, transport, async_op, key: as in ``all_gather``.
     """
+    if transport.fuses(codec):
+        handle = transport.fused_all_gather(wire, shape, dtype, codec, key)
+        return handle if async_op else handle.wait()
     shard = torch.Size(shape).numel()
     full_shape = (transport.world_size * shape[0], *shape[1:])
     gathered, work = transport.all_gather(wire.reshape(-1), async_op=async_op)

@@ -31,6 +31,9 @@ def all_reduce(
     world_size, rank = transport.world_size, transport.rank
     if world_size == 1 or x.numel() == 0:
         return completed(x) if async_op else x
+    if transport.fuses(codec):
+        handle = transport.fused_all_reduce(x, codec, key)
+        return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)
     wires = codec.encode(x, world_size, Stream(key, rank))

@@ -36,6 +36,9 @@ def reduce_scatter(
     if world_size == 1 or x.numel() == 0:
         result = x.reshape(shape)
         return completed(result) if async_op else result
+    if transport.fuses(codec):
+        handle = transport.fused_reduce_scatter(x, codec, key)
+        return handle if async_op else handle.wait()
     dtype = x.dtype
     shard = x.numel() // world_size
     piece = codec.chunk_numel(shard)

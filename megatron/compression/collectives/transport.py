@@ -27,6 +27,10 @@ class TorchTransport:
         self.rank = group.rank()
         self.on_send = on_send
 
+    def fuses(self, codec) -> bool:
+        """Whether ``fused_all_reduce`` and its like exist and take this codec; see symmetric.py."""
+        return False
+
     def all_to_all(
         self, wires: torch.Tensor, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:

@@ -8,7 +8,9 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import print_rank_0
 
+from megatron.compression.collectives import TransportError
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.layers import (
@@ -44,7 +46,20 @@ def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) 
     """
     for chunk in model:
         _bind_chunk(chunk, runtime)
+        if runtime.tensor_parallel_codec is not None:
+            _prepare_transports(chunk, runtime)
     return model
+
+
+def _prepare_transports(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
+    for module in chunk.modules():
+        if getattr(module, "site", None) is not None:
+            try:
+                line = runtime.transports.prepare(module.site.group)
+            except TransportError as error:
+                raise CompressionConfigError(str(error)) from None
+            if line is not None:
+                print_rank_0(f"compression: {line}")
 
 
 def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:

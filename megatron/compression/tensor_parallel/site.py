@@ -135,7 +135,7 @@ class TensorParallelSite:
         def on_send(operation: str, sent: int) -> None:
             ledger.record(channel, "compressed", operation, sent, 0)
 
-        return TorchTransport(self.group, on_send)
+        return self.runtime.transports.transport(self.group, on_send)
 
     def _guard(self, channel: str, tensor: torch.Tensor, codec: Codec, key: int) -> None:
         """Let the error guard measure what is encoded, when it is due."""
