@@ -195,6 +195,16 @@ def test_arguments_of_another_model_are_refused(change, message, parser) -> None
         model_from_args(parser.parse_args(arguments))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "vocabulary"),
+    [((512, 640), 512), ((151936, 151680), 151680), ((None, 640), 640), ((512, None), 512)],
+)
+def test_vocabulary_of_trained_arguments(sizes, vocabulary, parser) -> None:
+    args = parser.parse_args(expand(["--qwen-model", "3-8b"])[0])
+    args.vocab_size, args.padded_vocab_size = sizes
+    assert model_from_args(args).vocabulary == vocabulary
+
+
 def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
     with pytest.raises(QwenError, match=r"there is no Megatron checkpoint"):
         newest_iteration(str(tmp_path))

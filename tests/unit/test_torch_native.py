@@ -504,3 +504,20 @@ def test_the_block_takes_sequence_parallelism() -> None:
     norms = [name for name in marks if "layernorm" in name]
     assert len(norms) == 2 * (2 * len(model.decoder.layers) + 1)
     assert all(marks[name] is True for name in norms)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+)
+def test_recomputation_draws_the_same_dropout(recompute) -> None:
+    """Attention dropout is redrawn from the state that the first forward began with."""
+    losses = []
+    for settings in ({}, recompute):
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        model = build(gpt_layer_spec, **MODELS["qwen"], attention_dropout=0.3, **settings)
+        losses.append(train(model, with_mask=False, iterations=4))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)

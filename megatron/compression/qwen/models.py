@@ -177,7 +177,8 @@ def model_from_args(args: Namespace) -> QwenModel:
         heads=args.num_attention_heads,
         groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        vocabulary=args.vocab_size or args.padded_vocab_size,
+        # Padded from a tokenizer with fewer tokens than --vocab-size says, the padded size is the smaller.
+        vocabulary=min(size for size in (args.vocab_size, args.padded_vocab_size) if size),
         tied=not args.untie_embeddings_and_output_weights,
         norm_epsilon=args.layernorm_epsilon,
         rotary_base=int(args.rotary_base),

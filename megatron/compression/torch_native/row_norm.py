@@ -1,8 +1,8 @@
 """RMS norm of short rows, for queries and keys.
 
-torch's kernel gives each row a thread block, which leaves most of it idle at a head's 64 or 128 values: on an
-H200, [65536, 128] in bf16 takes eight times as long as these compiled expressions. From about a thousand
-values on torch's is as fast, with less work for the host.
+torch's kernel gives each row a thread block, which leaves most of it idle at a head's 64 or 128 values. On an
+H200 in bf16, forward and backward of [65536, 128] take it 278 us and these compiled expressions 73 us, of
+[65536, 64] 241 and 22; the host needs 150 us more. For long rows torch's is as fast.
 """
 
 import torch
