@@ -1,0 +1,34 @@
+"""Megatron in the test's own process: one rank, on the GPU where there is one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import host
+
+host.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
+from tests.distributed.tiny_gpt import transformer_config  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    """Megatron's process groups in this process alone; tensors on the GPU where there is one."""
+    torch.set_default_device(DEVICE)
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    torch.set_default_device(None)
+
+
+def config(**changes):
+    """The tiny model's config, one rank."""
+    return transformer_config(1, **changes)

@@ -1,0 +1,213 @@
+"""Models of torch-native layers against megatron-core's local spec, and the flags that choose among them."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron import host
+
+host.install()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.training import arguments  # noqa: E402
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
+
+from megatron.compression.tensor_parallel.spec import gpt_layer_spec  # noqa: E402
+from megatron.compression.torch_native import (  # noqa: E402
+    SDPACoreAttention,
+    add_native_defaults,
+    apply_native_defaults,
+    fill_rope_fusion_slot,
+    leave_out_causal_mask,
+)
+from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
+
+
+def megatron_core_layers(model_config: GPTModelConfig):
+    """megatron-core's local spec; its QK norm needs apex, so torch's takes its place."""
+    settings = model_config.transformer
+    spec = get_gpt_layer_local_spec(normalization=settings.normalization)
+    if settings.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
+    return spec
+
+
+def build(layer_spec, **changes) -> torch.nn.Module:
+    """A tiny model with weights that depend on the seed alone."""
+    torch.manual_seed(11)
+    gpt_config = GPTModelConfig(
+        transformer=config(**changes),
+        transformer_layer_spec=layer_spec,
+        vocab_size=64,
+        seq_length=24,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(gpt_config).build_model(groups, pre_process=True, post_process=True).to(DEVICE)
+
+
+def train(model: torch.nn.Module, with_mask: bool, iterations: int = 10) -> list[float]:
+    """Losses of a few Adam steps on random tokens."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    mask = torch.ones(24, 24).triu(1).bool()[None, None] if with_mask else None
+    losses = []
+    for iteration in range(iterations):
+        generator = torch.Generator(DEVICE).manual_seed(iteration % 3)
+        tokens = torch.randint(0, 64, (2, 25), generator=generator)
+        positions = torch.arange(24).expand(2, -1)
+        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+MODELS = {
+    "gpt": {"normalization": "LayerNorm"},
+    "qwen": {
+        "normalization": "RMSNorm",
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_iterations_give_megatron_cores_losses(name) -> None:
+    """fp32: the torch-native block against megatron-core's local spec, from the same weights."""
+    reference = build(megatron_core_layers, **MODELS[name])
+    wanted = train(reference, with_mask=True)
+    assert isinstance(reference.decoder.layers[0].self_attention.core_attention, DotProductAttention)
+    for with_mask in (False, True):
+        model = build(gpt_layer_spec, **MODELS[name])
+        assert isinstance(model.decoder.layers[0].self_attention.core_attention, SDPACoreAttention)
+        assert model.state_dict().keys() == reference.state_dict().keys()
+        losses = train(model, with_mask)
+        torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
+    assert wanted[-1] < wanted[0] - 0.3, "it must really have trained"
+
+
+def test_attention_backend_local_selects_megatron_cores(monkeypatch) -> None:
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the model notes its backend here, for Transformer Engine
+        monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
+    model = build(gpt_layer_spec, attention_backend=AttnBackend.local)
+    for layer in model.decoder.layers:
+        assert type(layer.self_attention.core_attention) is DotProductAttention
+
+
+def test_the_block_takes_sequence_parallelism() -> None:
+    """Every norm is ours, marked, final one included (building only: one rank has nothing to scatter)."""
+    settings = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(config(**settings), 8)
+    model = build(gpt_layer_spec, **settings)
+    marks = {name: getattr(p, "sequence_parallel", None) for name, p in model.named_parameters()}
+    norms = [name for name in marks if "layernorm" in name]
+    assert len(norms) == 2 * (2 * len(model.decoder.layers) + 1)
+    assert all(marks[name] is True for name in norms)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+)
+def test_recomputation_draws_the_same_dropout(recompute) -> None:
+    """Attention dropout is redrawn from the state that the first forward began with."""
+    losses = []
+    for settings in ({}, recompute):
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        model = build(gpt_layer_spec, **MODELS["qwen"], attention_dropout=0.3, **settings)
+        losses.append(train(model, with_mask=False, iterations=4))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+
+
+def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
+        config(apply_rope_fusion=True)
+    assert fill_rope_fusion_slot() and fill_rope_fusion_slot()
+    wanted = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
+    monkeypatch.delattr(rope_utils, "_apply_rotary_pos_emb_bshd")  # the unfused path cannot run
+    losses = train(build(gpt_layer_spec, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)
+    torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
+
+
+def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
+    args = Namespace(
+        transformer_impl="local", reset_attention_mask=False, create_attention_mask_in_dataloader=True
+    )
+    assert "--no-create-attention-mask-in-dataloader" in leave_out_causal_mask(args)
+    assert not args.create_attention_mask_in_dataloader
+    assert leave_out_causal_mask(args) is None
+    for change in ({"reset_attention_mask": True}, {"transformer_impl": "transformer_engine"}):
+        args = Namespace(
+            **{
+                **vars(args),
+                "create_attention_mask_in_dataloader": True,
+                "reset_attention_mask": False,
+                **change,
+            }
+        )
+        assert leave_out_causal_mask(args) is None
+        assert args.create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize("spec", [[], ["--spec", "local"], ["--spec", "a.module", "a_spec"]])
+def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
+    """Megatron's own validation, which fails without `--spec local`."""
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
+    flags += " --max-position-embeddings 8 --transformer-impl local --attention-backend local"
+    monkeypatch.setattr("sys.argv", ["program", *flags.split(), *spec])
+    if not spec:
+        with pytest.raises(TypeError):
+            arguments.validate_args(arguments.parse_args())
+    args = arguments.parse_args(add_native_defaults)
+    if spec[1:] != ["a.module", "a_spec"]:
+        arguments.validate_args(args)
+    apply_native_defaults(args, [])
+    assert args.spec == (["a.module", "a_spec"] if len(spec) == 3 else None)
+    assert args.attention_backend is AttnBackend.local
+
+
+def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    for has_cuda, changes, command_line, fused in (
+        (True, {}, [], True),
+        (True, {}, ["--no-rope-fusion"], False),
+        (True, {"rotary_interleaved": True}, [], False),
+        (True, {"position_embedding_type": "learned_absolute"}, [], False),
+        (True, {"transformer_impl": "transformer_engine"}, [], False),
+        (False, {}, [], False),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        args = Namespace(
+            transformer_impl="local",
+            reset_attention_mask=False,
+            create_attention_mask_in_dataloader=False,
+            position_embedding_type="rope",
+            rotary_interleaved=False,
+            apply_rope_fusion=False,
+            spec=None,
+        )
+        vars(args).update(changes)
+        lines = apply_native_defaults(args, command_line)
+        assert args.apply_rope_fusion is fused
+        assert len(lines) == fused
+        assert apply_native_defaults(args, command_line) == []
