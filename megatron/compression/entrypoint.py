@@ -38,7 +38,8 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     Layers default to megatron-core's local implementation; Transformer Engine is used only when asked for.
 
     Raises:
-        InputError: Transformer Engine asked for and absent, a data flag not served here, a damaged dataset.
+        InputError: Transformer Engine asked for and absent, a flag that needs it, a data flag not served,
+            a damaged dataset.
     """
 
     def extra_args(parser: ArgumentParser) -> ArgumentParser:
@@ -50,6 +51,7 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     preflight.check_supported_data(args)
     preflight.check_datasets(args)
     overrides = host.cpu_argument_overrides(args) if host.is_active() else []
+    preflight.check_local_layers(args)
     for line in overrides + missing_extension_overrides(args):
         print_rank_0(line)
     return args
@@ -188,7 +190,10 @@ class ForwardStep:
 
     def __call__(self, data_iterator, model):
         """Returns: (per-token losses or the stage's output, the loss function)."""
-        self.runtime.iteration = get_args().curr_iteration
+        args = get_args()
+        self.runtime.iteration = getattr(
+            args, "curr_iteration", args.iteration
+        )  # --skip-train sets the latter
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")

@@ -12,6 +12,10 @@ _OVERRIDES = {
     "bias_dropout_fusion": (False, "--no-bias-dropout-fusion", "a GPU kernel"),
     "apply_rope_fusion": (False, "--no-rope-fusion", "needs Transformer Engine"),
     "no_persist_layer_norm": (True, "--no-persist-layer-norm", "needs apex"),
+    "tp_comm_overlap": (False, "no --tp-comm-overlap", "needs Transformer Engine"),
+    "optimizer_cuda_graph": (False, "no --optimizer-cuda-graph", "CUDA graphs"),
+    "record_memory_history": (False, "no --record-memory-history", "records CUDA memory"),
+    "nccl_ub": (False, "no --use-nccl-ub", "NCCL needs GPUs"),
 }
 
 
@@ -26,4 +30,19 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
         if getattr(args, name) != value:
             setattr(args, name, value)
             said.append(f"running without CUDA: {flag} ({reason})")
+    if args.cuda_graph_impl != "none":
+        _leave_out_cuda_graphs(args)
+        said.append("running without CUDA: --cuda-graph-impl none")
+    if args.profile and not args.use_pytorch_profiler:
+        args.profile = False
+        said.append("running without CUDA: no --profile (Nsight follows CUDA; --use-pytorch-profiler works)")
     return said
+
+
+def _leave_out_cuda_graphs(args: Namespace) -> None:
+    from megatron.core.transformer.enums import InferenceCudaGraphScope
+
+    args.cuda_graph_impl = "none"
+    args.cuda_graph_modules = []
+    args.inference_cuda_graph_scope = InferenceCudaGraphScope.none
+    args.te_rng_tracker = False

@@ -44,6 +44,26 @@ def check_transformer_engine(transformer_impl: str) -> None:
         )
 
 
+# What megatron-core's local layers would ignore, or end in a trace: argument -> (value without it, flag).
+_NEEDS_TRANSFORMER_ENGINE = {
+    "fp8": (None, "--fp8-format"),
+    "fp4": (None, "--fp4-format"),
+    "context_parallel_size": (1, "--context-parallel-size"),
+    "use_precision_aware_optimizer": (False, "--use-precision-aware-optimizer"),
+    "tp_comm_overlap": (False, "--tp-comm-overlap"),
+}
+
+
+def check_local_layers(args: Namespace) -> None:
+    """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
+    if args.transformer_impl != "local":
+        return
+    for name, (off, flag) in _NEEDS_TRANSFORMER_ENGINE.items():
+        if getattr(args, name, off) != off:
+            add = "--transformer-impl transformer_engine"
+            raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
+
+
 def check_supported_data(args: Namespace) -> None:
     """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
     unsupported = {

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import psutil
 import pytest
@@ -132,6 +133,25 @@ class TestTransformerEngine:
         assert len(run.errors()) == 1
         assert "--transformer-impl local" in run.errors()[0]
         assert "Traceback" not in run.output
+
+
+class TestLocalLayers:
+    @pytest.mark.parametrize(
+        ("name", "value", "flag"),
+        [
+            ("fp8", "hybrid", "--fp8-format"),
+            ("context_parallel_size", 2, "--context-parallel-size"),
+            ("tp_comm_overlap", True, "--tp-comm-overlap"),
+        ],
+    )
+    def test_what_needs_transformer_engine_is_refused(self, name, value, flag):
+        args = Namespace(transformer_impl="local", fp8=None, context_parallel_size=1, tp_comm_overlap=False)
+        preflight.check_local_layers(args)
+        setattr(args, name, value)
+        with pytest.raises(InputError, match=f"{flag} needs Transformer Engine"):
+            preflight.check_local_layers(args)
+        args.transformer_impl = "transformer_engine"
+        preflight.check_local_layers(args)
 
 
 def test_megatrons_own_checks_are_one_line_too():
