@@ -13,12 +13,11 @@ from megatron.compression import entrypoint  # noqa: E402
 from megatron.compression.arguments import add_compression_arguments  # noqa: E402
 from megatron.compression.config import CompressionConfigError  # noqa: E402
 from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
-from megatron.compression.torch_native import add_native_defaults, apply_native_defaults  # noqa: E402
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """All flags that are not Megatron's."""
-    return add_native_defaults(add_qwen_arguments(add_compression_arguments(parser)))
+    return add_qwen_arguments(add_compression_arguments(parser))
 
 
 def main() -> None:
@@ -28,10 +27,7 @@ def main() -> None:
             sys.argv[1:], added = expand(sys.argv[1:])
             if os.environ.get("RANK", "0") == "0":
                 print(f"qwen: --qwen-model adds {' '.join(added)}", flush=True)
-        args = entrypoint.parse_arguments(add_arguments)
-        for line in apply_native_defaults(args, sys.argv):
-            entrypoint.print_rank_0(line)
-        entrypoint.run(args)
+        entrypoint.run(entrypoint.parse_arguments(add_arguments))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ pins = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
     packages=find_namespace_packages(include=["megatron.compression*", "megatron.host*", "taco_kernels*"]),
-    py_modules=["pretrain_gpt"],
+    py_modules=["pretrain_gpt", "pretrain_qwen"],
     install_requires=[
         *pins,
         # megatron-core imports these without declaring them.
@@ -23,6 +23,7 @@ setup(
         "numpy",
         "packaging",
         "sentencepiece",
+        "safetensors",
         "tqdm",
         "transformers",  # --tokenizer-type HuggingFaceTokenizer
         "matplotlib",

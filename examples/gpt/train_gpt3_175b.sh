@@ -14,7 +14,7 @@
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   USE_TE=1         layers of Transformer Engine, with sequence parallelism (--taco needs USE_TE=0)
+#   USE_TE=1         Transformer Engine's layers, with sequence parallelism (--taco needs USE_TE=0)
 #   TP PP and every variable set with := below
 set -euo pipefail
 
@@ -82,16 +82,8 @@ MODEL_PARALLEL_ARGS=(
 if [ "$USE_TE" = 1 ]; then
     MODEL_PARALLEL_ARGS+=(--transformer-impl transformer_engine --sequence-parallel)
 else
-    # The fusions off here are CUDA extensions of Transformer Engine and apex. Local attention holds its
-    # scores in memory, hence the recomputation. No --sequence-parallel: megatron-core's local layers use
-    # torch's norms, which do not support it.
-    MODEL_PARALLEL_ARGS+=(
-        --transformer-impl local
-        --recompute-activations
-        --no-gradient-accumulation-fusion
-        --no-masked-softmax-fusion
-        --no-persist-layer-norm
-    )
+    # Torch-native layers: fused attention, no extension needed.
+    MODEL_PARALLEL_ARGS+=(--transformer-impl local)
 fi
 
 if [ -n "${DATA_PATH:-}" ]; then

@@ -84,16 +84,8 @@ MODEL_PARALLEL_ARGS=(
 if [ "$USE_TE" = 1 ]; then
     MODEL_PARALLEL_ARGS+=(--transformer-impl transformer_engine --sequence-parallel)
 else
-    # The fusions off here are CUDA extensions of Transformer Engine and apex. Local attention holds its
-    # scores in memory, hence the recomputation. No --sequence-parallel: megatron-core's local layers use
-    # torch's norms, which do not support it.
-    MODEL_PARALLEL_ARGS+=(
-        --transformer-impl local
-        --recompute-activations
-        --no-gradient-accumulation-fusion
-        --no-masked-softmax-fusion
-        --no-persist-layer-norm
-    )
+    # Torch-native layers: fused attention, no extension needed.
+    MODEL_PARALLEL_ARGS+=(--transformer-impl local)
 fi
 
 if [ -n "${DATA_PATH:-}" ]; then

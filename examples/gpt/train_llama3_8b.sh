@@ -15,7 +15,7 @@
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   USE_TE=1         layers of Transformer Engine, with sequence parallelism (--taco needs USE_TE=0)
+#   USE_TE=1         Transformer Engine's layers, with sequence parallelism (--taco needs USE_TE=0)
 #   CP               context parallelism, USE_TE=1 only
 #   TP PP and every variable set with := below
 set -euo pipefail
@@ -106,17 +106,8 @@ elif [ "$CP" != 1 ]; then
     echo "error: CP=$CP needs USE_TE=1: local attention has no context parallelism" >&2
     exit 2
 else
-    # The fusions off here are CUDA extensions of Transformer Engine and apex. Local attention holds its
-    # scores in memory, hence the recomputation. No --sequence-parallel: megatron-core's local layers use
-    # torch's norms, which do not support it.
-    MODEL_PARALLEL_ARGS+=(
-        --transformer-impl local
-        --recompute-activations
-        --no-gradient-accumulation-fusion
-        --no-masked-softmax-fusion
-        --no-persist-layer-norm
-        --no-rope-fusion
-    )
+    # Torch-native layers: fused attention, no extension needed.
+    MODEL_PARALLEL_ARGS+=(--transformer-impl local --sequence-parallel)
 fi
 
 if [ -n "${DATA_PATH:-}" ]; then

@@ -17,7 +17,7 @@
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   USE_TE=1         layers of Transformer Engine, with sequence parallelism (--taco needs USE_TE=0)
+#   USE_TE=1         Transformer Engine's layers, with sequence parallelism (--taco needs USE_TE=0)
 #   TP PP and every variable set with := below
 set -euo pipefail
 
@@ -53,6 +53,10 @@ esac
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}"
 : "${FFN_HIDDEN_SIZE:=${SHAPE[3]}}" "${NUM_GROUPS:=${SHAPE[4]}}" "${TIED:=${SHAPE[5]}}"
 : "${VOCAB_SIZE:=${SHAPE[6]}}" "${SEQ_LENGTH:=4096}"
+case $MODEL_SIZE in # as published for the base models
+    14B | 32B | 72B) : "${NORM_EPSILON:=1e-5}" ;;
+    *) : "${NORM_EPSILON:=1e-6}" ;;
+esac
 : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=128}" "${TRAIN_ITERS:=100000}" "${LR_DECAY_ITERS:=100000}"
 : "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}" "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}"
 : "${CHECKPOINT_PATH=checkpoints/qwen2_5_${MODEL_SIZE,,}}"
@@ -80,7 +84,7 @@ GPT_MODEL_ARGS=(
     --rotary-base 1000000
     --rotary-percent 1.0
     --normalization RMSNorm
-    --norm-epsilon 1e-6
+    --norm-epsilon "$NORM_EPSILON"
     --swiglu
     --disable-bias-linear
     --add-qkv-bias
@@ -118,17 +122,8 @@ MODEL_PARALLEL_ARGS=(
 if [ "$USE_TE" = 1 ]; then
     MODEL_PARALLEL_ARGS+=(--transformer-impl transformer_engine --sequence-parallel)
 else
-    # The fusions off here are CUDA extensions of Transformer Engine and apex. Local attention holds its
-    # scores in memory, hence the recomputation. No --sequence-parallel: megatron-core's local layers use
-    # torch's norms, which do not support it.
-    MODEL_PARALLEL_ARGS+=(
-        --transformer-impl local
-        --recompute-activations
-        --no-gradient-accumulation-fusion
-        --no-masked-softmax-fusion
-        --no-persist-layer-norm
-        --no-rope-fusion
-    )
+    # Torch-native layers: fused attention, no extension needed.
+    MODEL_PARALLEL_ARGS+=(--transformer-impl local --sequence-parallel)
 fi
 
 if [ -n "${DATA_PATH:-}" ]; then

@@ -4,6 +4,7 @@ Import it after `megatron.host.install()`: it loads megatron.training.
 """
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron import host
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.weave import weave
 from megatron.host import preflight
 
@@ -43,6 +45,7 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     """
 
     def extra_args(parser: ArgumentParser) -> ArgumentParser:
+        parser = add_native_defaults(parser)
         parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
         return add_arguments(parser) if add_arguments is not None else parser
 
@@ -52,7 +55,8 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     preflight.check_datasets(args)
     overrides = host.cpu_argument_overrides(args) if host.is_active() else []
     preflight.check_local_layers(args)
-    for line in overrides + missing_extension_overrides(args):
+    overrides += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
+    for line in overrides:
         print_rank_0(line)
     return args
 
