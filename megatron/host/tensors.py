@@ -1,7 +1,7 @@
 """Tensors that Megatron asks to live on "cuda" are made on the CPU.
 
 The factory functions are wrapped one by one. A TorchFunctionMode would reach the same call sites with one
-class, but it intercepts every operation of the forward and backward pass as well.
+class, but it intercepts every other operation as well: a tiny model's iteration takes a quarter longer.
 """
 
 import functools

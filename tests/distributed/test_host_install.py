@@ -1,0 +1,97 @@
+"""What `host.install()` replaces, and what it leaves alone. In processes of their own: it changes torch."""
+
+import json
+import subprocess
+import sys
+
+from tests.distributed.launch import REPO, environment
+
+
+def evaluate(code: str) -> dict:
+    """Run `code` in a fresh interpreter and return the dict `seen` that it fills."""
+    program = f"import json, torch\nfrom megatron import host\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        **{"cwd": REPO, "env": environment(LOCAL_WORLD_SIZE="4"), "capture_output": True, "text": True},
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+WITHOUT_CUDA = """
+seen["first"] = host.install()
+names = ("zeros", "tensor", "randn")
+before = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.current_device]
+seen["second"] = host.install()
+after = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.current_device]
+seen["idempotent"] = all(a is b for a, b in zip(before, after))
+seen["cuda still absent"] = not torch.cuda.is_available()
+made = [
+    torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 0)),
+    torch.empty(2, device=torch.cuda.current_device()), torch.ones(2, pin_memory=True).cuda(),
+    torch.ones(2).to("cuda"), torch.ones(2).to(device="cuda", dtype=torch.bfloat16),
+    torch.nn.Linear(2, 2).cuda().weight, torch.ones(2).new_zeros(3, device="cuda"),
+]
+seen["devices"] = sorted({str(tensor.device) for tensor in made})
+seen["kept dtype"] = str(made[5].dtype)
+one = torch.ones(1)
+seen["type"] = [one.type(), one.bfloat16().type(), one.type("torch.IntTensor").type()]
+seen["ranks on this host"] = torch.cuda.device_count()
+
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+tracker = CudaRNGStatesTracker()
+torch.manual_seed(1)
+alone = torch.rand(2).tolist()
+for name, seed in (("a", 10), ("b", 20)):
+    torch.manual_seed(seed)
+    seen[name] = torch.rand(4).tolist()
+    tracker.add(name, seed)
+torch.manual_seed(1)
+drawn = {"a": [], "b": []}
+with tracker.fork("a"):
+    drawn["a"] += torch.rand(2).tolist()
+    with tracker.fork("b"):
+        drawn["b"] += torch.rand(4).tolist()
+    drawn["a"] += torch.rand(1).tolist()
+with tracker.fork("a"):
+    drawn["a"] += torch.rand(1).tolist()
+seen["drawn"] = drawn
+seen["outside"] = [alone, torch.rand(2).tolist()]
+"""
+
+
+def test_without_cuda():
+    seen = evaluate(WITHOUT_CUDA)
+    assert seen["first"] is seen["second"] is True
+    assert seen["idempotent"] and seen["cuda still absent"]
+    assert seen["devices"] == ["cpu"]
+    assert seen["kept dtype"] == "torch.bfloat16"
+    assert seen["type"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.cuda.IntTensor"]
+    assert seen["ranks on this host"] == 4
+    # Each stream of the tracker goes on where it stopped, nested or not, and the outer one does not notice.
+    assert seen["drawn"] == {"a": seen["a"], "b": seen["b"]}
+    assert seen["outside"][0] == seen["outside"][1]
+
+
+WITH_CUDA = """
+torch.cuda.is_available = lambda: True
+def replaced():
+    holders = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.nn.Module]
+    return {(id(holder), name): id(value) for holder in holders for name, value in list(vars(holder).items())
+            if callable(value) and not isinstance(value, type) and not name.startswith("_")}
+import megatron.core.optimizer.distrib_optimizer as module
+before = replaced()
+seen["installed"] = host.install()
+after = replaced()
+seen["changed"] = sorted(key[1] for key, value in before.items() if after.get(key) != value)
+seen["active"] = host.is_active()
+import megatron.core.datasets.utils as utils
+seen["helpers"] = utils.compile_helpers()
+"""
+
+
+def test_with_cuda_torch_is_left_alone():
+    seen = evaluate(WITH_CUDA)
+    assert seen["installed"] is seen["active"] is False
+    assert seen["changed"] == []
+    assert seen["helpers"] is None  # the original would look for a Makefile and end the process
