@@ -44,6 +44,7 @@ host.install()
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_args, validate_args
 from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
+from megatron.compression.extensions import missing_extension_overrides
 
 def parameters(args):
     h, kv = args.hidden_size, args.kv_channels
@@ -70,6 +71,7 @@ for name, words in json.load(sys.stdin).items():
     sys.argv = ["pretrain_gpt.py", *flags]
     args = parse_args(add_compression_arguments)
     validate_args(args)
+    missing_extension_overrides(args)
     args.padded_vocab_size = args.vocab_size
     compression = compression_config_from_args(args)
     transformer = gpt_config_from_args(args).transformer
