@@ -102,15 +102,46 @@ def check_datasets(args: Namespace) -> None:
     if not prefixes:
         raise InputError("no training data: give --data-path PREFIX, or --mock-data for made-up data")
     for prefix in dict.fromkeys(prefixes):
-        if "://" not in prefix:  # object storage: read when the dataset opens it
-            check_indexed_dataset(prefix)
+        if "://" in prefix:  # object storage: read when the dataset opens it
+            continue
+        sequences = check_indexed_dataset(prefix)
+        if blend is not None:
+            check_split(prefix, args.split, sequences)
 
 
-def check_indexed_dataset(prefix: str) -> None:
+def check_split(prefix: str, split: str, sequences: int) -> None:
+    """Check that each non-zero share of `--split` receives a document: Megatron never ends on an empty one.
+
+    Args:
+        prefix: the dataset, for the message.
+        split: shares of training, validation and test, such as "99,1,0".
+        sequences: documents in the dataset.
+
+    Raises:
+        InputError: naming the share.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, share in zip(("training", "validation", "test"), matrix, strict=True):
+        if share is not None and round(share[0] * sequences) == round(share[1] * sequences):
+            raise InputError(
+                f"--split {split}: the {name} share of {prefix} ({sequences} documents) is empty; give it a "
+                "larger share or 0"
+            )
+
+
+def check_indexed_dataset(prefix: str) -> int:
     """Check that PREFIX.idx and PREFIX.bin exist and agree in size.
 
     The index holds, after its header: a length (int32) and an offset (int64) for each sequence, and one int64
     for each document. The last sequence ends the .bin file.
+
+    Returns:
+        The number of sequences.
 
     Raises:
         InputError: naming the file and what to do.
@@ -145,3 +176,4 @@ def check_indexed_dataset(prefix: str) -> None:
     size = data.stat().st_size
     if size < expected:
         raise InputError(f"--data-path {prefix}: {data} is truncated, {size} of {expected} bytes: {again}")
+    return sequences

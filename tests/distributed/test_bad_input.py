@@ -58,6 +58,14 @@ class TestDatasets:
         with pytest.raises(InputError, match="not an index"):
             preflight.check_indexed_dataset(str(tmp_path / "data"))
 
+    def test_a_share_without_a_document_is_refused(self):
+        preflight.check_split("data", "90,10,0", 10)
+        preflight.check_split("data", "'9,1'", 10)
+        with pytest.raises(
+            InputError, match=r"--split 949,50,1: the test share of data \(10 documents\) is empty"
+        ):
+            preflight.check_split("data", "949,50,1", 10)
+
     def test_an_empty_dataset_is_refused(self, tmp_path):
         write_dataset(tmp_path / "data", lengths=())
         with pytest.raises(InputError, match="empty"):
