@@ -56,27 +56,28 @@ def random_tile(random: Stream, first: int, groups: int, config: CodecConfig, de
 
 
 def dither(b: torch.Tensor) -> torch.Tensor:
-    """What a decoder subtracts from codes that were dithered with bytes b: fp32 in [-1/2, 1/2)."""
-    return (b - 128).float() / 256
+    """What a decoder subtracts from codes that were dithered with bytes b: fp32 in (-1/2, 1/2)."""
+    return (b - 127.5) / 256
 
 
-def round_to_grid(v: torch.Tensor, config: CodecConfig, b: torch.Tensor | None) -> torch.Tensor:
-    """Codes uint8[groups, G] of v fp32[groups, G] in units of the step; b: random bytes, None for nearest.
+def round_to_grid(
+    h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig, b: torch.Tensor | None
+) -> torch.Tensor:
+    """Codes uint8[groups, G] of h fp32[groups, G] / step fp32[groups, 1]; b: random bytes, None for nearest.
 
-    Random rounding works in fixed point with 8 bits behind the point: floor((256 v + b) / 256). What stays
-    biased is 8 bits finer than the grid, below bf16's own resolution; multiples of the step are never moved.
+    Random rounding works in fixed point with 8 bits behind the point, q = floor((256 v + b) / 256). What
+    stays biased is 8 bits finer than the grid, below bf16's own resolution; multiples of the step never move.
     |v| <= qmax up to the rounding of one product, so the clamp is for NaN and infinity alone, which only
     groups with a NaN step have; their codes mean nothing.
     """
-    v = v.nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
-    if not config.is_float:
-        if b is None:
-            q = torch.round(v).int()
-        else:  # half a unit off 256 v centres (b - 128) / 256, the dither that the decoder subtracts
-            fixed = v * 256 - 0.5 if config.rounding == "dither" else v * 256
-            q = (torch.round(fixed).int() + b) >> 8
+    if (
+        not config.is_float
+    ):  # the product is rounded once, to the integer: a fused multiply-add, exact in fp64
+        v = (h.double() * inverse.double()).nan_to_num(nan=0.0).clamp(-2 * config.qmax, 2 * config.qmax)
+        q = torch.round(v).int() if b is None else (torch.round(v * 256).int() + b) >> 8
         bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
-        return (q + bias).to(torch.uint8)
+        return (q.clamp(-config.qmax, config.qmax) + bias).to(torch.uint8)
+    v = (h * inverse).nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
     # fp8: n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the
     # binade's first code, also where it carries into the next one or where the number is subnormal.
     mantissa, lowest = (3, 121) if config.format == "fp8-e4m3" else (2, 113)  # biased exponent of min normal
@@ -147,7 +148,7 @@ def encode_groups(
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
     b = None if config.rounding == "nearest" else random_tile(random, first, len(h), config, h.device)
-    codes = round_to_grid(h * inverse.masked_fill(bad, 0.0)[:, None], config, b)
+    codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config, b)
     wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config), *scales]])
     return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
 

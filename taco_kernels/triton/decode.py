@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
-from taco_kernels.triton.rounding import dither
+from taco_kernels.triton.rounding import dither, dither16
 from taco_kernels.triton.tensor import store_tile
 from taco_kernels.triton.wire import decode_groups
 
@@ -24,10 +24,11 @@ def decode_tile(
     else:
         h = q.to(tl.float32)
     if C.DITHER:
-        u = dither(random, 0, group, C)
         if C.HADAMARD:  # q - u can need 17 bits, more than fp16 has; apart each is exact, and so is the sum
-            u = transform(shuffle(u.to(tl.float16), C), matrix, C)
-        h = h - u
+            u = transform(shuffle(dither16(random, 0, group, C), C), matrix, C)
+            h = tl.fma(u, -0.0625, h)
+        else:
+            h = h - dither(random, 0, group, C)
     h = h * step[:, None]
     if C.HADAMARD:
         h = unshuffle(h, C)

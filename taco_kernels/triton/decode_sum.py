@@ -6,7 +6,8 @@ import triton.language as tl
 from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.triton.rounding import dither, random_tile
 from taco_kernels.triton.tensor import store_tile
-from taco_kernels.triton.wire import decode_groups, encode_groups
+from taco_kernels.triton.unpacking import add_products, load_code_words, magic_bits
+from taco_kernels.triton.wire import decode_groups, encode_groups, load_step
 
 
 @triton.jit
@@ -21,14 +22,31 @@ def add_sender(total, wires, sender, wire_stride, first, groups, random, C: tl.c
 @triton.jit
 def sum_senders(wires, wire_stride, first, groups, random, W: tl.constexpr, C: tl.constexpr):
     """fp32[R, G], summed in the order of the senders."""
-    total = tl.zeros([C.R, C.G], tl.float32)
-    if W <= 8:  # unrolled, so that the senders' loads are in flight together
-        for w in tl.static_range(0, W):
-            total = add_sender(total, wires, tl.full((), w, tl.int64), wire_stride, first, groups, random, C)
+    if C.INTEGER and not C.DITHER:
+        t0 = tl.zeros([C.R, C.G // 4], tl.float32)
+        t1, t2, t3 = t0, t0, t0
+        magic = magic_bits(groups)
+        if W <= 8:  # unrolled, so that the senders' loads are in flight together
+            for w in tl.static_range(0, W):
+                wire = wires + tl.full((), w, tl.int64) * wire_stride
+                words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+                t0, t1, t2, t3 = add_products(t0, t1, t2, t3, words, step, magic, C)
+        else:
+            for w in range(0, W):
+                wire = wires + (tl.full((), 0, tl.int64) + w) * wire_stride
+                words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+                t0, t1, t2, t3 = add_products(t0, t1, t2, t3, words, step, magic, C)
+        total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
     else:
-        for w in range(0, W):
-            sender = tl.full((), 0, tl.int64) + w
-            total = add_sender(total, wires, sender, wire_stride, first, groups, random, C)
+        total = tl.zeros([C.R, C.G], tl.float32)
+        if W <= 8:
+            for w in tl.static_range(0, W):
+                sender = tl.full((), w, tl.int64)
+                total = add_sender(total, wires, sender, wire_stride, first, groups, random, C)
+        else:
+            for w in range(0, W):
+                sender = tl.full((), 0, tl.int64) + w
+                total = add_sender(total, wires, sender, wire_stride, first, groups, random, C)
     return total
 
 

@@ -55,23 +55,39 @@ def split_bf16(x):
 
 
 @triton.jit
-def across_blocks(h, C: tl.constexpr):
-    """Butterflies over the 1, 2 or 4 blocks of each group: fp32[R * BLOCKS, POINT] -> fp32[R, G]."""
+def to_blocks(x, C: tl.constexpr):
+    """x[R, G] as [R * BLOCKS, POINT], a group's blocks in rows 8 apart, and 64 apart where there are 4.
+
+    An accumulator's rows r and r + 8, and r and r + 64, lie in the same thread.
+    """
+    LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
-        low, high = tl.split(tl.permute(tl.reshape(h, [C.R, 2, C.POINT]), [0, 2, 1]))
-        h = tl.permute(tl.join(low + high, low - high), [0, 2, 1])
+        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT]), [0, 2, 1, 3])
     elif C.BLOCKS == 4:
-        # [R, POINT, high bit of the block, low bit]; the nearer blocks first
-        low, high = tl.split(tl.permute(tl.reshape(h, [C.R, 2, 2, C.POINT]), [0, 3, 1, 2]))
-        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2]))
-        h = tl.permute(tl.join(low + high, low - high), [0, 3, 2, 1])
+        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT]), [2, 0, 3, 1, 4])
+    return tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
+
+
+@triton.jit
+def across_blocks(h, C: tl.constexpr):
+    """The last butterflies, over the blocks of each group: rows of to_blocks -> fp32[R, G]."""
+    LOW: tl.constexpr = 8 if C.R > 8 else C.R
+    if C.BLOCKS == 2:
+        low, high = tl.split(tl.permute(tl.reshape(h, [C.R // LOW, 2, LOW, C.POINT]), [0, 2, 3, 1]))
+        h = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+    elif C.BLOCKS == 4:
+        # [high bit of the block, R / LOW, low bit, LOW, POINT]; the nearer blocks first
+        h = tl.permute(tl.reshape(h, [2, C.R // LOW, 2, LOW, C.POINT]), [1, 3, 4, 0, 2])
+        low, high = tl.split(h)
+        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3]))
+        h = tl.permute(tl.join(low + high, low - high), [0, 1, 4, 3, 2])
     return tl.reshape(h, [C.R, C.G])
 
 
 @triton.jit
 def transform(x, matrix, C: tl.constexpr):
     """fp32[R, G] = x[R, G] (bf16, fp16 or fp32) times the Hadamard matrix of ``sylvester``."""
-    x = tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
+    x = to_blocks(x, C)
     if C.INTERPRET:  # the interpreter's product of 16-bit operands is wrong
         h = tl.dot(x.to(tl.float32), matrix.to(tl.float32))
     elif x.dtype == tl.float32:

@@ -28,25 +28,67 @@ def philox(block, stream, key):
 
 
 @triton.jit
-def random_tile(random, sender, group, C: tl.constexpr):
-    """int32[R, G] of 0..255 for the tile that starts with ``group``, of stream plus ``sender``.
+def byte_of(words, K: tl.constexpr, AROUND: tl.constexpr, SELECT: tl.constexpr, C: tl.constexpr):
+    """int32: byte K of each word in the place of a zero byte of the constant AROUND, in one instruction.
 
-    ``random`` is (key, stream, first block), int64 scalars; 16 elements a Philox block.
+    SELECT is that of PTX's prmt for K = 0: digit i names byte i of the result, 4-7 one of AROUND, 0 byte K.
+    """
+    PLACE: tl.constexpr = zero_digit(SELECT)
+    if C.INTERPRET:
+        result = (((words >> (8 * K)).to(tl.int32) & 0xFF) << (8 * PLACE)) | AROUND
+    else:
+        text: tl.constexpr = permutation(AROUND, SELECT + (K << (4 * PLACE)))
+        result = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    return result
+
+
+@triton.constexpr_function
+def zero_digit(select):
+    """Which hexadecimal digit of a selector is zero, the lowest being 0."""
+    return f"{select:04x}"[::-1].index("0")
+
+
+@triton.constexpr_function
+def permutation(around, select):
+    """PTX that picks bytes of the operand and a constant."""
+    return f"prmt.b32 $0, $1, {around}, {select};"
+
+
+@triton.jit
+def spread_bytes(random, sender, group, AROUND: tl.constexpr, SELECT: tl.constexpr, C: tl.constexpr):
+    """int32[R, G]: random bytes of the tile that starts with ``group``, each set into AROUND by byte_of.
+
+    ``random`` is (key, stream, first block), int64 scalars; ``sender`` is added to the stream. 16 elements a
+    Philox block.
     """
     key, stream, first = random
     block = first + group.to(tl.int64) * (C.G // 16) + tl.arange(0, C.R * C.G // 16)
     w0, w1, w2, w3 = philox(block, stream + sender, key)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    b = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24)) & 0xFF
-    return tl.reshape(b, [C.R, C.G]).to(tl.int32)
+    b0, b1 = byte_of(words, 0, AROUND, SELECT, C), byte_of(words, 1, AROUND, SELECT, C)
+    b2, b3 = byte_of(words, 2, AROUND, SELECT, C), byte_of(words, 3, AROUND, SELECT, C)
+    return tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [C.R, C.G])
+
+
+@triton.jit
+def random_tile(random, sender, group, C: tl.constexpr):
+    """int32[R, G] random bytes, 0..255; see spread_bytes."""
+    return spread_bytes(random, sender, group, 0, 0x4440, C)
 
 
 @triton.jit
 def dither(random, sender, group, C: tl.constexpr):
-    """fp32[R, G] in [-1/2, 1/2) that a decoder subtracts: (b - 128) / 256 for b of random_tile."""
-    b = random_tile(random, sender, group, C)
-    # a byte at the top of the mantissa of 1.0 makes 1 + b / 256
-    return ((b << 15) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+    """fp32[R, G] in (-1/2, 1/2) that a decoder subtracts: (b - 127.5) / 256 for b of random_tile."""
+    # the third byte of 1.0 holds b: 1 + b / 256 / 128
+    bits = spread_bytes(random, sender, group, 0x3F800000, 0x7604, C)
+    return tl.fma(bits.to(tl.float32, bitcast=True), 128.0, -(128 + 127.5 / 256))
+
+
+@triton.jit
+def dither16(random, sender, group, C: tl.constexpr):
+    """fp16[R, G]: 16 times dither, exactly."""
+    bits = spread_bytes(random, sender, group, 0x5400, 0x4450, C)  # fp16 64 + b / 16
+    return (bits.to(tl.int16).to(tl.float16, bitcast=True) - 72.0) + 0.03125
 
 
 @triton.jit
@@ -67,31 +109,29 @@ def fp8_codes(v, b, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def quantize(v, b, C: tl.constexpr):
-    """Codes of v in units of the step: uint8 (8-bit formats) or int32 plus 2^(BITS - 1). b: random bytes.
+def quantize(h, inverse, b, C: tl.constexpr):
+    """Codes of h[R, G] * inverse[R]: uint8 (8-bit formats) or int32 plus 2^(BITS - 1). b: random bytes.
 
-    The int32's bits from 22 on mean nothing; those between are zero.
-    Nothing can saturate: v is at most qmax, up to the rounding of one product (reference.round_to_grid).
+    The int32's bits from 8 on mean nothing. Nothing can saturate: the product is at most qmax, up to its
+    rounding (reference.round_to_grid).
     """
+    inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])
     if C.FORMAT == "fp8-e4m3":
         if C.HARDWARE_FP8 and C.NEAREST:
-            codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            codes = (h * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
-            codes = fp8_codes(v, b, 3, 121, C).to(tl.uint8)
+            codes = fp8_codes(h * inverse, b, 3, 121, C).to(tl.uint8)
     elif C.FORMAT == "fp8-e5m2":
         if C.HARDWARE_FP8 and C.NEAREST:
-            codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+            codes = (h * inverse).to(tl.float8e5).to(tl.uint8, bitcast=True)
         else:
-            codes = fp8_codes(v, b, 2, 113, C).to(tl.uint8)
+            codes = fp8_codes(h * inverse, b, 2, 113, C).to(tl.uint8)
     else:
         BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
         if C.NEAREST:
-            codes = (v + (MAGIC + BIAS)).to(tl.int32, bitcast=True)
-        else:
-            v = v * 256.0
-            if C.DITHER:
-                v = v - 0.5
-            codes = ((v + (MAGIC + 256 * BIAS)).to(tl.int32, bitcast=True) + b) >> 8
+            codes = tl.fma(h, inverse, MAGIC + BIAS).to(tl.int32, bitcast=True)
+        else:  # 8 bits behind the point
+            codes = (tl.fma(h, inverse, MAGIC / 256 + BIAS).to(tl.int32, bitcast=True) + b) >> 8
         if C.BITS == 8:
             codes = codes.to(tl.uint8)
     return codes

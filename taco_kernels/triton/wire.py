@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.planes import load_codes, load_integers, store_codes
+from taco_kernels.triton.planes import load_codes, store_codes
 from taco_kernels.triton.rounding import code_values, quantize
+from taco_kernels.triton.unpacking import load_halves, load_singles
 
 
 @triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
     """fp32[R] steps of groups first..., 0 beyond the last."""
     row = first + tl.arange(0, C.R)
-    scales = wire + groups.to(tl.int64) * C.PAYLOAD
+    scales = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     if C.DUAL:
         s = scales.to(tl.pointer_type(tl.float32))
         step = tl.load(s + row, mask=row < groups, other=0.0) * (1.0 / C.ROOT)
@@ -24,14 +25,27 @@ def load_step(wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def decode_groups(wire, first, groups, dtype: tl.constexpr, C: tl.constexpr):
-    """Code values dtype[R, G] and step fp32[R] of groups first... of the chunk at wire."""
-    if dtype == tl.float32 and C.INTEGER:
-        # the code in the low mantissa bits of 2^23: cheaper than through fp16 where fp32 is wanted
-        bits = load_integers(wire, first, groups, C) | 0x4B000000
-        values = bits.to(tl.float32, bitcast=True) - (8388608.0 + 2.0 ** (C.BITS - 1))
+    """Code values dtype[R, G] (fp16 or fp32) and step fp32[R] of groups first... of the chunk at wire."""
+    if C.INTEGER and dtype == tl.float32:
+        values = load_singles(wire, first, groups, C)
+    elif C.INTEGER and not C.INTERPRET:
+        values = load_halves(wire, first, groups, C)
     else:
         values = code_values(load_codes(wire, first, groups, C), dtype, C)
     return values, load_step(wire, first, groups, C)
+
+
+@triton.jit
+def sum_of_squares(h, C: tl.constexpr):
+    """fp32[R] over the columns of h[R, G]."""
+    if C.G < 64:
+        total = tl.sum(h * h, axis=1)
+    else:  # fused multiply-adds first, along columns that one thread holds
+        even, odd = tl.split(tl.reshape(h, [C.R, C.G // 4, 2, 2]))
+        a, b = tl.split(even)
+        c, d = tl.split(odd)
+        total = tl.sum(tl.fma(a, a, tl.fma(b, b, tl.fma(c, c, d * d))), axis=1)
+    return total
 
 
 @triton.jit
@@ -50,10 +64,10 @@ def encode_groups(h, b, wire, first, groups, C: tl.constexpr):
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
     qmax = tl.full([C.R], C.QMAX, tl.float32)
     row = first + tl.arange(0, C.R)
-    scales = wire + groups.to(tl.int64) * C.PAYLOAD
+    scales = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     if C.DUAL:
         inverse = tl.div_rn(qmax, amax)
-        mean_square = tl.where(bad, 0.0, tl.sum(h * h, axis=1))
+        mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
         if not C.HADAMARD:
             mean_square = mean_square * (1.0 / C.G)
         alpha = tl.div_rn(qmax, tl.sqrt_rn(mean_square + 1e-6))
@@ -72,8 +86,8 @@ def encode_groups(h, b, wire, first, groups, C: tl.constexpr):
         step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
         at = scales.to(tl.pointer_type(tl.bfloat16)) + row
         tl.store(at, step.to(tl.bfloat16), mask=row < groups)
-    used = groups.to(tl.int64) * C.BYTES
+    used = tl.full((), C.BYTES, tl.int64) * groups
     pad = used + tl.arange(0, 16)  # zeros up to the next multiple of 16 bytes
     tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
     inverse = tl.where(bad, 0.0, inverse)
-    store_codes(quantize(h * inverse[:, None], b, C), wire, first, groups, C)
+    store_codes(quantize(h, inverse, b, C), wire, first, groups, C)

@@ -1,0 +1,308 @@
+"""The Triton codec kernels on a GPU against the reference, on the same GPU tensors and on the CPU."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import taco_kernels as tk
+from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream, reference
+from taco_kernels.testing import difference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;
+# only e5m2's range is too wide for that. Encoding sums fp32 values in another order than the reference, which
+# moves a value that lies that near to the middle between two codes.
+CODES_APART = 1e-4  # share of codes that may differ, by one grid step
+SCALES_APART = 1e-6  # relative, of fp32 scales; a bf16 step may round up to the next bf16
+FIRST = Stream(key=2**63 + 5, stream=2**32 - 1, offset=32)  # the senders' streams cross 2^32
+SECOND = Stream(key=77, stream=123456789012, offset=0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def roundings(format: str) -> tuple[str, ...]:
+    return ("nearest", "stochastic") if format.startswith("fp8") else ("nearest", "stochastic", "dither")
+
+
+def agree(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
+    """Two wires are the same within the promise; small tensors may have one code apart."""
+    apart = difference(a, b, config)
+    values = a.shape[0] * (a.shape[1] // config.bytes_per_group()) * config.group_size
+    assert apart.grid_steps <= 1 and apart.padding, (config, apart)
+    # a bf16 step that rounds to its neighbour moves the codes of a whole group
+    allowed = CODES_APART * values + (config.group_size if config.scales == "single" else 2)
+    assert apart.codes * values <= allowed, (config, apart, values)
+    assert apart.scales <= (2**-7 if config.scales == "single" else SCALES_APART), (config, apart)
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
+    """Decoded values are equal, or for e5m2 equal to the rounding of fp32 and of their own type."""
+    if config.format == "fp8-e5m2":
+        size = float(b.float().nan_to_num(0.0).abs().max()) if b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-6 * size, equal_nan=True)
+    else:
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same kind full of bytes that no kernel writes by chance."""
+    return torch.full_like(like, 0xA5) if like.dtype == torch.uint8 else torch.full_like(like, -4.25e4)
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Gaussian values, a few rows far larger and a few far smaller than the rest."""
+    x = torch.randn(shape, generator=generator)
+    flat = x.view(-1)
+    if flat.numel():
+        flat[:: max(1, flat.numel() // 7)] *= 40
+        flat[flat.numel() // 2 : flat.numel() // 2 + 300] *= 1e-5
+    return x.to(dtype).cuda()
+
+
+def check(x: torch.Tensor, config: CodecConfig, chunks: int, senders: int = 3) -> None:
+    """All four operations on x."""
+    shape, numel = x.shape, x.numel()
+    exact = reference.encode(x, config, chunks, FIRST)
+    wires = tk.encode(x, config, chunks, FIRST, out=poisoned(exact))
+    agree(exact, wires, config)
+    agree(reference.encode(x.cpu(), config, chunks, FIRST), wires.cpu(), config)
+
+    out = tk.decode(wires, config, shape, x.dtype, FIRST, out=poisoned(x))
+    expected = reference.decode(wires, config, shape, x.dtype, FIRST)
+    same_values(out, expected, config)
+    same_values(out.cpu(), reference.decode(wires.cpu(), config, shape, x.dtype, FIRST), config)
+
+    g = torch.Generator(device="cuda").manual_seed(numel)
+    stack = torch.cat(
+        [
+            tk.encode(
+                torch.randn(numel, device="cuda", generator=g).to(x.dtype),
+                config,
+                1,
+                FIRST._replace(stream=FIRST.stream + w),
+            )
+            for w in range(senders)
+        ]
+    )
+    total = tk.decode_sum(stack, config, shape, torch.float32, FIRST, out=poisoned(x.float()))
+    expected = reference.decode_sum(stack, config, shape, torch.float32, FIRST)
+    torch.testing.assert_close(
+        total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max() if numel else 0))
+    )
+
+    expected = reference.decode_sum_encode(stack, config, numel, FIRST, SECOND)
+    again = tk.decode_sum_encode(stack, config, numel, FIRST, SECOND, out=poisoned(expected))
+    agree(expected[None], again[None], config)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_against_the_reference(format: str, group_size: int) -> None:
+    """Random shapes, types, chunks, scales and roundings."""
+    rng = random.Random(group_size * 31 + len(format) + ord(format[-1]))
+    g = torch.Generator().manual_seed(group_size)
+    for scales in ("dual", "single"):
+        for rounding in roundings(format):
+            config = CodecConfig(format, group_size, scales, rounding)
+            rows, columns = rng.randint(1, 300), rng.randint(1, 700)
+            check(
+                tensor((rows, columns), rng.choice(DTYPES), g), config, rng.randint(1, 8), rng.randint(1, 5)
+            )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_without_the_transform(format: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        for rounding in roundings(format):
+            check(tensor((123, 457), dtype, g), CodecConfig(format, 64, "dual", rounding, hadamard=False), 2)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(format: str, dtype: torch.dtype) -> None:
+    """From nothing to more tiles than a grid has programs."""
+    g = torch.Generator().manual_seed(2)
+    config = CodecConfig(format)
+    for numel in (0, 1, 127, 128, 129, 8192, 8193, 64 * 8192 + 5, 2**23 + 128):
+        for chunks in (1, 4):
+            x = tensor((numel,), dtype, g)
+            wires = tk.encode(x, config, chunks)
+            assert wires.shape == (chunks, config.wire_bytes(config.chunk_numel(numel, chunks)))
+            agree(reference.encode(x, config, chunks), wires, config)
+            y = tk.decode(wires, config, x.shape, dtype, out=poisoned(x))
+            same_values(y, reference.decode(wires, config, x.shape, dtype), config)
+
+
+@pytest.mark.parametrize("format", ["fp8-e4m3", "int8", "int5", "int4"])
+def test_strides(format: str) -> None:
+    """Slices and permutations, read and written in place, or copied where a kernel cannot walk them."""
+    g = torch.Generator().manual_seed(3)
+    config = CodecConfig(format, 64)
+    base = tensor((6, 10, 1024), torch.bfloat16, g)
+    views = (
+        base[:, :, :512],  # rows of whole groups
+        base[:, ::2, 64:192],
+        base.transpose(0, 1),
+        base.transpose(0, 1)[:, :, 8:520],
+        base[1:, 3:4],
+        base.permute(2, 0, 1),  # no contiguous rows: copied
+        base[:, :, 1:100],
+        base.view(6, 5, 2, 16, 64).permute(2, 3, 0, 1, 4),  # too many dimensions: copied
+        base.expand(2, 6, 10, 1024),
+    )
+    for x in views:
+        for chunks in (1, 3):
+            wires = tk.encode(x, config, chunks)
+            assert torch.equal(wires, tk.encode(x.contiguous(), config, chunks))
+            agree(reference.encode(x, config, chunks), wires, config)
+    for x in views[:-1]:
+        for chunks in (1, 3):
+            wires = tk.encode(x, config, chunks)
+            storage = torch.full_like(base, -3.0)
+            target = storage.as_strided(x.size(), x.stride(), x.storage_offset())
+            assert tk.decode(wires, config, x.shape, x.dtype, out=target) is target
+            assert torch.equal(target, reference.decode(wires, config, x.shape, x.dtype))
+            assert int((storage != -3.0).sum()) <= x.numel()
+            target.fill_(-3.0)
+            single = tk.encode(x, config)
+            tk.decode_sum(single, config, x.shape, x.dtype, out=target)
+            assert torch.equal(target, tk.decode_sum(single, config, x.shape, x.dtype))
+            assert int((storage != -3.0).sum()) <= x.numel()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_unaligned_wires(format: str) -> None:
+    """Wires that start anywhere, in rows of any stride, give the same result by way of a copy."""
+    config = CodecConfig(format, 32, "single")
+    x = tensor((1000,), torch.bfloat16, torch.Generator().manual_seed(4))
+    wires = tk.encode(x, config, 3)
+    storage = torch.full((3, wires.shape[1] + 7), 0xA5, dtype=torch.uint8, device="cuda")
+    odd = storage[:, 3:-4]
+    assert tk.encode(x, config, 3, out=odd) is odd
+    assert torch.equal(odd, wires) and (storage[:, :3] == 0xA5).all() and (storage[:, -4:] == 0xA5).all()
+    for operation in (tk.decode, tk.decode_sum):
+        shape = x.shape if operation is tk.decode else (config.chunk_numel(1000, 3),)
+        assert torch.equal(operation(odd, config, shape, x.dtype), operation(wires, config, shape, x.dtype))
+    n = config.chunk_numel(1000, 3)
+    assert torch.equal(tk.decode_sum_encode(odd, config, n), tk.decode_sum_encode(wires, config, n))
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_at_the_edges(format: str, hadamard: bool) -> None:
+    """NaN and infinity stay visible and stay in their group; zeros, tiny and huge values come through."""
+    for scales in ("dual", "single"):
+        for rounding in roundings(format):
+            config = CodecConfig(format, 128, scales, rounding, hadamard)
+            x = torch.randn(8, 128, generator=torch.Generator().manual_seed(5)).cuda()
+            x[0] = 0
+            x[1, 77], x[2, 0], x[3, 127] = math.nan, math.inf, -math.inf
+            x[4] *= 1e-12
+            x[5] *= 1e30
+            x[6] *= 1e38 / x[6].abs().max()
+            check(x, config, 1)
+            y = tk.decode(tk.encode(x, config, 1, FIRST), config, x.shape, torch.float32, FIRST)
+            assert (y[0] == 0).all() and y[1:4].isnan().all() and y[4:].isfinite().all()
+            wires = tk.encode(x, config, 1, FIRST)
+            stack = torch.cat([wires, tk.encode(x, config, 1, FIRST._replace(stream=FIRST.stream + 1))])
+            total = tk.decode_sum(stack, config, x.shape, torch.float32, FIRST)
+            assert total[1:4].isnan().all() and total[[0, 4, 5, 7]].isfinite().all()
+            again = tk.decode_sum_encode(stack, config, x.numel(), FIRST, SECOND)
+            z = tk.decode(again[None], config, x.shape, torch.float32, SECOND)
+            assert z[1:4].isnan().all() and z[[0, 4, 5, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("senders", [1, 2, 4, 7, 8, 9, 16])
+def test_any_number_of_senders(senders: int) -> None:
+    for config in (CodecConfig(), CodecConfig("int6", 64, "single", "dither")):
+        check(tensor((40, 333), torch.bfloat16, torch.Generator().manual_seed(senders)), config, 2, senders)
+
+
+def test_the_same_input_gives_the_same_bytes() -> None:
+    """No run-to-run differences: what replicas rely on."""
+    x = tensor((2**20 + 77,), torch.bfloat16, torch.Generator().manual_seed(6))
+    for config in (CodecConfig(), CodecConfig("int8", rounding="dither"), CodecConfig("int4", 512)):
+        wires = tk.encode(x, config, 4, FIRST)
+        summed = tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4), FIRST, SECOND)
+        y = tk.decode(wires, config, x.shape, x.dtype, FIRST)
+        for _ in range(5):
+            assert torch.equal(tk.encode(x, config, 4, FIRST), wires)
+            assert torch.equal(
+                tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4), FIRST, SECOND), summed
+            )
+            assert torch.equal(tk.decode(wires, config, x.shape, x.dtype, FIRST), y)
+
+
+def test_random_rounding_repairs_the_bias() -> None:
+    """The mean of many stochastic or dithered encodes is the input."""
+    x = torch.randn(2**16, generator=torch.Generator().manual_seed(7)).cuda()
+    for format in FORMATS:
+        for rounding in roundings(format)[1:]:
+            config, trials = CodecConfig(format, rounding=rounding), 256
+            mean, square = torch.zeros_like(x), 0.0
+            for trial in range(trials):
+                stream = Stream(3, trial)
+                y = tk.decode(tk.encode(x, config, 1, stream), config, x.shape, torch.float32, stream)
+                mean += y / trials
+                square += float((y - x).square().mean()) / trials
+            assert float((mean - x).square().mean()) < 1.1 * square / trials + 4e-6 * square
+
+
+def test_graph_replay() -> None:
+    """All operations run inside a CUDA graph: no host synchronisation, no allocation surprises."""
+    config = CodecConfig("int8", rounding="stochastic")
+    x = tensor((2**18,), torch.bfloat16, torch.Generator().manual_seed(8))
+    stream = torch.cuda.Stream()
+
+    def work() -> torch.Tensor:
+        wires = tk.encode(x, config, 2, FIRST)
+        summed = tk.decode_sum_encode(wires, config, x.numel() // 2, FIRST, SECOND)
+        return tk.decode(summed[None], config, (x.numel() // 2,), x.dtype, SECOND)
+
+    with torch.cuda.stream(stream):
+        expected = work().clone()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = work()
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(y, work())
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """More than 2^31 values and 2^32 bytes in one call; the ends must be right."""
+    numel, config = 2**31 + 2**20 + 3, CodecConfig("int8", 128)
+    if torch.cuda.mem_get_info()[0] < 5 * numel:
+        pytest.skip(f"needs {5 * numel / 2**30:.0f} GiB of free device memory")
+    x = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
+    wires = tk.encode(x, config, 2)
+    C = config.chunk_numel(numel, 2)
+    for chunk, start in ((0, 0), (1, C)):
+        last = min(numel, start + C)
+        for a in (start, (last - 2**20) // 128 * 128):
+            b = min(last, a + 2**20)
+            expected = reference.encode(x[a:b], config)[0]
+            n, first = -(-(b - a) // 128), (a - start) // 128
+            row = wires[chunk]
+            assert (
+                float((row[first * 128 : (first + n) * 128] != expected[: n * 128]).float().mean())
+                < CODES_APART
+            )
+            s = row[C : C + C // 128 * 4].view(torch.float32)[first : first + n]
+            torch.testing.assert_close(s, expected[n * 128 : n * 132].view(torch.float32), rtol=1e-6, atol=0)
+    original = x.clone()
+    tk.decode(wires, config, x.shape, x.dtype, out=x)
+    worst = max(
+        float((x[a : a + 2**26] - original[a : a + 2**26]).abs().max()) for a in range(0, numel, 2**26)
+    )
+    assert 0 < worst < 0.2

@@ -1,0 +1,95 @@
+"""The Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes.
+
+TRITON_INTERPRET must be set before triton is imported: each test runs this file as a program of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_reproduce_the_reference(format: str) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__, format]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.strip() == "12 cases"
+
+
+def main(format: str) -> None:
+    """Every kernel in a spread of configurations of one format; exits with a traceback on a difference."""
+    import torch
+
+    from taco_kernels import CodecConfig, Stream, reference
+    from taco_kernels.testing import difference
+    from taco_kernels.triton import launch
+
+    for name, tuning in launch.TUNING.items():
+        launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
+    first, second = Stream(2**63 + 5, 2**32 - 1, 32), Stream(77, 123456789012, 0)
+    random = "stochastic" if format.startswith("fp8") else "dither"
+    cases = 0
+    for group_size, scales, rounding, hadamard, dtype in (
+        (32, "dual", random, True, torch.float32),
+        (64, "single", "nearest", True, torch.bfloat16),
+        (128, "dual", "nearest", True, torch.bfloat16),
+        (128, "dual", "stochastic", True, torch.float16),
+        (128, "single", random, False, torch.float32),
+        (512, "single", "nearest", True, torch.float32),
+    ):
+        config = CodecConfig(format, group_size, scales, rounding, hadamard)
+        for strided in (False, True):
+            g = torch.Generator().manual_seed(cases)
+            base = torch.randn(3, 2, 2 * group_size + 16, generator=g)
+            base[1, 0, 40] = float("nan") if strided else 50.0
+            # strided: rows of one group inside a wider tensor; else a size that divides nothing
+            x = (base[:, :, 16 : 16 + group_size] if strided else base[:, :, 1:]).to(dtype)
+            numel, shape = x.numel(), x.shape
+            exact = reference.encode(x, config, 2, first)
+            wires = launch.encode(x, config, 2, first, out=torch.full_like(exact, 99))
+            apart = difference(exact, wires, config)
+            # a sum in another order moves a value that lies within 1e-6 of the middle between two codes
+            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
+            assert apart.scales <= (2**-7 if scales == "single" else 1e-6), (config, apart)
+
+            y = torch.full(shape, 7.0, dtype=dtype)
+            target = torch.full((3, 2, 3 * group_size), 7.0, dtype=dtype)[:, :, :group_size] if strided else y
+            launch.decode(exact, config, shape, dtype, first, out=target)
+            expected = reference.decode(exact, config, shape, dtype, first)
+            # sums of codes are exact in any order; but the interpreter truncates where bf16 is rounded
+            ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
+            torch.testing.assert_close(target, expected, rtol=ulp, atol=0, equal_nan=True)
+            assert bool(target.isnan().any()) == strided
+
+            senders = torch.randn(3, numel, generator=g)
+            stack = torch.cat(
+                [
+                    reference.encode(s, config, 1, first._replace(stream=first.stream + w))
+                    for w, s in enumerate(senders)
+                ]
+            )
+            total = launch.decode_sum(stack, config, shape, torch.float32, first)
+            expected = reference.decode_sum(stack, config, shape, torch.float32, first)
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+            expected = reference.decode_sum_encode(stack, config, numel, first, second)
+            again = launch.decode_sum_encode(
+                stack, config, numel, first, second, out=torch.full_like(expected, 99)
+            )
+            apart = difference(expected[None], again[None], config)
+            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
+            assert apart.scales <= (2**-7 if scales == "single" else 1e-6), (config, apart)
+            cases += 1
+    print(cases, "cases")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
