@@ -14,7 +14,7 @@ from megatron.compression.codecs import Codec
 from taco_kernels import Stream
 
 SAMPLE_VALUES = 2**18
-"""Values measured in one tensor: whole groups at equal distances."""
+"""At most so many values of a tensor are measured: whole groups at equal distances."""
 
 SiteChannel = tuple[str, str]
 """(name of the site, channel)."""
@@ -106,7 +106,7 @@ class ErrorGuard:
         groups = values.numel() // self.group_size
         if groups == 0:
             return values[None]
-        stride = max(1, groups * self.group_size // SAMPLE_VALUES)
+        stride = math.ceil(groups * self.group_size / SAMPLE_VALUES)
         while math.gcd(stride, groups) > 1:  # else the same columns of the hidden dimension, again and again
             stride += 1
         return values[: groups * self.group_size].view(groups, self.group_size)[::stride]

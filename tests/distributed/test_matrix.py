@@ -1,0 +1,242 @@
+"""Compression with what real runs switch on: recomputation, accumulation, pipelines, optimizers, precisions.
+
+Nine cells cover every pair of the settings below (but virtual stages with one micro-batch, which Megatron
+does not run). Each cell starts from the weights of a serial run and must stay within 1 % of it, its
+tensor-parallel and data-parallel replicas bit for bit alike. The text is real.
+"""
+
+import itertools
+import shutil
+from dataclasses import dataclass
+
+import pytest
+
+from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.real_text import make_dataset
+
+ITERATIONS = 20
+BATCH = 8  # sequences an iteration, whatever the layout
+COMPRESSED = ("--taco", "--taco-min-message-mb", "0")
+
+ARCHITECTURES = {
+    "gpt": "--max-position-embeddings 64",
+    "llama": "--position-embedding-type rope --max-position-embeddings 64 --normalization RMSNorm --swiglu "
+    "--group-query-attention --num-query-groups 2 --disable-bias-linear",
+}
+RECOMPUTE = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
+# virtual: embedding, two layers and output on four virtual stages, of which each rank holds two.
+PIPELINES = {
+    "1": "",
+    "2": "--pipeline-model-parallel-size 2",
+    "virtual": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",
+}
+OPTIMIZERS = {
+    "plain": "",
+    "distributed": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of settings."""
+
+    recompute: str
+    precision: str
+    pipeline: str
+    micro_batches: int
+    optimizer: str
+    tied: bool
+    sequence_parallel: bool
+    architecture: str
+
+    @property
+    def data_parallel(self) -> int:
+        """Two where the distributed optimizer has no pipeline beside it: four processes at most."""
+        return 2 if self.optimizer == "distributed" and self.pipeline == "1" else 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes at tensor-parallel size 2."""
+        return 2 * self.data_parallel * (1 if self.pipeline == "1" else 2)
+
+    @property
+    def flags(self) -> list[str]:
+        """Everything but the compression."""
+        micro_batch = BATCH // self.micro_batches // self.data_parallel
+        words = [
+            *model_flags(self.architecture, self.tied),
+            *f"--tensor-model-parallel-size 2 --micro-batch-size {micro_batch}".split(),
+            *RECOMPUTE[self.recompute].split(),
+            *PRECISIONS[self.precision].split(),
+            *PIPELINES[self.pipeline].split(),
+            *OPTIMIZERS[self.optimizer].split(),
+        ]
+        return words + ["--sequence-parallel"] * self.sequence_parallel
+
+
+CELLS = [
+    Cell("none", "fp32", "1", 1, "distributed", False, True, "gpt"),
+    Cell("none", "bf16", "virtual", 2, "plain", True, False, "gpt"),
+    Cell("none", "fp16", "2", 2, "distributed", False, False, "llama"),
+    Cell("full", "fp32", "virtual", 2, "distributed", True, True, "llama"),
+    Cell("full", "bf16", "2", 1, "distributed", False, True, "llama"),
+    Cell("full", "fp16", "1", 1, "plain", True, False, "gpt"),
+    Cell("selective", "fp32", "2", 1, "plain", True, False, "gpt"),
+    Cell("selective", "bf16", "1", 2, "plain", False, True, "llama"),
+    Cell("selective", "fp16", "virtual", 2, "distributed", False, True, "llama"),
+]
+RESUMED = (CELLS[5], CELLS[7])
+
+
+def name_of(cell: Cell) -> str:
+    """The cell's settings, for pytest."""
+    return "-".join(str(value) for value in vars(cell).values())
+
+
+def model_flags(architecture: str, tied: bool) -> list[str]:
+    """The model and the training of every run."""
+    flags = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+        --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
+        --clip-grad 1.0 --attention-dropout 0
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 10 --eval-iters 1
+        --seed 7 {ARCHITECTURES[architecture]}"""
+    return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
+
+
+class Runs:
+    """Runs on one dataset; the serial ones are made once for each model."""
+
+    def __init__(self, directory) -> None:
+        self.directory = directory
+        prefix, tokenizer = make_dataset(directory, megabytes=2.0)
+        self.data = [
+            *("--data-path", str(prefix), "--data-cache-path", str(directory / "cache")),
+            *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)),
+        ]
+        self.serial_runs: dict[tuple[str, bool], ForkedRun] = {}
+
+    def train(self, flags: list[str], ranks: int, **options) -> ForkedRun:
+        return pretrain(*self.data, *flags, ranks=ranks, directory=self.directory, **options)
+
+    def initial(self, architecture: str) -> list[str]:
+        """Flags that start from one set of weights; one step on a single process writes them."""
+        saved = self.directory / architecture
+        if not saved.exists():
+            flags = [*model_flags(architecture, tied=False), "--train-iters", "1", "--eval-iters", "0"]
+            flags += ["--micro-batch-size", "1", "--save", str(saved), "--save-interval", "1"]
+            self.train(flags, 1)
+        return ["--load", str(saved), "--finetune", "--no-load-optim", "--no-load-rng"]
+
+    def serial(self, architecture: str, tied: bool) -> ForkedRun:
+        """The model on one process in fp32: what every layout of it should compute."""
+        if (architecture, tied) not in self.serial_runs:
+            flags = [*model_flags(architecture, tied), "--micro-batch-size", str(BATCH)]
+            run = self.train([*flags, *self.initial(architecture)], 1)
+            self.serial_runs[architecture, tied] = run
+        return self.serial_runs[architecture, tied]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    """Dataset and serial runs shared by the cells."""
+    return Runs(tmp_path_factory.mktemp("matrix"))
+
+
+def test_cells_cover_every_pair() -> None:
+    """The claim of this file: any two settings that can meet do meet in some cell."""
+    levels = {
+        "recompute": RECOMPUTE,
+        "precision": PRECISIONS,
+        "pipeline": PIPELINES,
+        "micro_batches": (1, 2),
+        "optimizer": OPTIMIZERS,
+        "tied": (True, False),
+        "sequence_parallel": (True, False),
+        "architecture": ARCHITECTURES,
+    }
+    wanted = {
+        ((one, x), (other, y))
+        for one, other in itertools.combinations(levels, 2)
+        for x, y in itertools.product(levels[one], levels[other])
+    } - {(("pipeline", "virtual"), ("micro_batches", 1))}
+    covered = {pair for cell in CELLS for pair in itertools.combinations(vars(cell).items(), 2)}
+    assert covered == wanted
+
+
+def check_replicas(run: ForkedRun) -> None:
+    """Ranks of a pipeline stage agree on every parameter they share, and tied embeddings across stages."""
+    for one, other in itertools.combinations(run.ranks, 2):
+        if one.place[0] != other.place[0]:
+            continue
+        shared = one.parameters.keys() if one.place == other.place else one.replicated
+        assert one.replicated == other.replicated and len(shared) >= 2
+        for name in shared:
+            assert one.parameters[name] == other.parameters[name], f"{name} differs between replicas"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_cell(runs: Runs, cell: Cell) -> None:
+    """Finite and within 1 % of the serial run; replicas identical; nothing uncompressed in either channel."""
+    serial = runs.serial(cell.architecture, cell.tied)
+    run = runs.train([*cell.flags, *runs.initial(cell.architecture), *COMPRESSED], cell.ranks)
+    assert sorted(run.losses) == list(range(1, ITERATIONS + 1))
+    assert run.losses == pytest.approx(serial.losses, rel=0.01)
+    assert run.losses != serial.losses, "nothing was compressed"
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.5, "it has learnt something"
+    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.01)
+    assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
+    check_replicas(run)
+    for rank in run.ranks:
+        kinds = {row["kind"] for row in rank.ledger if row["channel"] in ("tp.forward", "tp.backward")}
+        assert kinds == {"compressed"}
+
+
+@pytest.mark.parametrize("cell", RESUMED, ids=name_of)
+def test_resume_is_exact(runs: Runs, cell: Cell) -> None:
+    """Saved half-way and resumed: the losses and the parameters of the uninterrupted run, to the last bit."""
+    saved = runs.directory / f"saved-{name_of(cell)}"
+    flags = [*cell.flags, *COMPRESSED, "--taco-rounding", "stochastic", "--train-iters", "8"]
+    flags += ["--save", str(saved), "--save-interval", "4"]
+    whole = runs.train(flags, cell.ranks)
+    shutil.rmtree(saved / "iter_0000008")
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    resumed = runs.train([*flags, "--load", str(saved)], cell.ranks)
+    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (5, 6, 7, 8)}
+    for before, after in zip(whole.ranks, resumed.ranks, strict=True):
+        assert before.parameters == after.parameters
+
+
+def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
+    """Without compression, four virtual stages on two ranks over gloo: the serial run's losses."""
+    flags = [*model_flags("gpt", tied=False), "--micro-batch-size", "2", *runs.initial("gpt")]
+    run = runs.train([*flags, *PIPELINES["virtual"].split()], 2)
+    assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--num-experts 2 --taco", "--taco does not cover expert and router traffic; drop --num-experts"),
+        (
+            "--context-parallel-size 2",
+            "--context-parallel-size needs Transformer Engine: add --transformer-impl",
+        ),
+        ("--taco --taco-layers 1,2", "--num-layers 2 makes 1 the last one"),
+        ("--taco --taco-layers embeding", "'embeding' is not a layer"),
+        ("--taco --taco-backward-format fp9", "--taco-backward-format fp9 is unknown; choose one of"),
+        ("--taco --taco-error-bound 0", "--taco-error-bound 0.0 must be a relative error > 0"),
+    ],
+)
+def test_refusals_are_one_line(runs: Runs, flags: str, reason: str) -> None:
+    """What cannot be honoured ends the run with its reason before anything is trained."""
+    ranks = 2 if "context" in flags else 1
+    base = [*model_flags("gpt", tied=True), "--micro-batch-size", "2"]
+    run = runs.train([*base, *flags.split()], ranks, check=False)
+    assert run.returncode != 0
+    assert run.errors and all(reason in line for line in run.errors), run.output[-3000:]
+    assert "Traceback" not in run.output and " iteration  " not in run.output
