@@ -1,0 +1,85 @@
+"""scripts/setup.sh: which Python it takes, and what it says when there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def copy_of_the_script(directory: Path) -> Path:
+    """A checkout with only what set-up reads before it installs anything."""
+    for name in ("setup.py", "pyproject.toml", "megatron/compression/versions.py", "scripts/setup.sh"):
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((REPO / name).read_text())
+    return directory / "scripts" / "setup.sh"
+
+
+def run(script: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {"HOME": str(script.parent), "PATH": "/usr/bin:/bin", **variables}
+    return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def interpreter(path: Path, version: tuple[int, int]) -> Path:
+    """A stand-in that answers the version question like Python `version` and can do nothing else."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fits = int(not (3, 12) <= version <= (3, 13))
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *version_info*) exit {fits};; --version) echo Python; exit 0;; esac\n'
+        "echo made by $0; exit 9\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def no_python(tmp_path) -> str:
+    """A PATH with the shell's tools, and every Python on it too old."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("dirname", "cat", "sha256sum", "cut", "bash", "sh"):
+        found = next(Path(folder) / name for folder in ("/usr/bin", "/bin") if (Path(folder) / name).exists())
+        (tools / name).symlink_to(found)
+    for name in ("python3", "python3.12", "python3.13"):
+        interpreter(tools / name, (3, 11))
+    return str(tools)
+
+
+def test_without_a_fitting_python_it_says_what_to_install(tmp_path, no_python) -> None:
+    """One error line with the versions and the ways to get one; nothing is made."""
+    done = run(copy_of_the_script(tmp_path / "clone"), PATH=no_python)
+    assert done.returncode != 0
+    assert "no Python 3.12 or 3.13 found" in done.stderr and "pyenv install 3.12" in done.stderr
+    assert not (tmp_path / "clone" / ".venv").exists()
+
+
+def test_a_python_that_does_not_fit_is_refused_by_name(tmp_path, no_python) -> None:
+    """PYTHON=... is checked."""
+    old = interpreter(tmp_path / "old", (3, 11))
+    done = run(copy_of_the_script(tmp_path / "clone"), PATH=no_python, PYTHON=str(old))
+    assert done.returncode != 0 and f"PYTHON={old} is not a Python 3.12 or 3.13" in done.stderr
+
+
+def test_pyenvs_python_is_found(tmp_path, no_python) -> None:
+    """A fitting one under pyenv's versions is taken, though the names on PATH do not fit."""
+    fitting = interpreter(tmp_path / "pyenv" / "versions" / "3.12.1" / "bin" / "python", (3, 12))
+    done = run(copy_of_the_script(tmp_path / "clone"), PATH=no_python, PYENV_ROOT=str(tmp_path / "pyenv"))
+    assert str(fitting) in done.stdout, done.stdout + done.stderr
+
+
+def test_a_second_run_does_nothing(tmp_path) -> None:
+    """An up-to-date .venv is recognised by its stamp, without starting pip."""
+    script = copy_of_the_script(tmp_path / "clone")
+    venv = tmp_path / "clone" / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    files = ("setup.py", "pyproject.toml", "megatron/compression/versions.py", "scripts/setup.sh")
+    together = b"".join((tmp_path / "clone" / name).read_bytes() for name in files)
+    digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
+    (venv / ".megatron-taco-setup").write_bytes(digest + b"\n")
+    done = run(script, PATH=os.environ["PATH"])
+    assert done.returncode == 0 and "up to date" in done.stdout
