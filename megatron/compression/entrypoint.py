@@ -30,6 +30,7 @@ from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.weave import weave
 from megatron.host import preflight
+from megatron.host.errors import came_through
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -218,11 +219,24 @@ class ForwardStep:
 
 
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
-    """Build the configs from `args`, train, write the report, and leave the process groups."""
+    """Build the configs from `args`, train, write the report, and leave the process groups.
+
+    Raises:
+        SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
+            --exit-signal-handler), after the same clean ending.
+    """
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     runtime, reporter = weave(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, ForwardStep(runtime))
+    early_exit = None
+    try:
+        pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, ForwardStep(runtime))
+    except SystemExit as exit_:
+        if not came_through(exit_, "train"):  # one rank alone may leave during set-up
+            raise
+        early_exit = exit_
     reporter.finish()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    if early_exit is not None:
+        raise early_exit

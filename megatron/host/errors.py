@@ -29,7 +29,7 @@ def fail(message: str, status: int = 2) -> None:
     os._exit(status)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
-def _came_through(error: BaseException, function: str) -> bool:
+def came_through(error: BaseException, function: str) -> bool:
     """Whether the exception passed through a function of this name."""
     return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
 
@@ -110,9 +110,9 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """
     if isinstance(error, InputError):
         return str(error)
-    if isinstance(error, AssertionError | ValueError) and _came_through(error, "validate_args"):
+    if isinstance(error, AssertionError | ValueError) and came_through(error, "validate_args"):
         return _first_line(error)
-    if _came_through(error, "load_checkpoint") and args is not None:
+    if came_through(error, "load_checkpoint") and args is not None:
         return _checkpoint_mismatch(error, args)
     if any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer")):
         return "lost the connection to another rank: it died or was stopped; its own log says why"

@@ -61,7 +61,8 @@ class Run:
     """Standard output and error of all ranks, interleaved."""
     seconds: float
     report: Path | None = None
-    """The folder of --compression-report, if the run wrote one."""
+    """The folder of --compression-report, if the run wrote one; removed together with the Run."""
+    folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
 
     def log(self, field_name: str) -> dict[int, float]:
         """{iteration: value} of a field of Megatron's log line, such as "lm loss" or "grad norm"."""
@@ -119,15 +120,15 @@ class Started:
 
         Raises: AssertionError after `timeout` seconds, with the output's end.
         """
-        deadline = time.monotonic() + timeout
+        deadline, failing = time.monotonic() + timeout, False
         try:
             while True:
                 codes = [process.poll() for process in self.processes]
                 if None not in codes:
                     break
-                if any(codes):
+                if any(codes) and not failing:
+                    failing = True
                     deadline = min(deadline, time.monotonic() + grace)
-                    grace = timeout  # set once
                 if time.monotonic() > deadline:
                     assert any(codes), f"still running after {timeout} s:\n{''.join(self.lines[-40:])}"
                     break
@@ -242,11 +243,13 @@ def pretrain(
         script: the entrypoint, relative to the repository.
         env: further environment variables.
     """
-    report = Path(tempfile.mkdtemp(prefix="report-")) / "report" if exact else None
+    folder = tempfile.TemporaryDirectory(prefix="megatron-taco-") if exact else None
+    report = Path(folder.name) / "report" if exact else None
     more = ["--compression-report", str(report)] if exact else []
     started = start(script, *tiny_flags(*flags, **replaced), *more, processes=processes, **(env or {}))
     started.report = report
     run = started.finish(timeout)
+    run.folder = folder
     assert not check or run.returncode == 0, f"exit status {run.returncode}:\n{run.output[-6000:]}"
     return run
 

@@ -65,6 +65,14 @@ def test_tensor_and_pipeline_parallelism_together():
     assert "Traceback" not in run.output
 
 
+def test_an_early_exit_ends_cleanly_and_writes_its_report():
+    run = pretrain("--exit-interval", "2", exact=True)
+    assert list(run.exact_losses()) == [1, 2]
+    assert (run.report / "report.json").exists()
+    assert "exiting program at iteration 2" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_tensor_parallel_sizes_agree():
     # The weights are the same at any size with --use-cpu-initialization; the vocabulary is padded alike.
     flags = ("--use-cpu-initialization", *NO_DROPOUT)
