@@ -46,6 +46,6 @@ if [ ! -x .venv/bin/python ]; then
 fi
 echo "setup: installing (torch's CUDA build is about 5 GB on disk; a few minutes)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-.venv/bin/python -c 'import torch, triton, megatron.core, megatron.compression, taco_kernels'
+.venv/bin/python -W ignore -c 'import torch, triton, megatron.core, megatron.compression, taco_kernels'
 echo "$wanted" >"$stamp"
 echo "setup: done"
