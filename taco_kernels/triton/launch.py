@@ -31,8 +31,8 @@ class Tuning(NamedTuple):
 TUNING = {
     "encode": Tuning(8192, 4, 4, 2),
     "decode": Tuning(8192, 4, 3, 3),
-    "decode_sum": Tuning(8192, 4, 3, 2),
-    "decode_sum_encode": Tuning(2048, 2, 1, 0),
+    "decode_sum": Tuning(8192, 4, 2, 2),
+    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
 }
 _INT64 = 2**63
 
@@ -68,10 +68,21 @@ def device_of(index: int | None) -> Device:
 def tuning_of(operation: str, config: CodecConfig) -> Tuning:
     """TUNING with what single configurations need."""
     tuning = TUNING[operation]
-    if operation == "decode" and config.rounding == "dither":
+    dither = config.rounding == "dither"
+    if operation == "encode" and config.format == "int5":
+        tuning = tuning._replace(stages=3)
+    elif operation == "decode" and dither:
         tuning = tuning._replace(programs=2)  # registers for two accumulators
+    elif operation == "decode_sum" and config.format == "int8":
+        tuning = tuning._replace(stages=1)
+    elif operation == "decode_sum_encode" and dither:
+        tuning = tuning._replace(tile=2 * tuning.tile, registers=None)
+    elif operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(registers=80)
     if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
-        tuning = tuning._replace(tile=16384, stages=3, programs=2)
+        tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
+    if config.group_size == 512 and operation == "decode_sum":
+        tuning = tuning._replace(stages=1)  # shared memory for one tile
     return tuning
 
 

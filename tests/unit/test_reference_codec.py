@@ -293,7 +293,7 @@ def test_random_rounding_is_unbiased(format: str, rounding: str) -> None:
         with pytest.raises(ValueError, match="int8"):
             CodecConfig(format, rounding=rounding)
         return
-    config, trials = CodecConfig(format, 32, rounding=rounding), 400
+    config, trials = CodecConfig(format, 32, rounding=rounding), 150
     x = inputs("gaussian", 64, 32)
     mean, single = torch.zeros_like(x), 0.0
     for trial in range(trials):
