@@ -61,23 +61,26 @@ def all_gather_kernel(
     steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
     for i in range(steps + 1):
         if i < steps:
-            step, first = done + i, (program + i * programs) * C.R
-            slot = arrival(program, step, rank, E)
-            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            first = (program + i * programs) * C.R
+            slot = arrival(program, done + i, rank, E)
             if ENCODED:
+                wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
                 copy_tile(x, table, slot, first, groups, rank, E.W, C)
             else:
-                h, b = encoded_tile(x, 0, zero, first, single, rows, own, load_matrix(to_wire, C), FLAGS, C)
+                matrix = load_matrix(to_wire, C)
+                h, b = encoded_tile(x, 0, zero, first, single, rows, own, matrix, FLAGS, C)
+                wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
                 store_to_all(h, b, zero, full, table, slot, rank, E.W, C)
-            publish(table, data_flag(program, rank, E), step + 1, E)
+            if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
+                publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
-            step, first = done + i - 1, (program + (i - 1) * programs) * C.R
-            wait(data, step + 1, error, timeout, E)
+            first = (program + (i - 1) * programs) * C.R
             matrix = load_matrix(from_wire, C)
+            wait(data, done + i, error, timeout, E.W, E)
             for k in range(E.W):
                 piece = (rank + k) % E.W
-                slot = slot_of(memory, arrival(program, step, piece, E))
+                slot = slot_of(memory, arrival(program, done + i - 1, piece, E))
                 value = decoded_slot(slot, piece * groups + first, random, matrix, C)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
-            publish(table, ack_flag(program, rank, E), step + 1, E)
+        publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
     tl.store(steps_done + program, done + steps)

@@ -22,7 +22,7 @@ from taco_kernels.symmetric_memory.phases import (
     write_tile,
 )
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, returned
-from taco_kernels.symmetric_memory.signals import acknowledge, publish, wait
+from taco_kernels.symmetric_memory.signals import publish, wait
 from taco_kernels.triton.wire import encode_groups
 
 # Addresses and numbers that differ between ranks or calls must not lead to different code.
@@ -65,45 +65,49 @@ def two_shot_kernel(
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
     again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_block.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
-    full = tl.full((), C.R, tl.int32)
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
 
     done = tl.load(steps_done + program)
     steps = tl.cdiv(tl.cdiv(groups, C.R) - lane, lanes)
     for i in range(steps + 2):
+        last = i >= steps - 1
         if i < steps:
-            step, first = done + i, (lane + i * lanes) * C.R
-            slot = arrival(program, step, rank, E)
-            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            first = (lane + i * lanes) * C.R
+            slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W // E.SPLITS):
-                piece = split if E.SPLITS > 1 else (rank + 1 + k) % E.W
+                piece = (split + i) % E.W if E.SPLITS > 1 else (rank + 1 + k) % E.W
                 h, b = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
-                encode_groups(h, b, peer_slot(table, piece, slot), tl.full((), 0, tl.int32), full, C)
-            publish(table, data_flag(program, rank, E), step + 1, E)
-        if (i >= 1) & (i <= steps):
-            step, first = done + i - 1, (lane + (i - 1) * lanes) * C.R
-            if (E.SPLITS == 1) | (split == rank):
-                wait(data, step + 1, error, timeout, E)
-                slots = slot_of(memory, arrival(program, step, 0, E))
-                for half in range(2):
-                    row = half * HALF.R
-                    h, b = reduced_groups(
-                        slots, row, full, rank * groups + first + row, random, again, E, HALF
-                    )
-                    store_to_all(h, b, row, full, table, returned(program, step, rank, E), rank, E.W, HALF)
-                publish(table, ack_flag(program, rank, E), step + 1, E)
-            else:
-                acknowledge(table, ack_flag(program, rank, E), step + 1, E)
+                encode_groups(h, b, peer_slot(table, piece, slot), zero, full, C)
+        owned = (E.SPLITS == 1) | ((split + i - 1) % E.W == rank)
+        if (i >= 1) & (i <= steps) & owned:
+            wait(data, done + i, error, timeout, E.W, E)
+            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
+            slot = returned(program, done + i - 1, rank, E)
+            group = rank * groups + (lane + (i - 1) * lanes) * C.R
+            for half in range(2):  # a whole tile of sums does not fit in the registers
+                row = half * HALF.R
+                h, b = reduced_groups(slots, row, full, group + row, random, again, E, HALF)
+                store_to_all(h, b, row, full, table, slot, rank, E.W, HALF)
+        if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
+            publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
-            step, first = done + i - 2, (lane + (i - 2) * lanes) * C.R
-            wait(acks, step + 1, error, timeout, E)
+            first = (lane + (i - 2) * lanes) * C.R
             matrix = load_matrix(from_wire, C)
+            if E.SPLITS == 1:
+                wait(acks, done + i - 1, error, timeout, E.W, E)
+            else:
+                owner = memory + ack_flag(program, (split + i - 2) % E.W, E)
+                wait(owner, done + i - 1, error, timeout, 1, E)
             for k in range(E.W // E.SPLITS):
-                piece = split if E.SPLITS > 1 else (rank + k) % E.W
-                slot = slot_of(memory, returned(program, step, piece, E))
+                piece = (split + i - 2) % E.W if E.SPLITS > 1 else (rank + k) % E.W
+                slot = slot_of(memory, returned(program, done + i - 2, piece, E))
                 value = decoded_slot(slot, piece * groups + first, again, matrix, C)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
+        if not last:
+            publish(table, program, rank, done + i + 1, done + i, E)
     tl.store(steps_done + program, done + steps)
 
 
@@ -149,17 +153,18 @@ def one_shot_kernel(
     steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
     for i in range(steps + 1):
         if i < steps:
-            step, first = done + i, (program + i * programs) * C.R
+            first = (program + i * programs) * C.R
+            slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
             h, b = encoded_tile(x, rank, zero, first, message, rows, random, matrix, FLAGS, C)
-            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
-            store_to_all(h, b, zero, full, table, arrival(program, step, rank, E), rank, E.W, C)
-            publish(table, data_flag(program, rank, E), step + 1, E)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
+            store_to_all(h, b, zero, full, table, slot, rank, E.W, C)
+            publish(table, program, rank, done + i + 1, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
-            step, first = done + i - 1, (program + (i - 1) * programs) * C.R
-            wait(data, step + 1, error, timeout, E)
-            slots = slot_of(memory, arrival(program, step, 0, E))
-            own = slot_of(memory, returned(program, step, rank, E))
+            first = (program + (i - 1) * programs) * C.R
+            wait(data, done + i, error, timeout, E.W, E)
+            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
+            own = slot_of(memory, returned(program, done + i - 1, rank, E))
             for half in range(2):
                 row = half * HALF.R
                 h, b = reduced_groups(slots, row, full, first + row, random, again, E, HALF)
@@ -168,5 +173,5 @@ def one_shot_kernel(
             tl.debug_barrier()  # between the writes of own and its reads
             value = decoded_slot(own, first, again, matrix, C)
             write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
-            publish(table, ack_flag(program, rank, E), step + 1, E)
+    publish(table, program, rank, done + steps, done + steps, E)
     tl.store(steps_done + program, done + steps)

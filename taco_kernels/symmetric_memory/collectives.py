@@ -9,7 +9,7 @@ import triton
 from taco_kernels.layout import CodecConfig, Stream, check_stream
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
-from taco_kernels.symmetric_memory.lane import TILE, WARPS, Lane, exchange
+from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
 from taco_kernels.triton import launch
@@ -27,6 +27,11 @@ def choose_algorithm(nbytes: int, world_size: int) -> str:
     """``one-shot`` or ``two-shot`` for an all-reduce of ``nbytes`` uncompressed bytes."""
     limit = ONE_SHOT_BYTES.get(world_size, ONE_SHOT_BYTES_DEFAULT)
     return "one-shot" if nbytes <= limit else "two-shot"
+
+
+def choose_splits(tiles: int, lane: Lane) -> int:
+    """How many programs share a tile number in a two-shot of ``tiles`` tiles a piece."""
+    return lane.world_size if tiles * lane.world_size <= lane.programs else 1
 
 
 def all_reduce(
@@ -61,11 +66,11 @@ def all_reduce(
     tail = x.numel() % config.group_size != 0
     x, rows = _walkable(x, config)
     message = (x.numel(), values, values, groups)
-    tiles = triton.cdiv(groups * config.group_size, TILE)
+    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
     if algorithm == "one-shot":
         _launch(one_shot_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
     else:
-        splits = lane.world_size if tiles * lane.world_size <= lane.programs else 1
+        splits = choose_splits(tiles, lane)
         _launch(two_shot_kernel, lane, tiles, splits, x, out, message, rows, tail, random, config)
     return out
 
@@ -91,7 +96,7 @@ def reduce_scatter(
     tail = shard % config.group_size != 0
     x, rows = (x.contiguous(), (1, 1, 0, 0, False)) if tail else _walkable(x, config)
     message = (x.numel(), shard, shard, groups)
-    tiles = triton.cdiv(groups * config.group_size, TILE)
+    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
     _launch(reduce_scatter_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
     return out
 
@@ -144,7 +149,7 @@ def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded:
     full = (lane.world_size * shape[0], *shape[1:])
     out = _output(out, full, x, dtype)
     message = (lane.world_size * shard, shard, shard, groups)
-    tiles = triton.cdiv(groups * config.group_size, TILE)
+    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
     _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, encoded)
     return out
 
@@ -174,7 +179,7 @@ def all_gather_stores(numel: int, config: CodecConfig, world_size: int) -> dict[
 
 def _tile_bytes(numel: int, config: CodecConfig) -> int:
     """Bytes of the whole tiles that ``numel`` values travel in."""
-    return triton.cdiv(numel, TILE) * (TILE // config.group_size) * config.bytes_per_group()
+    return triton.cdiv(numel, tile_of(config)) * tile_bytes(config)
 
 
 def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:
@@ -201,7 +206,9 @@ def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, co
     to_wire, from_wire, constants = _constants(
         kernel, config, out.dtype, out.device, lane.world_size, lane.programs, splits, rows[4], tail, encoded
     )
-    return kernel[(min(tiles * splits, lane.programs // splits * splits),)](
+    steps = triton.cdiv(tiles, lane.programs // splits)
+    programs = triton.cdiv(tiles, steps) * splits  # as few as need no more steps
+    return kernel[(programs,)](
         x,
         out,
         to_wire,
@@ -228,17 +235,18 @@ def _constants(kernel, config, dtype, device, world_size, programs, splits, stri
         groups = tile // config.group_size
         return make_spec(config, groups, properties.hardware_fp8, properties.interpret)
 
+    full = spec(tile_of(config))
     constants = dict(
         FLAGS=make_flags(strided, tail, 1),
         OUT_FLAGS=make_flags(False, tail, 1),
-        C=spec(TILE),
+        C=full,
         E=exchange(world_size, programs, splits),
         **OPTIONS,
     )
     if kernel in (one_shot_kernel, two_shot_kernel):
-        constants["HALF"] = spec(TILE // 2)
+        constants["HALF"] = spec(tile_of(config) // 2)
     if encoded is not None:
         constants["ENCODED"] = encoded
-    to_wire = encode_matrix(spec(TILE), dtype, device)
-    sums = kernel is reduce_scatter_kernel
-    return to_wire, decode_matrix(spec(TILE), torch.bfloat16 if sums else torch.float16, device), constants
+    sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes
+    to_wire = encode_matrix(full, dtype, device)
+    return to_wire, decode_matrix(full, torch.bfloat16 if sums else torch.float16, device), constants

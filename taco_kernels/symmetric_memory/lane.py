@@ -8,9 +8,9 @@ import triton.language as tl
 
 from taco_kernels.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from taco_kernels.symmetric_memory.ring import Exchange
+from taco_kernels.triton.launch import tuning_of
 
-TILE = 8192  # values; TILE and WARPS are the codec kernels' own, so that sums run in the same order
-WARPS = 4
+WARPS = 4  # of every kernel here; see tile_of
 DEPTH = 3  # slots a sender: one being filled, one on its way, one being read
 _ALIGNMENT = 1024
 
@@ -19,11 +19,23 @@ class SymmetricMemoryError(RuntimeError):
     """Symmetric memory cannot be had, or a peer stopped answering."""
 
 
+def tile_of(config: CodecConfig) -> int:
+    """Values of a tile: as many as encode's and decode's own kernels hold.
+
+    With as many warps too, sums over a group run in the same order here and there, and give the same bits.
+    """
+    return tuning_of("encode", config).tile
+
+
+def tile_bytes(config: CodecConfig) -> int:
+    """Bytes that a tile travels in."""
+    return tile_of(config) // config.group_size * config.bytes_per_group()
+
+
 @lru_cache
 def slot_bytes() -> int:
     """Bytes of a slot: a tile in the largest wire format there is."""
-    configs = [CodecConfig(f, g, s) for f in FORMATS for g in GROUP_SIZES for s in SCALES]
-    return max(TILE // config.group_size * config.bytes_per_group() for config in configs)
+    return max(tile_bytes(CodecConfig(f, g, s)) for f in FORMATS for g in GROUP_SIZES for s in SCALES)
 
 
 @lru_cache
@@ -97,7 +109,7 @@ def make_lanes(
         timeout: seconds that a program waits for a peer.
     """
     size = lane_bytes(len(addresses), programs)
-    error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     lanes = []
     for index in range(count):
         start = [address + index * size for address in addresses]

@@ -10,7 +10,7 @@ next, values and groups in a piece.
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.decode_sum import sum_senders
+from taco_kernels.triton.decode_sum import add_sender, sum_senders
 from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
 from taco_kernels.triton.planes import load_plane, store_plane
 from taco_kernels.triton.rounding import dither, random_tile
@@ -74,6 +74,20 @@ def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: t
 
 
 @triton.jit
+def summed_tile(slots, group, random, E: tl.constexpr, C: tl.constexpr):
+    """``reduced_groups`` of a whole tile without the random bytes: one sender after the other, which saves
+    registers where the result goes through a transform."""
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    key, stream, block = random
+    own = (key, stream, block + group.to(tl.int64) * (C.G // 16))
+    total = tl.zeros([C.R, C.G], tl.float32)
+    for w in range(E.W):
+        sender = tl.full((), 0, tl.int64) + w
+        total = add_sender(total, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, own, C)
+    return total
+
+
+@triton.jit
 def decoded_slot(slot, group, random, matrix, C: tl.constexpr):
     """fp32[R, G] of the wire in a slot; ``group`` is the first group's number in the message."""
     q, step = decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), tl.float16, C)
@@ -105,7 +119,7 @@ def copy_plane(
     wire, table, offset, at, first, groups, rank, P: tl.constexpr, W: tl.constexpr, C: tl.constexpr
 ):
     """Groups first... of the plane of P bytes a group that starts ``at`` bytes a group in, to every rank."""
-    plane = load_plane(wire + groups.to(tl.int64) * at, first, groups, P, C)
+    plane = load_plane(wire + tl.full((), 1, tl.int64) * groups * at, first, groups, P, C)
     full = tl.full((), C.R, tl.int32)
     for k in tl.static_range(1, W + 1):
         slot = peer_slot(table, (rank + k) % W, offset + C.R * at)

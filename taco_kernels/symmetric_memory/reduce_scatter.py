@@ -5,7 +5,7 @@ import triton.language as tl
 
 from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
 from taco_kernels.symmetric_memory.matrices import load_matrix
-from taco_kernels.symmetric_memory.phases import encoded_tile, peer_slot, reduced_groups, slot_of, write_tile
+from taco_kernels.symmetric_memory.phases import encoded_tile, peer_slot, slot_of, summed_tile, write_tile
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
 from taco_kernels.symmetric_memory.signals import publish, wait
 from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
@@ -52,22 +52,23 @@ def reduce_scatter_kernel(
     steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
     for i in range(steps + 1):
         if i < steps:
-            step, first = done + i, (program + i * programs) * C.R
-            slot = arrival(program, step, rank, E)
-            wait(acks, step + 1 - E.DEPTH, error, timeout, E)
+            first = (program + i * programs) * C.R
+            slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
                 h, b = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
                 encode_groups(h, b, peer_slot(table, piece, slot), zero, full, C)
-            publish(table, data_flag(program, rank, E), step + 1, E)
+            if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
+                publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
-            step, first = done + i - 1, (program + (i - 1) * programs) * C.R
-            wait(data, step + 1, error, timeout, E)
-            slots = slot_of(memory, arrival(program, step, 0, E))
-            h, _ = reduced_groups(slots, zero, full, rank * groups + first, random, random, E, C)
+            first = (program + (i - 1) * programs) * C.R
+            wait(data, done + i, error, timeout, E.W, E)
+            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
+            h = summed_tile(slots, rank * groups + first, random, E, C)
             if C.HADAMARD:
                 h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
-            publish(table, ack_flag(program, rank, E), step + 1, E)
             write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)
+        publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
     tl.store(steps_done + program, done + steps)

@@ -7,27 +7,29 @@ called by every thread of a program. PTX, because a spin needs a loop with acqui
 import triton
 import triton.language as tl
 
-# Thread t < $4: release what the program has written, then store $3 to the flag at offset $2 of rank t.
+from taco_kernels.symmetric_memory.ring import ack_flag, data_flag
+
+# Thread t < $6: release what the program has written, then store $3 and $5 to the flags at offsets $2 and $4
+# in the memory of rank t, which starts where entry t of the table $1 says.
 _PUBLISH = tl.constexpr(
     """
 {
     .reg .pred mine;
     .reg .u32 thread;
-    .reg .u64 address, base;
+    .reg .u64 entry, base, flag;
     mov.u32 thread, %tid.x;
-    setp.lt.u32 mine, thread, $4;
-    mad.wide.u32 address, thread, 8, $1;
-    @mine ld.global.u64 base, [address];
-    add.u64 base, base, $2;
+    setp.lt.u32 mine, thread, $6;
+    mad.wide.u32 entry, thread, 8, $1;
+    @mine ld.global.u64 base, [entry];
     @mine fence.acq_rel.sys;
-    @mine st.relaxed.sys.global.u64 [base], $3;
+    add.u64 flag, base, $2;
+    @mine st.relaxed.sys.global.u64 [flag], $3;
+    add.u64 flag, base, $4;
+    @mine st.relaxed.sys.global.u64 [flag], $5;
     mov.u32 $0, 0;
 }
 """
 )
-
-# The same without the release: nothing was written or read that the flag would speak for.
-_ACKNOWLEDGE = tl.constexpr(_PUBLISH.value.replace("@mine fence.acq_rel.sys;", ""))
 
 # Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave 1 + t at $5,
 # which the host can read, and trap.
@@ -65,13 +67,23 @@ ready:
 
 
 @triton.jit
-def publish(table, offset, value, E: tl.constexpr):
-    """Make all earlier accesses of the program visible, then set its flag at ``offset`` on every rank."""
+def publish(table, program, rank, sent, read, E: tl.constexpr):
+    """Make all earlier accesses of the program visible, then set its data and ack flags on every rank.
+
+    A fence waits for every store on its way: best some time after the last one, and one for both flags.
+    """
     tl.debug_barrier()
     tl.inline_asm_elementwise(
         _PUBLISH,
-        "=r,l,l,l,r",
-        [table.to(tl.int64), offset, value, tl.full((), E.W, tl.int32)],
+        "=r,l,l,l,l,l,r",
+        [
+            table.to(tl.int64),
+            data_flag(program, rank, E),
+            sent,
+            ack_flag(program, rank, E),
+            read,
+            tl.full((), E.W, tl.int32),
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -79,26 +91,13 @@ def publish(table, offset, value, E: tl.constexpr):
 
 
 @triton.jit
-def acknowledge(table, offset, value, E: tl.constexpr):
-    """Set the flag where the program has touched nothing that the ranks wait for."""
-    tl.inline_asm_elementwise(
-        _ACKNOWLEDGE,
-        "=r,l,l,l,r",
-        [table.to(tl.int64), offset, value, tl.full((), E.W, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def wait(flags, value, error, timeout, E: tl.constexpr):
-    """Until the program's flags from all ranks, the first at address ``flags``, are at least ``value``."""
+def wait(flags, value, error, timeout, COUNT: tl.constexpr, E: tl.constexpr):
+    """Until the program's flags from COUNT ranks, the first at address ``flags``, are at least ``value``."""
     stride = tl.full((), E.PROGRAMS * 8, tl.int32)
     tl.inline_asm_elementwise(
         _WAIT,
         "=r,l,r,l,r,l,l",
-        [flags, stride, value, tl.full((), E.W, tl.int32), error, timeout],
+        [flags, stride, value, tl.full((), COUNT, tl.int32), error, timeout],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
