@@ -78,9 +78,10 @@ class TensorParallelCompression:
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
     than it saves. 0 compresses everything."""
 
-    taco_transport: Literal["auto", "collective", "symmetric"] = "auto"
-    """How payloads travel: symmetric = one kernel a collective over the memory of the ranks' devices, on one
-    host with peer access; collective = torch.distributed; auto = symmetric where it can be had."""
+    taco_transport: Literal["auto", "collective", "symmetric"] = "collective"
+    """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the memory
+    of the ranks' devices, on one host with peer access; auto = symmetric where it can be had. Symmetric memory
+    has been checked kernel by kernel, not yet in training: it is to be asked for."""
 
     taco_start_iteration: int = 0
     """Iterations that run uncompressed before compression starts."""

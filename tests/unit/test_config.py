@@ -50,6 +50,7 @@ def test_every_field_is_a_flag(arguments) -> None:
         "--taco-group-size": "64",
         "--taco-scales": "single",
         "--taco-rounding": "dither",
+        "--taco-transport": "auto",
         "--taco-min-message-mb": "0.5",
         "--taco-start-iteration": "7",
     }
@@ -61,6 +62,7 @@ def test_every_field_is_a_flag(arguments) -> None:
         taco_group_size=64,
         taco_scales="single",
         taco_rounding="dither",
+        taco_transport="auto",
         taco_min_message_mb=0.5,
         taco_start_iteration=7,
     )
