@@ -80,8 +80,8 @@ class TensorParallelCompression:
 
     taco_transport: Literal["auto", "collective", "symmetric"] = "collective"
     """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the
-    memory of the ranks' devices, on one host with peer access; auto = symmetric where it can be had. Symmetric
-    memory has been checked kernel by kernel, not yet in training: it is to be asked for."""
+    memory of the ranks' devices, on one host with peer access; auto = symmetric where it can be had. It has
+    been checked kernel by kernel, not yet in training, and so it is to be asked for."""
 
     taco_start_iteration: int = 0
     """Iterations that run uncompressed before compression starts."""
