@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m taco_kernels.benchmarks codec``."""
+"""Benchmarks: ``python -m taco_kernels.benchmarks codec`` and ``collectives``."""

@@ -2,9 +2,9 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec
+from taco_kernels.benchmarks import codec, collectives
 
-BENCHMARKS = {"codec": codec}
+BENCHMARKS = {"codec": codec, "collectives": collectives}
 
 
 def main() -> None:

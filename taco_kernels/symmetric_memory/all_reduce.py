@@ -25,8 +25,8 @@ from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, ret
 from taco_kernels.symmetric_memory.signals import publish, wait
 from taco_kernels.triton.wire import encode_groups
 
-# Addresses and numbers that differ between ranks or calls must not lead to different code.
-UNSPECIALIZED = ["memory", "rank", "error", "timeout", "key", "stream", "first_block"]
+# What differs between ranks or calls must not lead to different code, and numbers that are one stay numbers.
+UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups", "key", "stream", "first_block"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -9,6 +9,7 @@ import triton
 from taco_kernels.layout import CodecConfig, Stream, check_stream
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
+from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
@@ -16,17 +17,13 @@ from taco_kernels.triton import launch
 from taco_kernels.triton.spec import Spec, make_flags, make_spec
 
 ALGORITHMS = ("auto", "one-shot", "two-shot")
-ONE_SHOT_BYTES = {2: 2**20}
-"""Largest tensor, in bytes, that goes one-shot, by world size; measured, see docs/benchmarks.md."""
-ONE_SHOT_BYTES_DEFAULT = 256 * 2**10
 MAX_WORLD_SIZE = 8
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
-def choose_algorithm(nbytes: int, world_size: int) -> str:
+def choose_algorithm(nbytes: int) -> str:
     """``one-shot`` or ``two-shot`` for an all-reduce of ``nbytes`` uncompressed bytes."""
-    limit = ONE_SHOT_BYTES.get(world_size, ONE_SHOT_BYTES_DEFAULT)
-    return "one-shot" if nbytes <= limit else "two-shot"
+    return "one-shot" if nbytes <= ONE_SHOT_UP_TO else "two-shot"
 
 
 def choose_splits(tiles: int, lane: Lane) -> int:
@@ -58,7 +55,7 @@ def all_reduce(
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
     if algorithm == "auto":
-        algorithm = choose_algorithm(x.nbytes, lane.world_size)
+        algorithm = choose_algorithm(x.nbytes)
     pieces = lane.world_size if algorithm == "two-shot" else 1
     groups = config.chunk_numel(x.numel(), pieces) // config.group_size
     values = groups * config.group_size
@@ -161,7 +158,7 @@ def all_reduce_stores(numel: int, nbytes: int, config: CodecConfig, world_size: 
         numel, nbytes: values and bytes of the uncompressed tensor.
         config, world_size: as for the call, whose ``algorithm`` is auto.
     """
-    if choose_algorithm(nbytes, world_size) == "one-shot":
+    if choose_algorithm(nbytes) == "one-shot":
         return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
     piece = _tile_bytes(config.chunk_numel(numel, world_size), config)
     return dict.fromkeys(("all_to_all", "all_gather"), (world_size - 1) * piece)

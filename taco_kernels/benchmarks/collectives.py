@@ -1,0 +1,278 @@
+"""Compressed collectives against NCCL and against other compressed all-reduces; run it under torchrun."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from taco_kernels import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
+from taco_kernels.benchmarks.timing import report
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+COLUMNS = {
+    "operation": "",
+    "MiB": "g",
+    "ranks": "d",
+    "mode": "",
+    "method": "",
+    "format": "",
+    "us": ".1f",
+    "bus GB/s": ".0f",
+    "x NCCL": ".2f",
+    "error": ".4f",
+    "replicas identical": "",
+}
+OURS = ("NCCL bf16", "torch.distributed", "symmetric")
+Call = Callable[[], torch.Tensor]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the benchmark."""
+    parser.add_argument(
+        "--mib",
+        type=float,
+        nargs="+",
+        default=[0.25, 1, 4, 16, 64, 256],
+        help="sizes of the whole bf16 tensor",
+    )
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"])
+    parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
+    parser.add_argument("--graph-mib", type=float, default=1, help="replay CUDA graphs too up to this size")
+    parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file (rank 0)")
+
+
+def call_time(call: Call, graph: bool, repeats: int = 15) -> float:
+    """Median microseconds of a call, the slowest rank's; back-to-back calls, eager or in a CUDA graph."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.barrier()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    count = torch.tensor(max(4, min(50, int(4 / start.elapsed_time(end)))), device="cuda")
+    dist.broadcast(count, 0)
+    calls = int(count)
+
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        run = captured.replay
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    median = torch.tensor(sorted(times)[repeats // 2], device="cuda")
+    dist.all_reduce(median, op=dist.ReduceOp.MAX)
+    return float(median)
+
+
+def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig) -> Call:
+    """The codec's kernels with an exchange of torch.distributed between them."""
+    world_size, rank, numel = dist.get_world_size(), dist.get_rank(), x.numel()
+
+    def exchanged(wires: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(wires)
+        dist.all_to_all_single(received, wires)
+        return received
+
+    def gathered(wire: torch.Tensor) -> torch.Tensor:
+        wires = wire.new_empty(world_size, wire.numel())
+        dist.all_gather_into_tensor(wires.view(-1), wire)
+        return wires
+
+    def all_reduce() -> torch.Tensor:
+        received = exchanged(encode(x, config, world_size))
+        own = decode_sum_encode(received, config, config.chunk_numel(numel, world_size))
+        return decode(gathered(own), config, x.shape, x.dtype)
+
+    def reduce_scatter() -> torch.Tensor:
+        received = exchanged(encode(x, config, world_size))
+        return decode_sum(received, config, (numel // world_size,), x.dtype)
+
+    def all_gather() -> torch.Tensor:
+        own = x.view(world_size, -1)[rank]
+        return decode(gathered(encode(own, config)[0]), config, x.shape, x.dtype)
+
+    return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
+
+
+def over_symmetric_memory(operation: str, x: torch.Tensor, config: CodecConfig, group) -> Call:
+    """One kernel."""
+    own = x.view(group.world_size, -1)[group.rank]
+    return {
+        "all_reduce": lambda: group.all_reduce(x, config),
+        "reduce_scatter": lambda: group.reduce_scatter(x, config),
+        "all_gather": lambda: group.all_gather(own, config),
+    }[operation]
+
+
+def nccl(operation: str, x: torch.Tensor) -> Call:
+    """The uncompressed operation, in place for an all-reduce."""
+    world_size = dist.get_world_size()
+    total, shard = x.clone(), x.new_empty(x.numel() // world_size)
+    own = x.view(world_size, -1)[dist.get_rank()]
+
+    def all_reduce() -> torch.Tensor:
+        dist.all_reduce(total)
+        return total
+
+    def reduce_scatter() -> torch.Tensor:
+        dist.reduce_scatter_tensor(shard, x)
+        return shard
+
+    def all_gather() -> torch.Tensor:
+        dist.all_gather_into_tensor(total, own)
+        return total
+
+    return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
+
+
+def nccl_fp8(x: torch.Tensor) -> Call:
+    """The straw man: cast to e4m3 with one scale that no sum overflows, reduce the fp8 values, cast back."""
+    world_size = dist.get_world_size()
+
+    def all_reduce() -> torch.Tensor:
+        scale = x.abs().amax().float()
+        dist.all_reduce(scale, op=dist.ReduceOp.MAX)
+        scale = scale * (world_size / 448)
+        codes = (x / scale).to(torch.float8_e4m3fn)
+        dist.all_reduce(codes)
+        return codes.to(x.dtype) * scale
+
+    return all_reduce
+
+
+def torch_two_shot(x: torch.Tensor) -> Call:
+    """PyTorch's own uncompressed two-shot over symmetric memory, in place."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    buffer = symm_mem.empty(x.numel(), dtype=x.dtype, device=x.device)
+    symm_mem.rendezvous(buffer, dist.group.WORLD)
+    buffer.copy_(x)
+    name = dist.group.WORLD.group_name
+
+    def all_reduce() -> torch.Tensor:
+        return torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name)
+
+    return all_reduce
+
+
+def flashinfer(x: torch.Tensor) -> Call:
+    """FlashInfer's fp8 all-reduce, where the package is installed."""
+    from flashinfer.comm import quantized_all_reduce
+
+    return lambda: quantized_all_reduce(x, dist.group.WORLD)
+
+
+def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
+    """(method, format, function that makes the call) for everything to compare."""
+    yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
+    if operation == "all_reduce":
+        yield "NCCL fp8 as is", "fp8-e4m3", lambda: nccl_fp8(x)
+        if group is not None:
+            yield "torch two-shot", "bf16", lambda: torch_two_shot(x)
+            yield "FlashInfer", "fp8-e4m3", lambda: flashinfer(x)
+    for format in options.formats:
+        for scales in options.scales:
+            config = CodecConfig(format, options.group_size, scales)
+            name = format if scales == "dual" else f"{format} {scales}"
+            yield "torch.distributed", name, lambda c=config: over_torch_distributed(operation, x, c)
+            if group is not None:
+                yield "symmetric", name, lambda c=config: over_symmetric_memory(operation, x, c, group)
+
+
+def exact_result(operation: str, x: torch.Tensor) -> torch.Tensor:
+    """The result in fp32."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if operation == "all_gather":
+        full = torch.empty_like(x)
+        dist.all_gather_into_tensor(full, x.view(world_size, -1)[rank])
+        return full.float()
+    total = x.float()
+    dist.all_reduce(total)
+    return total if operation == "all_reduce" else total.view(world_size, -1)[rank]
+
+
+def identical(result: torch.Tensor) -> str:
+    """Whether all ranks hold the same bits."""
+    first = result.clone()
+    dist.broadcast(first, 0)
+    same = torch.tensor(int(torch.equal(first, result)), device="cuda")
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    return "yes" if int(same) else "no"
+
+
+def measure(operation: str, mib: float, options: argparse.Namespace, group) -> list[dict]:
+    """All rows of one size."""
+    world_size = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(int(mib * 2**19), device="cuda").to(torch.bfloat16)
+    exact = exact_result(operation, x)
+    factor = (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
+    rows, baseline = [], {}
+    for method, format, make in methods(operation, x, options, group):
+        row = {"operation": operation, "MiB": mib, "ranks": world_size, "method": method, "format": format}
+        try:
+            call = make()
+            result = call()
+            row["error"] = float((result.float() - exact).norm() / exact.norm())
+            row["replicas identical"] = "-" if operation == "reduce_scatter" else identical(result)
+            for mode in ("eager", "graph") if mib <= options.graph_mib else ("eager",):
+                us = call_time(call, mode == "graph")
+                baseline.setdefault(mode, us)
+                rate = factor * x.nbytes / us / 1e3
+                rows.append({**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us})
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:  # a peer that this machine lacks
+            if method in OURS:
+                raise
+            if dist.get_rank() == 0:
+                print(f"{method}, {mib:g} MiB: not measured, {str(error).splitlines()[0]}", flush=True)
+    return rows
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure every size and print the table on rank 0."""
+    from taco_kernels.symmetric_memory import SymmetricGroup, unavailable_reason
+
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "start it under torchrun: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    try:
+        reason = "--no-symmetric" if options.no_symmetric else unavailable_reason(dist.group.WORLD)
+        group = SymmetricGroup(dist.group.WORLD) if reason is None else None
+        if dist.get_rank() == 0:
+            variables = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))
+            print(
+                f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}"
+            )
+            print(f"environment: {variables or 'no NCCL variables'}; symmetric memory: {reason or 'yes'}")
+        rows = []
+        for operation in options.operations:
+            for mib in options.mib:
+                rows += measure(operation, mib, options, group)
+        if dist.get_rank() == 0:
+            report(rows, COLUMNS, options.json)
+    finally:
+        dist.destroy_process_group()
