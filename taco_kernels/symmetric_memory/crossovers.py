@@ -4,8 +4,8 @@ Measured on four NVIDIA H200 of one host (NVLink, 18 links each), torch 2.11.0, 
 2026-11-21, world size 4; docs/benchmarks.md has the tables. Other world sizes take the same values.
 
 There is no size from which on ``--taco-transport auto`` prefers torch.distributed to symmetric memory: NCCL's
-all-to-all and all-gather of an 8-bit payload alone took 165 us at 1 MiB and 218 us at 64 MiB, where the whole
-all-reduce here took 17 us and 224 us, and at 256 MiB, where both took 0.70 ms, the codec's kernels come on top.
+all-to-all and all-gather of one byte a value took 165 us at 1 MiB, 218 at 64 and 701 at 256, where the whole
+all-reduce takes 17, 224 and 711, and the codec's kernels come on top (about 90 us at 64 MiB, 350 at 256).
 """
 
 ONE_SHOT_UP_TO = 256 * 2**10
