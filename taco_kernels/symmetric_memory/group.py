@@ -80,6 +80,9 @@ class SymmetricGroup:
     for ever. As with NCCL, all ranks of a group make the same calls in the same order; replays of graphs must
     not overlap each other.
 
+    The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
+    on each of 132 multiprocessors 101 MiB at 2 ranks, 201 at 4, 402 at 8.
+
     Args:
         group: ranks on one host; see ``unavailable_reason``.
         programs: programs a kernel may use, the same on all ranks; by default what fills the device.
