@@ -19,7 +19,6 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
         pytest.param(("--bf16", *TENSOR, "--hidden-dropout", "0.3"), "torch", id="tp2"),
         pytest.param(PIPELINE, "torch_dist", id="pp2"),
         pytest.param(("--bf16", *DATA), "torch_dist", id="dp2-distributed-optimizer"),
-        pytest.param((), "torch_dist", id="dp2"),
     ],
 )
 def test_resume_is_bitwise(tmp_path, flags, checkpoint_format):
