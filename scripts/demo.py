@@ -36,7 +36,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder for everything")
-    parser.add_argument("--iterations", type=int, default=200, help="training iterations of each run")
+    parser.add_argument("--iterations", type=int, default=120, help="training iterations of each run")
     parser.add_argument(
         "--tensor-parallel", type=int, help="ranks (default: 2; 4 or 2 where there are that many GPUs)"
     )
