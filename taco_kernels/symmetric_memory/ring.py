@@ -19,7 +19,7 @@ import triton.language as tl
 from taco_kernels.triton.spec import Constants
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Exchange(Constants):
     """Compile-time shape of a lane and of a launch over it."""
 

@@ -16,12 +16,23 @@ class Constants:
     def _text(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name).value}" for f in fields(self))
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((type(self).__name__, self._text))
+
     def __repr__(self) -> str:
         """Part of the compiler's cache key."""
         return self._text
 
+    def __hash__(self) -> int:
+        """Kept: a launch hashes its constants, and hashing twenty fields takes longer than the rest of it."""
+        return self._hash
 
-@dataclass(frozen=True, repr=False)
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(self) is type(other) and self._text == other._text)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class Flags(Constants):
     """What a launch adds to a Spec."""
 
@@ -33,7 +44,7 @@ class Flags(Constants):
     """Depth of the software pipeline over tiles."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Spec(Constants):
     """One argument for all constants: kernels read ``C.G`` and so on, each a tl.constexpr."""
 
