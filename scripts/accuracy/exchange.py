@@ -1,0 +1,128 @@
+"""The collectives of W tensor-parallel ranks on one device, with the arithmetic of the real ones.
+
+Everything that is sent is encoded and decoded by the project's codecs, with the random numbers that
+megatron.compression.collectives gives them, so a simulated all-reduce has the bits of a real one.
+"""
+
+import torch
+
+import taco_kernels
+from scripts.accuracy.settings import TENSOR_FP8, Setting, parse_codec
+from taco_kernels import CodecConfig, Stream
+
+_MASK = 2**64 - 1
+
+
+def rounding_key(*numbers: int) -> int:
+    """64-bit seed of one exchange's random rounding from (seed, step, ...): splitmix64, folded."""
+    key = 0
+    for number in numbers:
+        key = (key ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK
+        key ^= key >> 31
+    return key
+
+
+class Exchange:
+    """Sums the ranks' partial sums, gathers their slices, as a setting says.
+
+    Call ``start`` before every forward: the exchanges of a pass are numbered in the order in which they
+    happen, and number and step make their random numbers.
+
+    Args:
+        setting: form and codecs.
+        seed: of the random rounding.
+    """
+
+    def __init__(self, setting: Setting, seed: int = 0) -> None:
+        self.setting = setting
+        self.seed = seed
+        self.world_size = setting.world_size
+        forward1, forward2, backward1, backward2 = (parse_codec(codec) for codec in setting.codecs())
+        self.codecs = {"forward": (forward1, forward2), "backward": (backward1, backward2)}
+        self.step = self.number = 0
+
+    def start(self, step: int) -> None:
+        """Begin the forward of a step."""
+        self.step, self.number = step, 0
+
+    def key(self) -> int:
+        """Seed of the next exchange."""
+        self.number += 1
+        return rounding_key(self.seed, self.step, self.number)
+
+    def reduce(self, partials: torch.Tensor, direction: str, whole: bool = False) -> torch.Tensor:
+        """[W, T, h] of the ranks -> their sum [T, h]: an all-reduce, or a reduce-scatter's shards together.
+
+        Args:
+            partials: rank w's partial sum at [w].
+            direction: forward or backward.
+            whole: an all-reduce also with sequence parallelism.
+        """
+        hop1, hop2 = self.codecs[direction]
+        key = self.key()
+        shape, dtype = partials.shape[1:], partials.dtype
+        if hop2 is None or (self.setting.sequence_parallel and not whole):
+            return reduce_once(partials, hop1, key, dtype)
+        world_size = partials.shape[0]
+        if isinstance(hop1, CodecConfig) and hop1 == hop2 and not self.setting.remove_mean:
+            wires = encode_partials(partials, hop1, key)
+            total = taco_kernels.decode_sum_encode(
+                wires, hop1, shape.numel(), Stream(key, 0), Stream(key, world_size)
+            )
+            return taco_kernels.decode(total[None], hop1, shape, dtype, Stream(key, world_size))
+        total = reduce_once(partials, hop1, key, torch.float32)
+        return self._send(total, hop2, Stream(key, world_size), dtype)
+
+    def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
+        """What every rank has of x [T, h] after the all-gather of its slices."""
+        codec = self.codecs[direction][1]
+        return self._send(x, codec, Stream(self.key(), 0), x.dtype)
+
+    def _send(self, x: torch.Tensor, codec, random: Stream, dtype: torch.dtype) -> torch.Tensor:
+        if not self.setting.remove_mean:
+            return send(x, codec, random, dtype)
+        mean = x.float().mean(dim=0).bfloat16().float()
+        return (send(x.float() - mean, codec, random, torch.float32) + mean).to(dtype)
+
+
+def encode_partials(partials: torch.Tensor, config: CodecConfig, key: int) -> torch.Tensor:
+    """uint8[W, bytes]: every rank's partial sum, rank w's with its own stream of random numbers."""
+    world_size, numel = partials.shape[0], partials[0].numel()
+    if config.rounding == "nearest" and numel % config.group_size == 0:
+        return taco_kernels.encode(partials, config, world_size)
+    wires = partials.new_empty(world_size, config.wire_bytes(numel), dtype=torch.uint8)
+    for w in range(world_size):
+        taco_kernels.encode(partials[w], config, 1, Stream(key, w), out=wires[w : w + 1])
+    return wires
+
+
+def reduce_once(partials: torch.Tensor, codec, key: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sum [W, T, h] in fp32 with one encoding of each; without a codec, of the values themselves."""
+    if codec is None:
+        return partials.sum(dim=0, dtype=torch.float32).to(dtype)
+    if codec == TENSOR_FP8:
+        total = round_trip_tensor_fp8(partials[0])
+        for partial in partials[1:]:
+            total += round_trip_tensor_fp8(partial)
+        return total.to(dtype)
+    wires = encode_partials(partials, codec, key)
+    return taco_kernels.decode_sum(wires, codec, partials.shape[1:], dtype, Stream(key, 0))
+
+
+def send(x: torch.Tensor, codec, random: Stream, dtype: torch.dtype) -> torch.Tensor:
+    """x after one encoding."""
+    if codec is None:
+        return x.to(dtype, copy=True)
+    if codec == TENSOR_FP8:
+        return round_trip_tensor_fp8(x).to(dtype)
+    wire = taco_kernels.encode(x, codec, 1, random)
+    return taco_kernels.decode(wire, codec, x.shape, dtype, random)
+
+
+def round_trip_tensor_fp8(x: torch.Tensor) -> torch.Tensor:
+    """fp32: x in fp8-e4m3 with one scale for the whole tensor, its largest magnitude at 448."""
+    x = x.float()
+    scale = x.abs().amax().clamp(min=1e-30) / 448
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

@@ -1,0 +1,126 @@
+"""The tensor-parallel layers of the simulation as operators that torch.compile leaves alone.
+
+As in Megatron: a row-parallel layer (attention projection, fc2) sums W partial products in the forward, a
+column-parallel one (qkv, fc1, output) sums W partial input gradients in the backward. With sequence
+parallelism the input of a column-parallel layer and the output gradient of a row-parallel one are gathered.
+The partial products are the real ones: rank w holds slice w of the weight's parallel dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from scripts.accuracy.exchange import Exchange
+
+_bound: list[Exchange] = []
+
+
+def bind(exchange: Exchange) -> None:
+    """Let the layers communicate through ``exchange`` from now on (process-wide, as operators are)."""
+    _bound[:] = [exchange]
+
+
+def row_partials(x: Tensor, weight: Tensor, world_size: int) -> Tensor:
+    """[W, T, h] whose sum is x @ weight.T, for x [T, n] and weight [h, n]."""
+    x = x.view(x.shape[0], world_size, -1).transpose(0, 1)
+    return torch.bmm(x, weight.view(weight.shape[0], world_size, -1).permute(1, 2, 0))
+
+
+def column_partials(grad: Tensor, weight: Tensor, world_size: int) -> Tensor:
+    """[W, T, h] whose sum is grad @ weight, for grad [T, m] and weight [m, h]."""
+    grad = grad.view(grad.shape[0], world_size, -1).transpose(0, 1)
+    return torch.bmm(grad, weight.view(world_size, -1, weight.shape[1]))
+
+
+@torch.library.custom_op("tp_simulation::row_linear", mutates_args=())
+def row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, n] @ weight[h, n].T, reduced over the ranks."""
+    [exchange] = _bound
+    return exchange.reduce(row_partials(x.contiguous(), weight, exchange.world_size), "forward")
+
+
+@torch.library.custom_op("tp_simulation::row_linear_backward", mutates_args=())
+def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    [exchange] = _bound
+    if exchange.setting.sequence_parallel:
+        grad = exchange.gather(grad.contiguous(), "backward")
+    return grad @ weight, grad.t() @ x
+
+
+@torch.library.custom_op("tp_simulation::column_linear", mutates_args=())
+def column_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, h] @ weight[m, h].T."""
+    return x @ weight.t()
+
+
+@torch.library.custom_op("tp_simulation::column_linear_backward", mutates_args=())
+def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, reduced over the ranks, and of weight."""
+    [exchange] = _bound
+    grad = grad.contiguous()
+    partials = column_partials(grad, weight, exchange.world_size)
+    return exchange.reduce(partials, "backward"), grad.t() @ x
+
+
+@torch.library.custom_op("tp_simulation::gather", mutates_args=())
+def gather(x: Tensor) -> Tensor:
+    """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
+    [exchange] = _bound
+    return exchange.gather(x.contiguous(), "forward")
+
+
+@row_linear.register_fake
+@column_linear.register_fake
+def _(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@row_linear_backward.register_fake
+@column_linear_backward.register_fake
+def _(grad, x, weight):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(
+        weight, memory_format=torch.contiguous_format
+    )
+
+
+@gather.register_fake
+def _(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+row_linear.register_autograd(
+    lambda ctx, grad: row_linear_backward(grad, *ctx.saved_tensors), setup_context=_save
+)
+column_linear.register_autograd(
+    lambda ctx, grad: column_linear_backward(grad, *ctx.saved_tensors), setup_context=_save
+)
+gather.register_autograd(lambda ctx, grad: grad)
+
+
+class _ReduceEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, ids, vocabulary):
+        [exchange] = _bound
+        owner = ids // (vocabulary // exchange.world_size)
+        ranks = torch.arange(exchange.world_size, device=ids.device)
+        partials = rows * (owner == ranks[:, None])[..., None].to(rows.dtype)
+        return exchange.reduce(partials, "forward", whole=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        [exchange] = _bound
+        if exchange.setting.sequence_parallel:
+            grad = exchange.gather(grad.contiguous(), "backward")
+        return grad, None, None
+
+
+def reduce_embedding(rows: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """All-reduce of the vocabulary-parallel embedding: each row comes from the rank that holds its token.
+
+    With sequence parallelism the gradient is gathered, as for learned positions in Megatron.
+    """
+    return _ReduceEmbedding.apply(rows, ids, vocabulary)

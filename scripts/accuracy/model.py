@@ -1,0 +1,148 @@
+"""A GPT as Megatron's: pre-norm, learned positions, GELU, biases, untied output; fp32 weights."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scripts.accuracy import layers
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the model; the defaults have 111 M parameters with 16384 tokens."""
+
+    vocabulary: int = 16384
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    sequence: int = 1024
+    dtype: torch.dtype = torch.bfloat16
+    """Of the activations and of the weights in products."""
+
+
+class Norm(nn.Module):
+    """LayerNorm in fp32 of an activation in bf16."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.zeros(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One transformer layer on [T, h], T = batch * sequence."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        h = config.hidden
+        self.config = config
+        self.sequence_parallel = False
+        self.norm1, self.norm2 = Norm(h), Norm(h)
+        self.qkv, self.qkv_bias = weight_and_bias(3 * h, h)
+        self.projection, self.projection_bias = weight_and_bias(h, h)
+        self.fc1, self.fc1_bias = weight_and_bias(4 * h, h)
+        self.fc2, self.fc2_bias = weight_and_bias(h, 4 * h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, config = x.dtype, self.config
+        y = self.norm1(x)
+        y = layers.gather(y) if self.sequence_parallel else y
+        qkv = layers.column_linear(y, self.qkv.to(dtype)) + self.qkv_bias.to(dtype)
+        qkv = qkv.view(-1, config.sequence, config.heads, 3, config.hidden // config.heads)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(x.shape)
+        x = x + (layers.row_linear(y, self.projection.to(dtype)) + self.projection_bias.to(dtype))
+        y = self.norm2(x)
+        y = layers.gather(y) if self.sequence_parallel else y
+        y = layers.column_linear(y, self.fc1.to(dtype)) + self.fc1_bias.to(dtype)
+        y = F.gelu(y, approximate="tanh")
+        return x + (layers.row_linear(y, self.fc2.to(dtype)) + self.fc2_bias.to(dtype))
+
+
+def weight_and_bias(rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Parameters of a linear layer, not initialised."""
+    return nn.Parameter(torch.empty(rows, columns)), nn.Parameter(torch.zeros(rows))
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """fp32 cross entropy of each token."""
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+class GPT(nn.Module):
+    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.bind named.
+
+    Args:
+        config: shape.
+        compile_blocks: whether to compile the layers (one graph for all) and the loss.
+    """
+
+    def __init__(self, config: ModelConfig, compile_blocks: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.positions = nn.Parameter(torch.empty(config.sequence, config.hidden))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = Norm(config.hidden)
+        self.output = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.sequence_parallel = False
+        self.token_losses = token_losses
+        if compile_blocks:
+            for block in self.blocks:
+                block.compile(dynamic=False)
+            self.token_losses = torch.compile(token_losses, dynamic=False)
+
+    def initialise(self, seed: int) -> None:
+        """Normal(0, 0.02), smaller by sqrt(2 * layers) at the end of a branch; on all devices the same."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+                elif parameter.dim() == 1:
+                    parameter.zero_()
+                else:
+                    last = name.endswith(("projection", "fc2"))
+                    std = 0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def use_sequence_parallelism(self, value: bool) -> None:
+        """Gather the inputs of the column-parallel layers or not."""
+        self.sequence_parallel = value
+        for block in self.blocks:
+            block.sequence_parallel = value
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """fp32 [B * S] losses."""
+        dtype, config = self.config.dtype, self.config
+        ids = ids.reshape(-1)
+        rows = self.words[ids].to(dtype)
+        x = layers.reduce_embedding(rows, ids, config.vocabulary).view(-1, config.sequence, config.hidden)
+        x = (x + self.positions.to(dtype)).view(-1, config.hidden)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        x = layers.gather(x) if self.sequence_parallel else x
+        return self.token_losses(layers.column_linear(x, self.output.to(dtype)), targets.reshape(-1))
+
+
+def plain_forward(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
+    """The same model without tensor parallelism, on its own: what the simulation is tested against."""
+    config, dtype = model.config, model.config.dtype
+    x = (model.words[ids] + model.positions).to(dtype)
+    for block in model.blocks:
+        y = F.linear(block.norm1(x), block.qkv.to(dtype), block.qkv_bias.to(dtype))
+        y = y.view(*ids.shape, config.heads, 3, -1)
+        q, k, v = (y[:, :, :, i].transpose(1, 2) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + F.linear(y, block.projection.to(dtype), block.projection_bias.to(dtype))
+        y = F.linear(block.norm2(x), block.fc1.to(dtype), block.fc1_bias.to(dtype))
+        y = F.gelu(y, approximate="tanh")
+        x = x + F.linear(y, block.fc2.to(dtype), block.fc2_bias.to(dtype))
+    logits = F.linear(model.norm(x), model.output.to(dtype))
+    return token_losses(logits.reshape(-1, config.vocabulary), targets.reshape(-1))

@@ -1,0 +1,213 @@
+"""One run: a model trained under a setting, from scratch or from a checkpoint, and its losses."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from scripts.accuracy import layers
+from scripts.accuracy.exchange import Exchange
+from scripts.accuracy.model import GPT
+from scripts.accuracy.settings import SETTINGS, Setting
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """AdamW with a warm-up and a cosine, one micro-batch a step."""
+
+    steps: int = 1200
+    batch: int = 32
+    """Sequences a step."""
+    learning_rate: float = 6e-4
+    minimum: float = 6e-5
+    warmup: int = 100
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return self.minimum + (self.learning_rate - self.minimum) * cosine
+
+
+class Corpus:
+    """Tokens of both parts, on the device, as windows of sequence + 1."""
+
+    def __init__(self, folder: Path, sequence: int, device: str, max_valid_tokens: int = 2_000_000) -> None:
+        load = lambda name: torch.from_numpy(np.load(folder / f"{name}.npy").astype(np.int32)).to(device)  # noqa: E731
+        self.train, valid = load("train"), load("valid")
+        self.sequence = sequence
+        self.windows = (len(self.train) - 1) // sequence
+        self.valid_windows = min(len(valid) - 1, max_valid_tokens) // sequence
+        self.valid = valid
+        self._offsets = torch.arange(sequence + 1, device=device)
+
+    def order(self, seed: int, count: int) -> np.ndarray:
+        """``count`` training windows: permutation after permutation, drawn from ``seed``."""
+        generator = np.random.default_rng(seed)
+        rounds = -(-count // self.windows)
+        return np.concatenate([generator.permutation(self.windows) for _ in range(rounds)])[:count]
+
+    def take(self, tokens: torch.Tensor, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets [B, S], int64."""
+        rows = tokens[windows[:, None] * self.sequence + self._offsets].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Trainer:
+    """Holds the model and its optimizer; runs follow each other on them.
+
+    Args:
+        model: on its device.
+        corpus: what it learns.
+        schedule: how.
+    """
+
+    def __init__(self, model: GPT, corpus: Corpus, schedule: Schedule) -> None:
+        self.model, self.corpus, self.schedule = model, corpus, schedule
+        self.device = next(model.parameters()).device
+        self.step = 0
+        self.optimizer: torch.optim.AdamW | None = None
+
+    def start(self, seed: int) -> None:
+        """From scratch."""
+        self.model.initialise(seed)
+        self.step = 0
+        self._new_optimizer()
+
+    def _new_optimizer(self) -> None:
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": self.schedule.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+    def save(self, path: Path) -> None:
+        """Weights, optimizer and step; the file appears whole."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
+        temporary = path.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.rename(path)
+
+    def load(self, path: Path) -> None:
+        """Continue from ``save``."""
+        state = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self._new_optimizer()
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def run(
+        self,
+        setting: Setting,
+        steps: int,
+        seed: int,
+        save: dict[int, Path] | None = None,
+        every: int = 200,
+        on_step: Callable[[int], None] | None = None,
+    ) -> dict:
+        """Train ``steps`` steps under a setting and evaluate.
+
+        Args:
+            seed: of the order of the data and of the random rounding.
+            save: checkpoints to write, by the step at which they are taken.
+            every: steps between evaluations on a part of the validation set.
+            on_step: called after each step has been issued.
+
+        Returns:
+            losses of the steps, validation losses and the digest of the final weights.
+        """
+        model, schedule, corpus = self.model, self.schedule, self.corpus
+        exchange = Exchange(setting, seed)
+        layers.bind(exchange)
+        model.use_sequence_parallelism(setting.sequence_parallel)
+        order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
+        parameters = list(model.parameters())
+        losses, quick, began = [], [], time.perf_counter()
+        for _ in range(steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = schedule.rate(self.step)
+            window = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
+            exchange.start(self.step)
+            loss = model(*corpus.take(corpus.train, window)).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, schedule.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            self.step += 1
+            if save and self.step in save:
+                self.save(save[self.step])
+            if every and self.step % every == 0 and self.step < schedule.steps:
+                quick.append([self.step, self.evaluate(setting, seed, part=8)])
+            if on_step is not None:
+                on_step(self.step)
+        losses = [round(value, 5) for value in torch.stack(losses).tolist()]
+        seconds = time.perf_counter() - began
+        result = {
+            "losses": losses,
+            "quick_valid": quick,
+            "valid": self.evaluate(setting, seed),
+            "seconds_per_step": round(seconds / steps, 5),
+            "weights_sha256": self.digest(),
+        }
+        exact = SETTINGS["none"]
+        if setting.forward1 != "none" or setting.forward2 != "none" or setting.sequence_parallel:
+            result["valid_uncompressed"] = self.evaluate(exact, seed)
+        result["valid_tokens"] = corpus.valid_windows // schedule.batch * schedule.batch * corpus.sequence
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, setting: Setting, seed: int, part: int = 1) -> float:
+        """Mean loss over the validation set (its first 1/part), the forward's exchanges as in training.
+
+        The same tokens whatever the run; summed in fp64.
+        """
+        model, corpus, batch = self.model, self.corpus, self.schedule.batch
+        bound = list(layers._bound)
+        exchange = Exchange(setting, seed + 1_000_003)
+        layers.bind(exchange)
+        model.use_sequence_parallelism(setting.sequence_parallel)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        batches = max(1, corpus.valid_windows // batch // part)
+        for i in range(batches):
+            exchange.start(i)
+            window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
+            total += model(*corpus.take(corpus.valid, window)).double().mean()
+        if bound:
+            layers.bind(bound[0])
+            model.use_sequence_parallelism(bound[0].setting.sequence_parallel)
+        return round(float(total) / batches, 6)
+
+    def digest(self) -> str:
+        """SHA-256 of the weights: equal for runs that are bitwise equal."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch choose deterministic kernels, flash attention among them; set before CUDA starts."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result here
+    if torch.cuda.is_available():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
