@@ -101,7 +101,7 @@ def encode_partials(partials: torch.Tensor, config: CodecConfig, key: int) -> to
 def reduce_once(partials: torch.Tensor, codec, key: int, dtype: torch.dtype) -> torch.Tensor:
     """Sum [W, T, h] in fp32 with one encoding of each; without a codec, of the values themselves."""
     if codec is None:
-        return partials.sum(dim=0, dtype=torch.float32).to(dtype)
+        return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
     if codec == TENSOR_FP8:
         total = round_trip_tensor_fp8(partials[0])
         for partial in partials[1:]:

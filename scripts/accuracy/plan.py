@@ -8,7 +8,7 @@ from scripts.accuracy.settings import SETTINGS
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
 """Where in the schedule the branches start."""
 MAIN = ("none", "paper", "int6-dither", "int8-dither", "int5-dither", "int6-nearest", "int4-dither")
-REST = ("int8-nearest", "fp8-plain", "fp8-tensor", "int5-nearest", "int4-nearest")
+REST = ("none-tp2", "int8-nearest", "fp8-plain", "fp8-tensor", "int5-nearest", "int4-nearest")
 BRANCHES = (
     *("none-tp2", "paper", "int8-dither", "int6-dither", "int5-dither", "int4-dither", "int6-nearest"),
     *("int8-nearest", "int4-nearest", "paper-forward", "paper-backward", "paper-hop1", "paper-hop2"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.accuracy import corpus, layers, summarise
+from scripts.accuracy import corpus, errors, layers, summarise
 from scripts.accuracy.exchange import Exchange, encode_partials, reduce_once
 from scripts.accuracy.model import GPT, ModelConfig, plain_forward
 from scripts.accuracy.plan import make_plan
@@ -215,3 +215,38 @@ def test_no_file_is_in_both_parts(tmp_path):
     assert (
         corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2)["sha256"] == meta["sha256"]
     )
+
+
+def test_error_measures():
+    x = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)) + 3
+    same = torch.full_like(x, 0.1)
+    found = errors.measure(same, x)
+    assert float(found["common"]) == pytest.approx(50, rel=1e-4)
+    assert float(found["error"]) == pytest.approx(float(same.norm() / x.norm()))
+    shrunk = errors.measure(-0.02 * (x - x.mean(0)), x)
+    assert float(shrunk["own_gain"]) == pytest.approx(-0.02) and float(shrunk["common"]) < 1e-6
+    draws = list(torch.randn(4, 1000, 8, generator=torch.Generator().manual_seed(2)))
+    assert abs(float(errors.bias_share(draws))) < 0.02
+    biased = [draw + 1 for draw in draws]
+    assert float(errors.bias_share(biased)) == pytest.approx(0.5, abs=0.02)
+    assert int(errors.histogram(x).sum()) == x.numel()
+
+
+def test_error_probe_leaves_the_model_alone_and_names_every_exchange():
+    model = GPT(CONFIG)
+    model.initialise(1)
+    ids, targets = torch.randint(CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    codecs = ["int8:64:single", "int6:64:single:dither"]
+    found = errors.probe(model, ids, targets, codecs, 2, errors.default_histograms(CONFIG.layers))
+    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    sites = {(row["direction"], row["site"]) for row in rows}
+    assert sites == {(d, site) for d, sites in errors.site_names(2).items() for site in sites}
+    for row in rows:
+        gathers = "gather" in row["site"]
+        assert row["hop"] == 2 or not gathers
+        if row["codec"] == codecs[0]:
+            assert row["bias"] == 1 and 1e-4 < row["error"] < 0.02
+        elif row["codec"] == codecs[1]:
+            assert abs(row["bias"]) < 0.1
+    assert any("histograms" in signal for signal in found["signals"])
+    assert all(parameter.grad is None for parameter in model.parameters())
