@@ -83,6 +83,11 @@ class TensorParallelCompression:
     memory of the ranks' devices, on one host with peer access; auto = symmetric where it can be had. It has
     been checked kernel by kernel, not yet in training, and so it is to be asked for."""
 
+    taco_communicators: int = 0
+    """Communicators over which torch.distributed carries each payload, a share on each: one alone does not
+    fill a TCP link. 0 takes 2 where the links are TCP (several hosts without InfiniBand, or NCCL_P2P_DISABLE
+    and NCCL_SHM_DISABLE on one) and 1 elsewhere."""
+
     taco_start_iteration: int = 0
     """Iterations that run uncompressed before compression starts."""
 
@@ -132,6 +137,10 @@ class TensorParallelCompression:
         if self.taco_overlap_chunks < 1:
             raise CompressionConfigError(
                 f"--taco-overlap-chunks {self.taco_overlap_chunks} must be a number of pieces >= 1"
+            )
+        if self.taco_communicators < 0:
+            raise CompressionConfigError(
+                f"--taco-communicators {self.taco_communicators} must be a number >= 1, or 0 for a choice"
             )
         if self.taco_start_iteration < 0:
             raise CompressionConfigError(

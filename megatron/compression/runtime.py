@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.compression.codecs import Codec, build_codec
-from megatron.compression.collectives.symmetric import Transports
+from megatron.compression.collectives.choice import Transports
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
 from megatron.compression.telemetry import ErrorProbe, Ledger
 from megatron.compression.tensor_parallel.guard import ErrorGuard
@@ -43,7 +43,7 @@ class CompressionRuntime:
             if settings.taco_backward_format is not None:
                 self.backward_codec = tensor_parallel_codec(settings, settings.taco_backward_format)
         if self.transports is None:
-            self.transports = Transports(settings.taco_transport)
+            self.transports = Transports(settings.taco_transport, settings.taco_communicators)
         if self.guard is None and settings.taco_error_bound is not None:
             self.guard = ErrorGuard(settings.taco_error_bound, settings.taco_group_size)
 

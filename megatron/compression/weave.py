@@ -99,7 +99,8 @@ def _settings(args: Namespace) -> dict:
     """The flags that describe the run in a report."""
     names = (
         "tp_compression taco_format taco_group_size taco_scales taco_rounding taco_min_message_mb "
-        "taco_start_iteration taco_overlap_chunks taco_layers taco_backward_format taco_error_bound "
+        "taco_start_iteration taco_overlap_chunks taco_transport taco_communicators taco_layers "
+        "taco_backward_format taco_error_bound "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
         "sequence_parallel use_distributed_optimizer world_size"

@@ -5,7 +5,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import build_codec
-from megatron.compression.collectives import TorchTransport, all_gather, all_reduce, reduce_scatter
+from megatron.compression.collectives import (
+    TorchTransport,
+    Transports,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
 
@@ -60,6 +66,7 @@ def collectives_worker(rank: int, world_size: int) -> dict:
     _check_strided(rank, world_size, group)
     _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
+    _check_several_communicators(rank, world_size, group)
     return outputs
 
 
@@ -129,6 +136,23 @@ def _check_bytes(world_size: int, group) -> None:
     groups = -(-1000 // (128 * world_size))
     piece = -(-groups * 136 // 16) * 16
     assert sends == [("all_to_all", (world_size - 1) * piece), ("all_gather", (world_size - 1) * piece)]
+
+
+def _check_several_communicators(rank: int, world_size: int, group) -> None:
+    """Payloads shared between communicators arrive as they would on one, and count the same."""
+    transports = Transports("collective", communicators=3)
+    assert "3 communicators" in transports.prepare(group)
+    sends: list[tuple[str, int]] = []
+    shared = transports.transport(group, lambda operation, sent: sends.append((operation, sent)))
+    plain_sends: list[tuple[str, int]] = []
+    plain = TorchTransport(group, lambda operation, sent: plain_sends.append((operation, sent)))
+    codec = build_codec("taco", format="int6")
+    x = _rank_tensor(rank, (world_size * 4, 100), torch.float32)
+    for operation in (all_reduce, reduce_scatter, all_gather):
+        expected = operation(x, codec, plain)
+        assert torch.equal(operation(x, codec, shared), expected)
+        assert torch.equal(operation(x, codec, shared, async_op=True).wait(), expected)
+    assert sorted(sends) == sorted(2 * plain_sends)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -2,8 +2,9 @@
 
 from megatron.compression.collectives.all_gather import all_gather, all_gather_encoded, encode_slice
 from megatron.compression.collectives.all_reduce import all_reduce
+from megatron.compression.collectives.choice import TransportError, Transports
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
-from megatron.compression.collectives.symmetric import SymmetricTransport, TransportError, Transports
+from megatron.compression.collectives.symmetric import SymmetricTransport
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.uncompressed import (
     uncompressed_all_gather,

@@ -9,7 +9,12 @@ from taco_kernels import Stream
 
 
 def all_reduce(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+    x: torch.Tensor,
+    codec: Codec,
+    transport: TorchTransport,
+    async_op: bool = False,
+    key: int = 0,
+    behind: bool = True,
 ):
     """Sum ``x`` over the ranks of the transport's group.
 
@@ -24,6 +29,7 @@ def all_reduce(
         async_op: return a handle after the first exchange has been started.
         key: seed of a randomly rounding codec's numbers, the same on every rank. Hop 1 draws from one stream
             a sender, hop 2 from one more; elements are numbered through the whole tensor.
+        behind: with ``async_op``, whether other work is to run before the handle's ``wait``.
 
     Returns:
         The sum, of ``x``'s shape and dtype; with ``async_op`` a ``CompressedWork`` that gives it.
@@ -31,8 +37,8 @@ def all_reduce(
     world_size, rank = transport.world_size, transport.rank
     if world_size == 1 or x.numel() == 0:
         return completed(x) if async_op else x
-    if transport.fuses(codec):
-        handle = transport.fused_all_reduce(x, codec, key)
+    if transport.fuses(codec, async_op and behind):
+        handle = transport.fused_all_reduce(x, codec, key, async_op and behind)
         return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)
@@ -47,5 +53,5 @@ def all_reduce(
         gathered, work = transport.all_gather(own, async_op=async_op)
         return CompressedWork(work, lambda: codec.decode(gathered, shape, dtype, Stream(key, world_size)))
 
-    handle = CompressedWork(work, sum_own_piece)
+    handle = CompressedWork(work, sum_own_piece, exchanges=2)
     return handle if async_op else handle.wait()

@@ -8,18 +8,13 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron.compression.codecs import Codec, TacoCodec
 from megatron.compression.collectives.transport import OnSend, TorchTransport
 from megatron.compression.collectives.work import CompressedWork
 from taco_kernels import Stream
 
-CHOICES = ("auto", "collective", "symmetric")
-
-
-class TransportError(RuntimeError):
-    """``--taco-transport symmetric`` cannot be honoured."""
+OVERLAP = os.environ.get("TACO_OVERLAP", "side")  # development only: side, inline, collective
 
 
 class SymmetricTransport(TorchTransport):
@@ -35,29 +30,39 @@ class SymmetricTransport(TorchTransport):
         super().__init__(symmetric.group, on_send)
         self.symmetric = symmetric
 
-    def fuses(self, codec: Codec) -> bool:
+    def fuses(self, codec: Codec, behind: bool = False) -> bool:
         """Whether this transport has kernels for a codec's collectives."""
-        return isinstance(codec, TacoCodec)
+        return isinstance(codec, TacoCodec) and not (behind and OVERLAP == "collective")
 
-    def fused_all_reduce(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:
+    def fused_all_reduce(
+        self, x: torch.Tensor, codec: TacoCodec, key: int, behind: bool = False
+    ) -> CompressedWork:
         """Start the whole of ``all_reduce``."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         random = Stream(key, 0)
-        work = _start(lambda: self.symmetric.all_reduce(x, codec.config, random, out=out), x)
+        work = _start(lambda: self.symmetric.all_reduce(x, codec.config, random, out=out), behind, x)
         self._report_stored(self.symmetric.all_reduce_stores(x, codec.config))
         return CompressedWork(work, lambda: out)
 
-    def fused_reduce_scatter(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:
+    def fused_reduce_scatter(
+        self, x: torch.Tensor, codec: TacoCodec, key: int, behind: bool = False
+    ) -> CompressedWork:
         """Start the whole of ``reduce_scatter``."""
         shape = (x.shape[0] // self.world_size, *x.shape[1:])
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         random = Stream(key, 0)
-        work = _start(lambda: self.symmetric.reduce_scatter(x, codec.config, random, out=out), x)
+        work = _start(lambda: self.symmetric.reduce_scatter(x, codec.config, random, out=out), behind, x)
         self._report_stored(self.symmetric.reduce_scatter_stores(x, codec.config))
         return CompressedWork(work, lambda: out)
 
     def fused_all_gather(
-        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, codec: TacoCodec, key: int
+        self,
+        wire: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        codec: TacoCodec,
+        key: int,
+        behind: bool = False,
     ) -> CompressedWork:
         """Start the whole of ``all_gather_encoded``."""
         out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=wire.device)
@@ -66,7 +71,7 @@ class SymmetricTransport(TorchTransport):
         def gather() -> None:
             self.symmetric.all_gather_encoded(wire, shape, dtype, codec.config, random, out=out)
 
-        work = _start(gather, wire)
+        work = _start(gather, behind, wire)
         self._report_stored(self.symmetric.all_gather_stores(shape, codec.config))
         return CompressedWork(work, lambda: out)
 
@@ -91,8 +96,12 @@ class _StreamWork:
 _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
-def _start(call: Callable[[], object], *used: torch.Tensor) -> _StreamWork:
-    """Run ``call`` on the device's side stream, after what the current stream has been given so far."""
+def _start(call: Callable[[], object], behind: bool, *used: torch.Tensor) -> _StreamWork | None:
+    """Run ``call`` now, or ``behind`` other work: on the device's side stream, after what the current stream
+    has been given so far."""
+    if not behind or OVERLAP == "inline":
+        call()
+        return None
     current = torch.cuda.current_stream()
     device = current.device.index
     if device not in _side_streams:
@@ -102,57 +111,3 @@ def _start(call: Callable[[], object], *used: torch.Tensor) -> _StreamWork:
     with torch.cuda.stream(stream):
         call()
         return _StreamWork(stream.record_event(), *used)
-
-
-class Transports:
-    """Which transport each process group uses; asked for by every site.
-
-    Args:
-        choice: one of ``CHOICES``, the flag ``--taco-transport``.
-    """
-
-    def __init__(self, choice: str = "auto") -> None:
-        self.choice = choice
-        self._symmetric: dict[dist.ProcessGroup, object | None] = {}
-
-    def prepare(self, group: dist.ProcessGroup) -> str | None:
-        """Decide for a group and set up its memory. Collective; does nothing the second time.
-
-        Returns:
-            A line for the log, or None when it has been decided before.
-
-        Raises:
-            TransportError: symmetric memory was asked for and cannot be had.
-        """
-        if group in self._symmetric:
-            return None
-        self._symmetric[group] = None
-        reason = self._why_collective(group)
-        if reason is None:
-            from taco_kernels.symmetric_memory import SymmetricGroup
-
-            self._symmetric[group] = SymmetricGroup(group)
-            return f"payloads travel over symmetric memory between {group.size()} ranks of one host"
-        if self.choice == "symmetric":
-            raise TransportError(
-                f"--taco-transport symmetric is not possible: {reason}; use --taco-transport auto"
-            )
-        return f"payloads travel over torch.distributed ({reason})"
-
-    def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
-        """The transport of a group; torch.distributed where ``prepare`` was not called."""
-        symmetric = self._symmetric.get(group)
-        if symmetric is None:
-            return TorchTransport(group, on_send)
-        return SymmetricTransport(symmetric, on_send)
-
-    def _why_collective(self, group: dist.ProcessGroup) -> str | None:
-        if self.choice == "collective":
-            return "--taco-transport collective"
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-        if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            return "NCCL_P2P_DISABLE=1 asks for no peer access"
-        from taco_kernels.symmetric_memory import unavailable_reason
-
-        return unavailable_reason(group)

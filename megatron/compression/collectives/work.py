@@ -18,9 +18,16 @@ class CompressedWork:
     Args:
         work: the exchange in flight, or None when it is complete.
         finish: what to do after it; returns the result, or the handle of the next exchange.
+        exchanges: how many there are from here on.
     """
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], torch.Tensor | CompressedWork]) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        finish: Callable[[], torch.Tensor | CompressedWork],
+        exchanges: int = 1,
+    ) -> None:
+        self.exchanges = exchanges
         self._work = work
         self._finish = finish
         self._result: torch.Tensor | None = None
@@ -34,6 +41,7 @@ class CompressedWork:
         outcome = self._finish()
         if isinstance(outcome, CompressedWork):
             self._work, self._finish, self._result = outcome._work, outcome._finish, outcome._result
+            self.exchanges = outcome.exchanges
         else:
             self._work, self._finish, self._result = None, None, outcome
 

@@ -19,6 +19,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedRowParallelLinear,
     CompressedVocabParallelEmbedding,
 )
+from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.site import TensorParallelSite, layer_name, site_name
 
 # GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, so these
@@ -81,7 +82,17 @@ def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
         number = layer_numbers.get(layer)
         name = site_name(path, number)
         module.site = TensorParallelSite(name, module.tp_group, runtime, layer_name(path, number))
+    for module in chunk.modules():
+        _share_handover(module)
     chunk.register_forward_hook(_LossTraffic(chunk, runtime), with_kwargs=True)
+
+
+def _share_handover(module: torch.nn.Module) -> None:
+    """Pair a column-parallel layer with the row-parallel one that takes its output."""
+    for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
+        column, row = getattr(module, first, None), getattr(module, second, None)
+        if getattr(column, "site", None) is not None and getattr(row, "site", None) is not None:
+            column.handover = row.handover = Handover(row)
 
 
 def _why_not_covered(module: torch.nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Column-parallel linear with compressed communication, as one autograd function.
+"""Column-parallel linear with compressed communication.
 
 megatron-core communicates inside its linear's autograd function (all-gather of the input under sequence
 parallelism, all-reduce or reduce-scatter of the input gradient), so this is a function of our own.
@@ -6,18 +6,27 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 
 import torch
 
+from megatron.compression.tensor_parallel.overlap import (
+    Handover,
+    InputGradientExchange,
+    WeightGradient,
+    arrival,
+    put_off,
+    stand_in,
+)
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel):
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient):
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
+        ctx.exchange, ctx.gradient = exchange, gradient
         ctx.x_shape = x.shape
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
             packed = site.pack(x, "tp.forward")
-            gathered = site.gather(packed, "tp.forward")
+            gathered = site.gather(packed, "tp.forward", behind=False)
             ctx.save_for_backward(packed.payload, weight)
             ctx.packed = packed._replace(payload=None)
             x = gathered.wait()
@@ -29,31 +38,31 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         saved, weight = ctx.saved_tensors
-        site, needs_weight_gradient = ctx.site, ctx.needs_input_grad[1]
-        gathered = None
-        if ctx.sequence_parallel and needs_weight_gradient:
+        site, gathered = ctx.site, None
+        if ctx.sequence_parallel and ctx.gradient is not None:
             gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = torch.matmul(grad_output, weight)
-        if ctx.sequence_parallel:
+        grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
+        if grad_input is None:
+            pass
+        elif ctx.sequence_parallel:
             world_size = site.group.size()
             grad_input = grad_input.view(ctx.x_shape[0] * world_size, *ctx.x_shape[1:])
-            exchange = site.reduce_scatter(grad_input, "tp.backward")
+            ctx.exchange.work = site.reduce_scatter(grad_input, "tp.backward")
+            grad_input = grad_input[: ctx.x_shape[0]]  # of the right shape; the sum is yet to arrive
         else:
-            exchange = site.all_reduce(grad_input.view(ctx.x_shape), "tp.backward")
-        # Each exchange runs behind one half of the weight gradient's GEMM.
-        grad_weight = grad_bias = None
-        if needs_weight_gradient:
-            x = gathered.wait() if ctx.sequence_parallel else saved
-            x = x.reshape(-1, x.shape[-1])
-            grad_weight = torch.empty_like(weight)
-            halves = zip(grad_output.t().chunk(2), grad_weight.chunk(2), strict=True)
-            for rows, destination in halves:
-                torch.matmul(rows, x, out=destination)
-                exchange.advance()
-        if ctx.has_bias:
-            grad_bias = grad_output.sum(dim=0)
-        return exchange.wait(), grad_weight, grad_bias, None, None
+            grad_input = grad_input.view(ctx.x_shape)
+            ctx.exchange.work = site.all_reduce(grad_input, "tp.backward")
+        if ctx.gradient is not None:
+
+            def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+                x = saved if gathered is None else gathered.wait()
+                return grad_output, x.reshape(-1, x.shape[-1])
+
+            ctx.gradient.provide(inputs)
+        grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
+        grad_weight = None if ctx.gradient is None else stand_in(weight)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def column_parallel_linear(
@@ -62,12 +71,14 @@ def column_parallel_linear(
     bias: torch.Tensor | None,
     site: TensorParallelSite,
     sequence_parallel: bool,
+    handover: Handover | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` with this rank's rows of the weight.
 
-    The input gradient is summed over the ranks through the site's codec while the weight's is computed.
-    With sequence parallelism the input is gathered and the gradient scattered along the first dimension; the
-    input's payload is kept for the backward instead of the input itself.
+    The input gradient is summed over the ranks through the site's codec while weight gradients are computed:
+    this layer's and, with ``handover``, that of the row-parallel layer that follows. With sequence
+    parallelism the input is gathered and the gradient scattered along the first dimension; the input's
+    payload is kept for the backward instead of the input itself.
 
     Args:
         x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
@@ -75,8 +86,17 @@ def column_parallel_linear(
         bias: ``[h_out / W]`` or None.
         site: where it communicates.
         sequence_parallel: whether ``x`` is a slice of the sequence.
+        handover: shared with the row-parallel layer that takes this layer's output.
 
     Returns:
         ``[s, b, h_out / W]``.
     """
-    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel)
+    exchange, gradient = InputGradientExchange(), None
+    if torch.is_grad_enabled():
+        x = arrival(x, exchange)
+        if handover is not None:
+            handover.make(exchange)
+        if weight.requires_grad:
+            gradient = WeightGradient(exchange)
+            weight = put_off(weight, gradient)
+    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient)

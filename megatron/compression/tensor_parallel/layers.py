@@ -21,7 +21,8 @@ from megatron.compression.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.compression.tensor_parallel.row_linear import chunked_row_parallel_linear
+from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
@@ -33,6 +34,8 @@ class CompressedRowParallelLinear(RowParallelLinear):
     """
 
     site: TensorParallelSite | None = None
+    handover: Handover | None = None
+    """Shared with the column-parallel layer before this one."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
@@ -43,22 +46,9 @@ class CompressedRowParallelLinear(RowParallelLinear):
             _count_reduction(self.site, self.sequence_parallel, message_bytes)
             return super().forward(input_)
         chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
-        if chunks > 1:
-            output = chunked_row_parallel_linear(
-                input_, self.weight, self.site, self.sequence_parallel, chunks
-            )
-        else:
-            partial_sum = self._forward_impl(
-                input=input_,
-                weight=self.weight,
-                bias=None,
-                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-                allreduce_dgrad=False,
-                sequence_parallel=False,
-                tp_group=self.tp_group,
-                grad_output_buffer=None,
-            )
-            output = _reduce(partial_sum, self.site, self.sequence_parallel)
+        output = row_parallel_linear(
+            input_, self.weight, self.site, self.sequence_parallel, chunks, self.handover
+        )
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -72,6 +62,8 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     """
 
     site: TensorParallelSite | None = None
+    handover: Handover | None = None
+    """Shared with the row-parallel layer that takes this one's output."""
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
@@ -81,7 +73,9 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
         message_bytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
         channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
         if self.site.compresses(message_bytes, *channels):
-            return column_parallel_linear(input, weight, kwargs["bias"], self.site, sequence_parallel)
+            return column_parallel_linear(
+                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover
+            )
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
         if torch.is_grad_enabled():  # each forward with gradients has exactly one backward

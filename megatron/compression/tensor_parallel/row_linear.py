@@ -1,16 +1,19 @@
-"""Row-parallel linear whose output's reduction runs behind its own GEMM, in chunks of the sequence."""
+"""Row-parallel linear with compressed communication, whole or in chunks of the sequence."""
 
 import torch
 
+from megatron.compression.tensor_parallel.overlap import Handover, stand_in
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
-class _ChunkedRowParallelLinear(torch.autograd.Function):
+class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, site, sequence_parallel, chunks):
+    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient):
         ctx.save_for_backward(x, weight)
-        ctx.site, ctx.sequence_parallel = site, sequence_parallel
+        ctx.site, ctx.sequence_parallel, ctx.gradient = site, sequence_parallel, gradient
         start = site.reduce_scatter if sequence_parallel else site.all_reduce
+        if chunks == 1:
+            return start(torch.matmul(x, weight.t()), "tp.forward", behind=False).wait()
         under_way = []
         for part in _sequence_chunks(x, chunks, site.group.size() if sequence_parallel else 1):
             partial_sum = torch.matmul(part, weight.t())
@@ -23,14 +26,17 @@ class _ChunkedRowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
-        grad_input = torch.matmul(grad_output, weight)
+            grad_output = ctx.site.all_gather(grad_output, "tp.backward", behind=False).wait()
+        grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.matmul(
-                grad_output.reshape(-1, grad_output.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-            )
-        return grad_input, grad_weight, None, None, None
+            rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+            if ctx.gradient is None:
+                grad_weight = torch.matmul(rows[0].t(), rows[1])
+            else:
+                ctx.gradient.provide(lambda: rows)
+                grad_weight = stand_in(weight)
+        return grad_input, grad_weight, None, None, None, None
 
 
 def _sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Tensor]:
@@ -39,12 +45,17 @@ def _sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Ten
     return [part.reshape(-1, *x.shape[1:]) for part in slices.tensor_split(chunks, dim=1) if part.shape[1]]
 
 
-def chunked_row_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, site: TensorParallelSite, sequence_parallel: bool, chunks: int
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    site: TensorParallelSite,
+    sequence_parallel: bool,
+    chunks: int = 1,
+    handover: Handover | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T`` summed over the ranks; a chunk's exchange runs behind the next chunk's GEMM.
+    """``x @ weight.T`` summed over the ranks; in chunks, one's exchange runs behind the next one's GEMM.
 
-    Needs memory for one more output while the chunks are put together.
+    Chunks need memory for one more output while they are put together.
 
     Args:
         x: ``[s, b, h_in / W]``.
@@ -52,8 +63,14 @@ def chunked_row_parallel_linear(
         site: where it communicates.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
         chunks: pieces of the sequence, each a message of its own.
+        handover: shared with the column-parallel layer before this one, whose exchange the weight gradient
+            then runs behind.
 
     Returns:
         ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
     """
-    return _ChunkedRowParallelLinear.apply(x, weight, site, sequence_parallel, chunks)
+    made = handover.take() if handover is not None else None
+    gradient = None
+    if made is not None:
+        weight, gradient = made
+    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient)

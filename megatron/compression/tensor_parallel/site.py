@@ -65,32 +65,35 @@ class TensorParallelSite:
         """Count a collective that megatron-core does itself."""
         self._count(channel, self.choose(channel, message_bytes).kind, operation, message_bytes)
 
-    def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
-        """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is."""
+    def all_reduce(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
+        """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is.
+
+        ``behind`` (here and below): other work follows before ``wait``, for the collective to run behind.
+        """
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "all_reduce", tensor.nbytes)
             return uncompressed_all_reduce(tensor, self.group)
         transport, key = self._transport(channel, "all_reduce", tensor.nbytes), self.draw_key()
-        work = all_reduce(tensor, codec, transport, async_op=True, key=key)
+        work = all_reduce(tensor, codec, transport, async_op=True, key=key, behind=behind)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "all_reduce", tensor.float, uncompressed_all_reduce)
 
-    def reduce_scatter(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
+    def reduce_scatter(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
         """Start to sum ``[W * n, ...]`` over the group; ``wait`` gives this rank's ``[n, ...]``."""
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "reduce_scatter", tensor.nbytes)
             return uncompressed_reduce_scatter(tensor, self.group)
         transport, key = self._transport(channel, "reduce_scatter", tensor.nbytes), self.draw_key()
-        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key)
+        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key, behind=behind)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "reduce_scatter", tensor.float, uncompressed_reduce_scatter)
 
-    def all_gather(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
+    def all_gather(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
         """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
         packed = self.pack(tensor, channel)
-        work = self.gather(packed, channel)
+        work = self.gather(packed, channel, behind)
         if packed.choice.codec is None:
             return work
         return self._probed(work, channel, "all_gather", lambda: tensor, uncompressed_all_gather)
@@ -105,7 +108,7 @@ class TensorParallelSite:
         self._guard(channel, tensor, choice.codec, key)
         return Packed(wire, tensor.shape, tensor.dtype, choice, key)
 
-    def gather(self, packed: "Packed", channel: str) -> CompressedWork:
+    def gather(self, packed: "Packed", channel: str, behind: bool = True) -> CompressedWork:
         """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be gathered again.
 
         Args:
@@ -118,7 +121,9 @@ class TensorParallelSite:
             self._count(channel, kind, "all_gather", plain)
             return uncompressed_all_gather(payload, self.group)
         transport = self._transport(channel, "all_gather", plain)
-        return all_gather_encoded(payload, shape, dtype, codec, transport, async_op=True, key=key)
+        return all_gather_encoded(
+            payload, shape, dtype, codec, transport, async_op=True, key=key, behind=behind
+        )
 
     def draw_key(self) -> int:
         """Seed for one collective's random rounding; 0 where the codec rounds to nearest."""
@@ -166,7 +171,7 @@ class TensorParallelSite:
             runtime.probe.observe(self.name, channel, exact(tensor, self.group).wait(), result)
             return result
 
-        return CompressedWork(None, finish)
+        return CompressedWork(None, finish, exchanges=work.exchanges)
 
 
 class Packed(NamedTuple):

@@ -1,0 +1,100 @@
+"""Which way payloads travel, decided once for each process group."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.collectives.symmetric import SymmetricTransport
+from megatron.compression.collectives.transport import OnSend, TorchTransport
+
+CHOICES = ("auto", "collective", "symmetric")
+TCP_COMMUNICATORS = 2  # measured: docs/benchmarks.md
+
+
+class TransportError(RuntimeError):
+    """``--taco-transport symmetric`` cannot be honoured."""
+
+
+class Transports:
+    """Which transport each process group uses; asked for by every site.
+
+    Args:
+        choice: one of ``CHOICES``, the flag ``--taco-transport``.
+        communicators: how many share each payload over torch.distributed, the flag ``--taco-communicators``;
+            0 lets ``prepare`` decide.
+    """
+
+    def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
+        self.choice, self.communicators = choice, communicators
+        self._symmetric: dict[dist.ProcessGroup, object | None] = {}
+        self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+
+    def prepare(self, group: dist.ProcessGroup) -> str | None:
+        """Decide for a group and set up its memory. Collective; does nothing the second time.
+
+        Returns:
+            A line for the log, or None when it has been decided before.
+
+        Raises:
+            TransportError: symmetric memory was asked for and cannot be had.
+        """
+        if group in self._symmetric:
+            return None
+        self._symmetric[group] = None
+        reason = self._why_collective(group)
+        if reason is None:
+            from taco_kernels.symmetric_memory import SymmetricGroup
+
+            self._symmetric[group] = SymmetricGroup(group)
+            return f"payloads travel over symmetric memory between {group.size()} ranks of one host"
+        if self.choice == "symmetric":
+            raise TransportError(
+                f"--taco-transport symmetric is not possible: {reason}; use --taco-transport auto"
+            )
+        count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+        ranks = dist.get_process_group_ranks(group)
+        self._more_groups[group] = [
+            dist.new_group(ranks, use_local_synchronization=True) for _ in range(count - 1)
+        ]
+        shares = f", a share on each of {count} communicators" if count > 1 else ""
+        return f"payloads travel over torch.distributed ({reason}){shares}"
+
+    def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
+        """The transport of a group; torch.distributed where ``prepare`` was not called."""
+        symmetric = self._symmetric.get(group)
+        if symmetric is None:
+            return TorchTransport(group, on_send, self._more_groups.get(group, ()))
+        return SymmetricTransport(symmetric, on_send)
+
+    def _why_collective(self, group: dist.ProcessGroup) -> str | None:
+        if self.choice == "collective":
+            return "--taco-transport collective"
+        if not torch.cuda.is_available():
+            return "no CUDA device"
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            return "NCCL_P2P_DISABLE=1 asks for no peer access"
+        from taco_kernels.symmetric_memory import unavailable_reason
+
+        return unavailable_reason(group)
+
+
+def over_tcp(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL's links between the ranks of a group are TCP sockets. Collective, the same on every rank.
+
+    So they are on several hosts without InfiniBand (or with NCCL_IB_DISABLE=1), and on one host when
+    NCCL_P2P_DISABLE and NCCL_SHM_DISABLE leave nothing else.
+    """
+    if dist.get_backend(group) != "nccl":
+        return False
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    disabled = all(os.environ.get(f"NCCL_{way}_DISABLE") == "1" for way in ("P2P", "SHM"))
+    adapters = Path("/sys/class/infiniband")
+    infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
+    views = [None] * group.size()
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    dist.all_gather_object(views, (host, disabled, infiniband), group=group)
+    if all(infiniband for _, _, infiniband in views):
+        return False
+    return len({host for host, _, _ in views}) > 1 or all(disabled for _, disabled, _ in views)

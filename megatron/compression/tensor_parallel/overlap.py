@@ -1,0 +1,135 @@
+"""Weight gradients that run behind the exchange of an input gradient.
+
+A column-parallel layer's backward sums its input gradient over the ranks, and nothing further down can start
+before the sum has arrived. What can run meanwhile are weight gradients: its own, and that of the row-parallel
+layer before it in the backward (fc2's behind fc1's exchange, the attention projection's behind qkv's), which
+is put off until then. The autograd engine does the ordering: of the nodes that are ready it runs the one that
+was made last in the forward. So a column-parallel layer's forward makes, in this order,
+
+1. the *arrival* of its input gradient (an identity whose backward waits for the exchange),
+2. a node for each weight (an identity whose backward computes that weight's gradient),
+3. the product itself, whose backward computes the local input gradient and starts the exchange,
+
+and the backward runs them from 3 to 1. Gradients on the way between them are stand-ins without memory of
+their own. Cost in memory: the row-parallel layer's output gradient lives until its weight gradient is done.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.compression.collectives import CompressedWork
+
+
+class InputGradientExchange:
+    """The exchange of one column-parallel layer's input gradient, and the weight gradients behind it."""
+
+    def __init__(self) -> None:
+        self.work: CompressedWork | None = None
+        self.waiting = 0
+        """Weight gradients that are still to run behind it."""
+
+    def advance(self) -> None:
+        """Take what has arrived and send what follows from it, if an exchange is under way."""
+        if self.work is not None:
+            self.work.advance()
+
+    def take(self) -> torch.Tensor:
+        """Wait for the summed gradient."""
+        work, self.work = self.work, None
+        return work.wait()
+
+
+class WeightGradient:
+    """One weight's gradient, computed when the engine comes to its node.
+
+    Args:
+        exchange: what it runs behind.
+    """
+
+    def __init__(self, exchange: InputGradientExchange) -> None:
+        self.exchange = exchange
+        exchange.waiting += 1
+        self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def provide(self, inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Say where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come from."""
+        self._inputs = inputs
+
+    def compute(self, like: torch.Tensor) -> torch.Tensor:
+        """``grad_output.T @ input``, in two halves where the exchange has two parts and nothing else runs."""
+        inputs, self._inputs = self._inputs, None
+        grad_output, x = inputs()
+        self.exchange.waiting -= 1
+        work = self.exchange.work
+        halves = 2 if work is not None and work.exchanges > 1 and not self.exchange.waiting else 1
+        gradient = torch.empty_like(like)
+        rows = zip(grad_output.t().chunk(halves), gradient.chunk(halves), strict=True)
+        for part, destination in rows:
+            torch.matmul(part, x, out=destination)
+            self.exchange.advance()
+        return gradient
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, stand_in):
+        return ctx.exchange.take(), None
+
+
+class _WeightGradientNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, gradient):
+        ctx.gradient, ctx.weight = gradient, weight.detach()
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, stand_in):
+        return ctx.gradient.compute(ctx.weight), None
+
+
+def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
+    """``x``, whose gradient is the exchange's result."""
+    return _Arrival.apply(x, exchange)
+
+
+def put_off(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
+    """``weight``, whose gradient is computed by ``gradient``."""
+    return _WeightGradientNode.apply(weight, gradient)
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of ``tensor``'s shape and dtype without memory, for a node that does not look at it."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+class Handover:
+    """Lets a column-parallel layer make the weight-gradient node of the row-parallel layer after it.
+
+    Shared by the two. Plain Python, so that neither layer becomes the other's submodule.
+
+    Args:
+        row: the row-parallel layer.
+    """
+
+    def __init__(self, row: torch.nn.Module) -> None:
+        self._row = row
+        self._made: tuple[torch.Tensor, WeightGradient] | None = None
+
+    def make(self, exchange: InputGradientExchange) -> None:
+        """Called in the column-parallel layer's forward."""
+        weight = self._row.weight
+        self._made = None
+        if weight.requires_grad:
+            gradient = WeightGradient(exchange)
+            self._made = put_off(weight, gradient), gradient
+
+    def take(self) -> tuple[torch.Tensor, WeightGradient] | None:
+        """Called in the row-parallel layer's forward: its weight and who computes its gradient."""
+        made, self._made = self._made, None
+        return made

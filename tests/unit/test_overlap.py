@@ -1,0 +1,104 @@
+"""The order of a backward: exchange under way, weight gradients behind it, then the rest."""
+
+import torch
+
+from megatron.compression.collectives import CompressedWork
+from megatron.compression.tensor_parallel import overlap
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
+from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
+
+
+class OneRankSite:
+    """A site whose collectives give back what they get, in two exchanges, and write down when."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.group = log, name, None
+
+    def all_reduce(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
+        self.log.append(f"{self.name} {channel} start")
+
+        def second() -> torch.Tensor:
+            self.log.append(f"{self.name} {channel} arrived")
+            return tensor.clone()
+
+        def first() -> CompressedWork:
+            self.log.append(f"{self.name} {channel} halfway")
+            return CompressedWork(None, second)
+
+        return CompressedWork(None, first, exchanges=2)
+
+
+def mlp_gradients(x, first, second, log, handover) -> tuple[torch.Tensor, ...]:
+    """Gradients of a two-layer block, through our layers."""
+    inner = torch.nn.functional.gelu(
+        column_parallel_linear(x, first, None, OneRankSite(log, "fc1"), False, handover)
+    )
+    out = row_parallel_linear(inner, second, OneRankSite(log, "fc2"), False, 1, handover)
+    out.square().sum().backward()
+    return x.grad, first.grad, second.grad
+
+
+def leaves() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, 2, 8), (12, 8), (8, 12)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def test_both_weight_gradients_run_behind_the_exchange(monkeypatch) -> None:
+    log: list[str] = []
+    x, first, second = leaves()
+    row = torch.nn.Module()
+    row.weight = torch.nn.Parameter(second.detach().clone())
+    compute = overlap.WeightGradient.compute
+
+    def noted(self, like):
+        log.append(f"weight gradient {tuple(like.shape)}")
+        return compute(self, like)
+
+    monkeypatch.setattr(overlap.WeightGradient, "compute", noted)
+    mlp_gradients(x, first, row.weight, log, Handover(row))
+    backward = log[log.index("fc1 tp.backward start") :]
+    assert backward == [
+        "fc1 tp.backward start",
+        "weight gradient (12, 8)",
+        "fc1 tp.backward halfway",
+        "weight gradient (8, 12)",
+        "fc1 tp.backward arrived",
+    ]
+
+
+def test_gradients_are_those_of_plain_layers() -> None:
+    x, first, second = leaves()
+    torch.nn.functional.gelu(x @ first.t()).matmul(second.t()).square().sum().backward()
+    expected = x.grad, first.grad, second.grad
+    for shared in (False, True):
+        x, first, second = leaves()
+        row = torch.nn.Module()
+        row.weight = torch.nn.Parameter(second.detach().clone())
+        found = mlp_gradients(x, first, row.weight, [], Handover(row) if shared else None)
+        for mine, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_weights_and_inputs() -> None:
+    """A frozen weight gets no gradient and does not hold up the others; nor does an input without one."""
+    log: list[str] = []
+    x, first, second = leaves()
+    row = torch.nn.Module()
+    row.weight = torch.nn.Parameter(second.detach().clone(), requires_grad=False)
+    mlp_gradients(x, first.requires_grad_(False), row.weight, log, Handover(row))
+    assert x.grad is not None and first.grad is None and row.weight.grad is None
+    x, first, second = leaves()
+    row.weight = torch.nn.Parameter(second.detach().clone())
+    log.clear()
+    mlp_gradients(x.detach(), first, row.weight, log, Handover(row))
+    assert first.grad is not None and row.weight.grad is not None
+    assert not any("tp.backward" in line for line in log), "nobody would take the sum"
+
+
+def test_no_gradients_no_nodes() -> None:
+    x, first, _ = leaves()
+    with torch.no_grad():
+        out = column_parallel_linear(x, first, None, OneRankSite([], "fc1"), False, None)
+    assert out.grad_fn is None
