@@ -7,11 +7,16 @@ from megatron.training.argument_utils import ArgumentGroupFactory, _default_conf
 from megatron.compression.config import (
     CompressionConfig,
     CompressionConfigError,
+    PipelineParallelCompression,
     ReportSettings,
     TensorParallelCompression,
 )
 
-_GROUPS = {"tensor_parallel": TensorParallelCompression, "report": ReportSettings}
+_GROUPS = {
+    "tensor_parallel": TensorParallelCompression,
+    "pipeline_parallel": PipelineParallelCompression,
+    "report": ReportSettings,
+}
 
 
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,6 +66,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     if config.tensor_parallel.enabled:
         _check_tensor_parallel(args)
         _check_layers(config.tensor_parallel, args.num_layers)
+    if config.pipeline_parallel.enabled:
+        _check_pipeline_parallel(args)
     return config
 
 
@@ -92,6 +99,15 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
             )
 
 
+def _check_pipeline_parallel(args: argparse.Namespace) -> None:
+    """Refuse ``--pp-compression`` where it would not see the messages of an iteration."""
+    if args.cuda_graph_impl == "full_iteration":
+        raise CompressionConfigError(
+            "--pp-compression counts and chooses on the host, which a replayed graph leaves out; drop "
+            "--cuda-graph-impl full_iteration or --pp-compression"
+        )
+
+
 def _check_layers(settings: TensorParallelCompression, num_layers: int) -> None:
     """Refuse a layer that the model does not have."""
     last = max((layer for layer in settings.layers or () if isinstance(layer, int)), default=0)
@@ -100,6 +116,16 @@ def _check_layers(settings: TensorParallelCompression, num_layers: int) -> None:
             f"--taco-layers {settings.taco_layers} names layer {last}, but --num-layers {num_layers} makes "
             f"{num_layers - 1} the last one (they count from 0)"
         )
+
+
+def pipeline_idle_reason(config: CompressionConfig, pipeline_model_parallel_size: int) -> str | None:
+    """Why an enabled pipeline compression has nothing to do, or None."""
+    if config.pipeline_parallel.enabled and pipeline_model_parallel_size == 1:
+        return (
+            "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes from "
+            "stage to stage"
+        )
+    return None
 
 
 def idle_reason(config: CompressionConfig, tensor_model_parallel_size: int) -> str | None:

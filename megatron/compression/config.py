@@ -7,22 +7,26 @@ the string under it is the flag's help.
 import functools
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
+
+from megatron.compression.config_errors import CompressionConfigError, flag_name
+from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+
+__all__ = [
+    "CompressionConfig",
+    "CompressionConfigError",
+    "PipelineParallelCompression",
+    "ReportSettings",
+    "TensorParallelCompression",
+    "flag_name",
+    "parse_layers",
+]
 
 TACO_FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 TACO_GROUP_SIZES = (32, 64, 128, 256, 512)
 NAMED_LAYERS = ("embedding", "output")
 """What ``--taco-layers`` calls the layers outside the transformer's numbered ones."""
-
-
-class CompressionConfigError(ValueError):
-    """A setting that cannot be honoured; the message names the flag and the fix."""
-
-
-def flag_name(field_name: str) -> str:
-    """``taco_group_size`` -> ``--taco-group-size``."""
-    return "--" + field_name.replace("_", "-")
 
 
 @functools.cache
@@ -198,4 +202,5 @@ class CompressionConfig:
     """Everything that the command line says about compression."""
 
     tensor_parallel: TensorParallelCompression = TensorParallelCompression()
+    pipeline_parallel: PipelineParallelCompression = field(default_factory=PipelineParallelCompression)
     report: ReportSettings = ReportSettings()

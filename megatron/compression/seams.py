@@ -216,21 +216,20 @@ def _replicated_gradient_bytes(model: list, config) -> int:
     return total
 
 
-def on_pipeline_send(record: Callable[[str, int], None]) -> None:
-    """Call ``record(channel, bytes)`` for each tensor sent to another pipeline stage.
+def through_pipeline_exchange(exchange: Callable) -> None:
+    """Have ``exchange(communicator, original, **arguments)`` send what pipeline stages send each other.
 
-    Why: all schedules go through ``P2PCommunicator._communicate``. Not reached: the exchange of shapes under
-    ``--variable-seq-lengths`` (24 bytes a tensor).
+    Why: all schedules go through ``P2PCommunicator._communicate``, and the training loop passes no
+    communicator of its own to them. Not reached: the exchange of shapes under ``--variable-seq-lengths``
+    (24 bytes a tensor).
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     def wrap(communicate):
         def wrapper(self, **kwargs):
-            for name, channel in (("tensor_send_next", "pp.forward"), ("tensor_send_prev", "pp.backward")):
-                if kwargs.get(name) is not None:
-                    record(channel, kwargs[name].nbytes)
-            return communicate(self, **kwargs)
+            return exchange(self, functools.partial(communicate, self), **kwargs)
 
         return wrapper
 
-    replace(P2PCommunicator, "_communicate", ("tensor_send_next", "tensor_send_prev"), wrap)
+    expected = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")
+    replace(P2PCommunicator, "_communicate", (*expected, "wait_on_reqs"), wrap)

@@ -7,7 +7,9 @@ from megatron.training import get_tensorboard_writer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.compression import seams
-from megatron.compression.arguments import compression_config_from_args, idle_reason
+from megatron.compression.arguments import compression_config_from_args, idle_reason, pipeline_idle_reason
+from megatron.compression.pipeline_parallel.codecs import describe_pipeline
+from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 from megatron.compression.reporter import Reporter, check_report_directory
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
@@ -68,7 +70,15 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
     seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
     seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
     seams.on_replicated_gradient_sync(partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"))
-    seams.on_pipeline_send(lambda channel, size: ledger.record(channel, "off", "send", size, size))
+    exchange = PipelineExchange(
+        runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)
+    )
+    seams.through_pipeline_exchange(exchange)
+
+
+def _current_iteration(args: Namespace) -> int:
+    """Zero-based; known before an iteration's first message. --skip-train sets args.iteration alone."""
+    return getattr(args, "curr_iteration", args.iteration)
 
 
 def _announcement(args, config, runtime, model_config) -> list[str]:
@@ -92,6 +102,10 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         if settings.taco_error_bound is not None:
             line += f", while its error is at most {settings.taco_error_bound:g}"
         lines.append(line)
+    if reason := pipeline_idle_reason(config, args.pipeline_model_parallel_size):
+        lines.append(f"compression: {reason}")
+    elif config.pipeline_parallel.enabled:
+        lines.append(f"compression: {describe_pipeline(config.pipeline_parallel)}")
     return lines
 
 
@@ -101,6 +115,8 @@ def _settings(args: Namespace) -> dict:
         "tp_compression taco_format taco_group_size taco_scales taco_rounding taco_min_message_mb "
         "taco_start_iteration taco_overlap_chunks taco_transport taco_communicators taco_layers "
         "taco_backward_format taco_error_bound "
+        "pp_compression pp_backward_compression tah_tile_size tah_high_bits tah_low_bits tah_high_ratio "
+        "tah_allocation tah_transform tah_backward_bits tah_start_iteration "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
         "sequence_parallel use_distributed_optimizer world_size"

@@ -67,7 +67,7 @@ def test_megatron_core_has_every_seam() -> None:
         seams.around_evaluate(lambda split: None, lambda losses: None)
         seams.on_gradient_sync(lambda *args: None)
         seams.on_parameter_sync(lambda *args: None)
-        seams.on_pipeline_send(lambda *args: None)
+        seams.through_pipeline_exchange(lambda *args, **kwargs: None)
         seams.on_replicated_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):
             assert getattr(owner, name) is not original

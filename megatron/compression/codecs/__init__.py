@@ -2,9 +2,19 @@
 
 from megatron.compression.codecs.base import Codec
 from megatron.compression.codecs.identity import IdentityCodec
+from megatron.compression.codecs.message import MessageCodec, WholeMessage
 from megatron.compression.codecs.taco import TacoCodec
+from megatron.compression.codecs.tah_quant import TahQuantCodec
 
-__all__ = ["Codec", "IdentityCodec", "TacoCodec", "build_codec"]
+__all__ = [
+    "Codec",
+    "IdentityCodec",
+    "MessageCodec",
+    "TacoCodec",
+    "TahQuantCodec",
+    "WholeMessage",
+    "build_codec",
+]
 
 
 def build_codec(name: str, **settings) -> Codec:

@@ -1,0 +1,1 @@
+"""Compression of what pipeline stages send each other."""

@@ -1,0 +1,18 @@
+"""Dispatch by device: the Triton kernels on CUDA tensors, the reference on CPU tensors."""
+
+from collections.abc import Sequence
+
+import torch
+
+from taco_kernels.tah_quant import reference
+from taco_kernels.tah_quant.layout import TahConfig
+
+
+def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
+    """Encode x (any shape and stride, bf16/fp16/fp32): uint8[layout_of(config, x.shape).wire_bytes]."""
+    return reference.encode(x, config)
+
+
+def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Invert encode."""
+    return reference.decode(wire, config, shape, dtype)

@@ -1,0 +1,239 @@
+"""TAH-Quant in plain torch: the definition that the kernels are tested against.
+
+Source: TAH-Quant (arXiv 2506.01352). All arithmetic is fp32. A tile x of T values whose largest magnitude is
+at least twice the second changes places of element 0 and the largest one and is multiplied by the
+orthonormal Hadamard matrix (Sylvester order: row 0 is constant, so the outlier becomes an offset). Then
+
+    zero = fp16(min y) rounded down        step = fp16((max y - zero) / (2^h - 1)) rounded up
+    q    = round((y - zero) / step)        y'   = zero + step * q
+
+with h = ``high_bits``; rounding that way keeps every value inside the grid: |y - y'| <= step / 2. A low tile
+drops the d = h - l last bits of its codes, y' = zero + step * ((q >> d) * 2^d + (2^d - 1) / 2): cells of
+2^d steps, decoded at their centres. That is an l-bit grid (0.87 of the squared error of one whose end points
+are the minimum and the maximum, at 3 of 4 bits), and it needs no second pass when widths are known.
+
+Entropy of a unit: H = -sum p log2 p with p = |x| / sum|x|, from S = sum|x| and L = sum|x| log2|x| as
+log2(S) - L / S. Units of larger entropy are high; of equal ones the first. A tile with a NaN, an infinity or
+values whose sum passes 2^100 has the step NaN and decodes to NaN; one beyond fp16's range has an infinite
+zero or step and decodes to non-finite values.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from taco_kernels.reference import hadamard
+from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
+
+LARGEST_SUM = 2.0**100
+"""Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
+
+
+def to_tiles(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32[tiles, tile_size] of x, rows padded with zeros."""
+    rows = x.reshape(layout.rows, layout.channels).float()
+    missing = layout.tiles_per_row * layout.config.tile_size - layout.channels
+    return torch.nn.functional.pad(rows, (0, missing)).reshape(-1, layout.config.tile_size)
+
+
+def swap(x: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
+    """Exchange element 0 of each row of x [tiles, T] with element ``pivot`` int64[tiles]."""
+    order = torch.arange(x.shape[1], device=x.device).repeat(x.shape[0], 1)
+    order[:, 0] = pivot
+    order.scatter_(1, pivot[:, None], torch.zeros_like(pivot)[:, None])
+    return x.gather(1, order)
+
+
+def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
+    """Largest fp16 that is not above x (fp32); minus infinity below the range."""
+    half = x.half()
+    bits = half.view(torch.int16)
+    below = torch.where(bits > 0, bits - 1, torch.where(bits == 0, -32767, bits + 1)).to(torch.int16)
+    return torch.where(half.float() > x, below, bits).view(torch.float16)
+
+
+def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
+    """Smallest fp16 that is not below x (fp32, not negative); infinity above the range."""
+    half = x.half()
+    return (half.view(torch.int16) + (half.float() < x).to(torch.int16)).view(torch.float16)
+
+
+def transform_tiles(
+    x: torch.Tensor, fits: torch.Tensor, config: TahConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pivot swap and Hadamard transform where they apply.
+
+    Returns: y fp32[tiles, T], and the tiles' bytes of pivots.
+    """
+    magnitude = x.abs()
+    largest, pivot = magnitude.max(dim=1)
+    second = magnitude.scatter(1, pivot[:, None], 0.0).amax(dim=1)
+    chosen = (largest >= 2 * second) & (largest > 0) & fits
+    rotated = hadamard(swap(x, pivot)) * (1 / math.sqrt(config.tile_size))
+    y = torch.where(chosen[:, None], rotated, x)
+    return y, torch.where(chosen, pivot + 128, 0).to(torch.uint8)
+
+
+def entropy(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32[units] of tiles x: bits by which a unit's magnitudes are spread; 0 where they are not finite."""
+    magnitude = x.abs()
+    logarithm = torch.where(magnitude > 0, magnitude, 1.0).log2()
+    total = magnitude.sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
+    weighted = (magnitude * logarithm).sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
+    meaningful = (total > 0) & (total < LARGEST_SUM)
+    divisor = torch.where(meaningful, total, 1.0)
+    return torch.where(meaningful, divisor.log2() - weighted / divisor, 0.0)
+
+
+def by_population(units: torch.Tensor, layout: Layout, fill: float | int) -> torch.Tensor:
+    """[populations, population] of values [units]; ``fill`` beyond the last unit."""
+    if layout.by_token:
+        return units.view(layout.population, layout.populations).t()
+    missing = layout.populations * layout.population - layout.units
+    return torch.nn.functional.pad(units, (0, missing), value=fill).view(-1, layout.population)
+
+
+def by_unit(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Inverse of by_population."""
+    return (values.t() if layout.by_token else values).reshape(-1)[: layout.units]
+
+
+def choose_high(entropies: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """bool[populations, population]: the units of the largest entropy, of equal ones the first."""
+    values = by_population(entropies, layout, -math.inf)
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    counts = torch.full((layout.populations, 1), layout.high_units, device=values.device)
+    counts[-1:] = layout.last_high_units  # a slice: assigning to one element copies from the host
+    places = torch.arange(layout.population, device=values.device)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, places < counts)
+
+
+def tile_slots(high: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others."""
+    first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
+    slots = by_unit(torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles), layout)
+    tiles = slots[:, None] * layout.tiles_per_unit
+    tiles = tiles + torch.arange(layout.tiles_per_unit, device=high.device)
+    return tiles.reshape(-1).clamp(max=layout.high_tiles)
+
+
+def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
+    """Planes uint8[tiles, T * bits / 8] of codes uint8[tiles, T]."""
+    packed = []
+    for bits in planes:
+        pieces = codes.view(codes.shape[0], -1, 8 // bits, 2 * bits) & (2**bits - 1)
+        packed.append(sum(pieces[:, :, m] << (bits * m) for m in range(8 // bits)).flatten(1))
+        codes = codes >> bits if bits < 8 else codes
+    return packed
+
+
+def unpack(packed: Sequence[torch.Tensor], planes: Sequence[int]) -> torch.Tensor:
+    """Inverse of pack: int32[tiles, T]."""
+    codes, shift = 0, 0
+    for plane, bits in zip(packed, planes, strict=True):
+        bytes = plane.reshape(plane.shape[0], -1, 2 * bits)
+        pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]
+        codes = codes + (torch.stack(pieces, dim=2).flatten(1).int() << shift)
+        shift += bits
+    return codes
+
+
+def pack_widths(high: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """uint8[4 * words * populations]: unit i of a population is bit i % 8 of its byte i // 8."""
+    bits = torch.nn.functional.pad(high, (0, 32 * layout.words - layout.population)).view(-1, 8)
+    places = torch.arange(8, device=high.device)
+    return (bits.int() << places).sum(dim=1).to(torch.uint8)
+
+
+def unpack_widths(widths: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Inverse of pack_widths: bool[populations, population]."""
+    bits = widths[:, None] >> torch.arange(8, device=widths.device).to(torch.uint8) & 1
+    return bits.view(layout.populations, -1)[:, : layout.population].bool()
+
+
+def section(wire: torch.Tensor, name: str, layout: Layout) -> torch.Tensor:
+    """View of a section of the wire, uint8."""
+    return wire.narrow(0, layout.offsets[name], layout.sizes[name])
+
+
+def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
+    """Encode x (any shape and stride, bf16/fp16/fp32): uint8[layout_of(config, x.shape).wire_bytes]."""
+    layout = layout_of(config, tuple(x.shape))
+    wire = torch.zeros(layout.wire_bytes, dtype=torch.uint8, device=x.device)
+    if not layout.numel:
+        return wire
+    tiles = to_tiles(x, layout)
+    fits = tiles.abs().sum(dim=1) < LARGEST_SUM
+    if config.transform == "none":
+        y = tiles
+    else:
+        y, pivots = transform_tiles(tiles, fits, config)
+        section(wire, "pivots", layout).copy_(pivots)
+    low, high = y.aminmax(dim=1)
+    zeros = round_down_fp16(low.masked_fill(~fits, 0.0))
+    steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / config.levels)
+    steps = steps.masked_fill(~fits, math.nan)
+    section(wire, "zeros", layout).copy_(zeros.view(torch.uint8))
+    section(wire, "steps", layout).copy_(steps.view(torch.uint8))
+    codes = ((y - zeros.float()[:, None]) / steps.float()[:, None]).round()
+    codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
+    base = pack(codes >> config.extra_bits, layout.base_planes)
+    for i, plane in enumerate(base):
+        section(wire, f"base{i}", layout).copy_(plane.flatten())
+    if config.extra_bits:
+        chosen = choose_high(entropy(tiles, layout), layout)
+        section(wire, "widths", layout).copy_(pack_widths(chosen, layout))
+        slots = tile_slots(chosen, layout)
+        extra = pack(codes & (2**config.extra_bits - 1), layout.extra_planes)
+        for i, plane in enumerate(extra):
+            compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
+            compact[slots] = plane
+            section(wire, f"extra{i}", layout).copy_(compact[:-1].flatten())
+    return wire
+
+
+def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``.
+
+    Raises:
+        ValueError: the wire is not of the size that the settings and the shape demand.
+    """
+    layout = layout_of(config, tuple(shape))
+    check_wire(wire, layout)
+    if not layout.numel:
+        return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
+    size, extra_bits = config.tile_size, config.extra_bits
+
+    def planes(kind: str, widths: Sequence[int]) -> torch.Tensor:
+        parts = [section(wire, f"{kind}{i}", layout) for i in range(len(widths))]
+        return unpack(
+            [p.view(-1, size * bits // 8) for p, bits in zip(parts, widths, strict=True)], widths
+        ).float()
+
+    codes = planes("base", layout.base_planes)
+    if extra_bits:
+        high = unpack_widths(section(wire, "widths", layout), layout)
+        middle = (2**extra_bits - 1) / 2
+        rest = codes.new_full((layout.high_tiles + 1, size), middle)
+        if layout.high_tiles:
+            rest[:-1] = planes("extra", layout.extra_planes)
+        codes = codes * 2**extra_bits + rest[tile_slots(high, layout)]
+    zeros = section(wire, "zeros", layout).clone().view(torch.float16).float()
+    steps = section(wire, "steps", layout).clone().view(torch.float16).float()
+    y = zeros[:, None] + steps[:, None] * codes
+    if config.transform != "none":
+        pivots = section(wire, "pivots", layout)
+        rotated = swap(hadamard(y) * (1 / math.sqrt(size)), (pivots & 127).long())
+        y = torch.where((pivots >= 128)[:, None], rotated, y)
+    rows = y.view(layout.rows, -1)[:, : layout.channels]
+    return rows.reshape(tuple(shape)).to(dtype)
+
+
+def check_wire(wire: torch.Tensor, layout: Layout) -> None:
+    """Raise ValueError unless ``wire`` is uint8[wire_bytes]."""
+    if wire.dtype != torch.uint8 or tuple(wire.shape) != (layout.wire_bytes,):
+        raise ValueError(
+            f"wire is {wire.dtype}{list(wire.shape)}; a tensor {list(layout.shape)} in this config needs "
+            f"torch.uint8[{layout.wire_bytes}]"
+        )

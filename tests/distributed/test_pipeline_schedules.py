@@ -1,0 +1,257 @@
+"""Every schedule of megatron-core over the pipeline exchange: a lossless codec changes no bit of a gradient.
+
+One set of spawned ranks runs all cases, each on a tiny model of its own: without compression, with payloads
+of the identity codec in place of the tensors, and with TAH-Quant.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+
+WORLD = 4
+MICRO_BATCHES = 8
+MICRO_BATCH = 2
+SEQUENCE = 32
+HIDDEN = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule."""
+
+    name: str
+    pipeline: int
+    tensor: int = 1
+    layers: int = 4
+    virtual: int | None = None
+    changes: dict = field(default_factory=dict)
+    """Fields of the ``TransformerConfig``."""
+
+
+ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+CASES = (
+    Case("1F1B on 2", 2),
+    Case("1F1B on 4", 4),
+    Case("1F1B unbatched", 4, changes=dict(batch_p2p_comm=False)),
+    Case("sequence parallel", 2, tensor=2, changes=dict(sequence_parallel=True)),
+    Case("uneven stages", 2, layers=3, changes=dict(num_layers_in_first_pipeline_stage=1)),
+    Case(
+        "variable lengths", 2, changes=dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    ),
+    Case("virtual on 2, overlapped", 2, virtual=2, changes=ASYNC),
+    Case("virtual on 4, overlapped", 4, layers=8, virtual=2, changes=ASYNC),
+    Case(
+        "virtual on 4, overlapped throughout",
+        4,
+        layers=8,
+        virtual=2,
+        changes=dict(**ASYNC, overlap_p2p_comm_warmup_flush=True),
+    ),
+    Case("virtual on 4, batched", 4, layers=8, virtual=2),
+    Case("virtual on 4, unbatched", 4, layers=8, virtual=2, changes=dict(batch_p2p_comm=False)),
+)
+CODECS = ("none", "identity", "tah-quant")
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    """By rank: {case: {codec: (gradient hashes, loss, evaluation loss, ledger rows)}}."""
+    return spawn(_run_cases, WORLD)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_identity_payloads_change_no_bit(results, case) -> None:
+    """Gradients, training loss and forward-only loss; and every message was a payload."""
+    for rank in results:
+        plain, identity = rank[case.name]["none"], rank[case.name]["identity"]
+        assert plain["gradients"] and plain["gradients"] == identity["gradients"]
+        assert plain["losses"] == identity["losses"] and plain["evaluation"] == identity["evaluation"]
+        sent = {(row["channel"], row["phase"]): row for row in plain["ledger"]}
+        payloads = [row for row in identity["ledger"] if row["operation"] == "send"]
+        assert len(payloads) == len(sent) > 0
+        for row in payloads:  # fp32 values in fp32 payloads: the same bytes, in as many messages
+            assert row["kind"] == "compressed"
+            uncompressed = sent[row["channel"], row["phase"]]
+            assert (row["calls"], row["sent_bytes"]) == (uncompressed["calls"], uncompressed["sent_bytes"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tah_quant_sends_few_bits(results, case) -> None:
+    """At most 4.5 bits a value forward and 6.6 back, by the ledger; the loss stays near the exact one."""
+    losses = {"none": [], "tah-quant": []}
+    for rank in results:
+        run = rank[case.name]["tah-quant"]
+        for codec in losses:
+            losses[codec] += rank[case.name][codec]["losses"]
+        totals = {}
+        for row in run["ledger"]:
+            key = row["channel"], row["phase"]
+            sent, plain = totals.get(key, (0, 0))
+            totals[key] = sent + row["sent_bytes"], plain + row["plain_bytes"]
+        assert totals
+        for (channel, phase), (sent, plain) in totals.items():
+            values = plain / 4
+            assert 0 < 8 * sent / values <= (4.5 if channel == "pp.forward" else 6.6)
+            assert phase == "train" or channel == "pp.forward"
+    assert len(losses["none"]) >= MICRO_BATCHES
+    assert losses["tah-quant"] == pytest.approx(losses["none"], rel=0.02)
+    assert losses["tah-quant"] != losses["none"]
+
+
+def test_ambiguous_batches_are_refused(results) -> None:
+    """Virtual stages on two ranks with batched messages would swap activations and gradients."""
+    for rank in results:
+        assert "mix up batched messages; use --overlap-p2p-communication" in rank["refusal"]
+
+
+def _run_cases(rank: int, world_size: int) -> dict:
+    from megatron import host
+
+    host.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron.compression.config_errors import CompressionConfigError
+
+    original = P2PCommunicator._communicate
+    results = {}
+    for case in CASES:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor,
+            pipeline_model_parallel_size=case.pipeline,
+            virtual_pipeline_model_parallel_size=case.virtual,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        results[case.name] = {codec: _step(case, codec) for codec in CODECS}
+        P2PCommunicator._communicate = original
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+    try:
+        _step(Case("ambiguous", 2, virtual=2), "none")
+    except CompressionConfigError as error:
+        results["refusal"] = str(error)
+    return results
+
+
+def _step(case: Case, codec: str) -> dict:
+    """One iteration and one evaluation of the case's model."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.compression import seams
+    from megatron.compression.codecs import IdentityCodec, WholeMessage
+    from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+    from megatron.compression.pipeline_parallel.exchange import PipelineExchange
+    from megatron.compression.telemetry import ErrorProbe, Ledger
+
+    name = "tah-quant" if codec == "tah-quant" else "none"
+    ledger = Ledger()
+    exchange = PipelineExchange(
+        PipelineParallelCompression(pp_compression=name), ledger, ErrorProbe(), lambda: 0
+    )
+    if codec == "identity":
+        exchange.codecs = dict.fromkeys(exchange.codecs, WholeMessage(IdentityCodec()))
+    seams.through_pipeline_exchange(exchange)
+    model = _build(case)
+    losses = []
+    step = get_forward_backward_func()
+    arguments = dict(
+        forward_step_func=_forward_step(losses),
+        data_iterator=[_batches() for _ in model] if case.virtual else _batches(),
+        model=model if case.virtual else model[0],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICRO_BATCH,
+    )
+    step(**arguments, forward_only=False)
+    gradients = {
+        f"{number}.{parameter_name}": hash(parameter.grad.numpy().tobytes())
+        for number, chunk in enumerate(model)
+        for parameter_name, parameter in chunk.named_parameters()
+        if parameter.grad is not None
+    }
+    trained, losses[:] = list(losses), []
+    ledger.evaluating = True
+    with torch.no_grad():
+        step(**arguments, forward_only=True)
+    return {
+        "gradients": gradients,
+        "losses": trained,
+        "evaluation": list(losses),
+        "ledger": ledger.rows(),
+    }
+
+
+def _build(case: Case) -> list:
+    """The chunks of this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    from megatron.compression.config import CompressionConfig
+    from megatron.compression.runtime import CompressionRuntime
+    from megatron.compression.tensor_parallel.bind import bind_compression
+    from megatron.compression.tensor_parallel.spec import gpt_layer_spec
+    from tests.distributed.tiny_gpt import VOCABULARY, transformer_config
+
+    transformer = transformer_config(
+        case.tensor,
+        num_layers=case.layers,
+        pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.virtual,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        **case.changes,
+    )
+    config = GPTModelConfig(
+        transformer=transformer,
+        transformer_layer_spec=gpt_layer_spec,
+        vocab_size=VOCABULARY,
+        seq_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = []
+    for stage in range(case.virtual or 1):
+        vp_stage = stage if case.virtual else None
+        torch.manual_seed(7 + stage)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunk = GPTModelBuilder(config).build_model(groups, first, last, vp_stage)
+        chunk.model_type = _model_type()
+        chunks.append(chunk)
+    bind_compression(chunks, CompressionRuntime(CompressionConfig()))
+    return chunks
+
+
+def _model_type():
+    from megatron.core.enums import ModelType
+
+    return ModelType.encoder_or_decoder
+
+
+def _batches():
+    """The same tokens in every run."""
+    from tests.distributed.tiny_gpt import batch
+
+    step = 0
+    while True:
+        yield batch(step, 0, MICRO_BATCH)
+        step += 1
+
+
+def _forward_step(losses: list):
+    def loss_func(output):
+        loss = output.float().mean()
+        losses.append(float(loss.detach()))
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward_step(data_iterator, model):
+        arguments = next(data_iterator)
+        return model(**arguments), loss_func
+
+    return forward_step
