@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression.config import CompressionConfigError, TensorParallelCompression
+from megatron.compression.config import (
+    CompressionConfigError,
+    PipelineParallelCompression,
+    TensorParallelCompression,
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +130,23 @@ def test_tp_1_is_said(arguments) -> None:
     config = arguments.compression_config_from_args(_parse(arguments, "--taco"))
     assert "no tensor-parallel traffic" in arguments.idle_reason(config, 1)
     assert arguments.idle_reason(config, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tah_tile_size": 32}, "--tah-tile-size given, but nothing between pipeline stages uses it; add"),
+        ({"pp_compression": "tah-quant", "tah_low_bits": 5}, "low_bits=5 and high_bits=4 must lie between"),
+        ({"pp_compression": "taco", "tah_high_bits": 5}, "--tah-high-bits given, but nothing between"),
+        ({"pp_compression": "int8", "pp_taco_group_size": 64}, "uses it; add --pp-compression taco"),
+        ({"pp_compression": "taco", "pp_taco_format": "fp7"}, "format='fp7' is not supported"),
+        ({"pp_compression": "tah-quant", "tah_backward_bits": 7}, "--tah-backward-bits 7 is not possible"),
+        ({"pp_compression": "tah-quant", "tah_start_iteration": -1}, "must be an iteration >= 0"),
+        ({"pp_backward_compression": "int8"}, "pipeline compression is off; add --pp-compression"),
+        ({"pp_compression": "taco", "pp_backward_compression": "fp8"}, "fp8 is unknown; choose one of none"),
+    ],
+)
+def test_impossible_pipeline_settings(settings: dict, reason: str) -> None:
+    """Each refusal names the flag, and the fix."""
+    with pytest.raises(CompressionConfigError, match=reason):
+        PipelineParallelCompression(**settings)

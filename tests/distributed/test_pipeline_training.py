@@ -1,0 +1,100 @@
+"""Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up, resume."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.launch import tiny_flags
+
+ITERATIONS = 4
+MESSAGES = 2  # micro-batches of an iteration
+FORWARD = 1536 + 400 + 128 + 128 + 64 + 16
+"""One message of 32 tokens x 2 sequences x 64 channels: 64 tiles of 64 values at 3 bits; a fourth bit for 25
+of 32 tokens of both sequences; fp16 steps and zeros; a byte of pivot a tile; 2 words of widths, padded."""
+BACKWARD = 4096 * 6 // 8 + 128 * 2
+"""6 bits a value and 128 bf16 scales."""
+PLAIN = 4096 * 4
+
+
+def flags(*more: str) -> list[str]:
+    """Two stages in fp32."""
+    return tiny_flags("--pipeline-model-parallel-size", "2", *more, hidden_size="64", eval_interval="2")
+
+
+def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[int, int, int]]:
+    """{kind: (messages, sent bytes, uncompressed bytes)} over all ranks."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for rank in run.ranks:
+        for row in rank.ledger:
+            if (row["channel"], row["phase"]) == (channel, phase):
+                calls, bytes_sent, plain = totals.get(row["kind"], (0, 0, 0))
+                calls += row["calls"] if row["operation"] == "send" else 0
+                totals[row["kind"]] = calls, bytes_sent + row["sent_bytes"], plain + row["plain_bytes"]
+    return totals
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[ForkedRun, Path]:
+    """A run of four iterations that saved half-way, and the folder of its checkpoints."""
+    directory = tmp_path_factory.mktemp("pipeline")
+    saved = directory / "saved"
+    run = pretrain(
+        *flags("--pp-compression", "tah-quant", "--eval-iters", "1"),
+        *("--save", str(saved), "--save-interval", "2"),
+        ranks=2,
+        directory=directory,
+    )
+    return run, saved
+
+
+def test_bytes_by_hand(whole) -> None:
+    """Two messages an iteration each way; evaluations send forward alone."""
+    run, _ = whole
+    count = ITERATIONS * MESSAGES
+    assert sent(run, "pp.forward") == {"compressed": (count, count * FORWARD, count * PLAIN)}
+    assert sent(run, "pp.backward") == {"compressed": (count, count * BACKWARD, count * PLAIN)}
+    evaluated = sent(run, "pp.forward", "eval")["compressed"]
+    assert evaluated[0] > 0 and evaluated[1:] == (evaluated[0] * FORWARD, evaluated[0] * PLAIN)
+    assert sent(run, "pp.backward", "eval") == {}
+    assert 8 * FORWARD / 4096 <= 4.5 and 8 * BACKWARD / 4096 <= 6.6
+    assert "pipeline stages send tah-quant int3/int4 by token, tile 64, back fixed point int6" in run.output
+
+
+def test_trains_and_evaluates(whole) -> None:
+    run, _ = whole
+    losses = [run.losses[iteration] for iteration in range(1, ITERATIONS + 1)]
+    assert losses[-1] < losses[0]
+    assert len(run.ranks[-1].validation) >= 2
+    assert run.ranks[-1].validation[-1] == pytest.approx(losses[-1], rel=0.05)
+
+
+def test_resume_is_exact(whole, tmp_path: Path) -> None:
+    """From the middle to the end again: the same losses and parameters to the last bit."""
+    run, saved = whole
+    copy = tmp_path / "saved"
+    shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
+    (copy / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = pretrain(
+        *flags("--pp-compression", "tah-quant", "--eval-iters", "1"),
+        *("--load", str(copy)),
+        ranks=2,
+        directory=tmp_path,
+    )
+    assert resumed.losses == {iteration: run.losses[iteration] for iteration in (3, 4)}
+    for before, after in zip(run.ranks, resumed.ranks, strict=True):
+        assert before.parameters == after.parameters
+
+
+def test_warm_up_and_other_codecs(tmp_path: Path) -> None:
+    """TACO forward, uncompressed back, both from the third iteration on."""
+    more = "--pp-compression taco --pp-backward-compression none --tah-start-iteration 2 --taco-layers all"
+    run = pretrain(*flags(*more.split()), ranks=2, directory=tmp_path)
+    half = ITERATIONS * MESSAGES // 2
+    taco = 4096 + 4096 // 128 * 8
+    assert sent(run, "pp.forward") == {
+        "warmup": (half, half * PLAIN, half * PLAIN),
+        "compressed": (half, half * taco, half * PLAIN),
+    }
+    assert sent(run, "pp.backward") == {"off": (2 * half, 2 * half * PLAIN, 2 * half * PLAIN)}
