@@ -5,16 +5,19 @@ import argparse
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 
 from megatron.compression.config import (
+    CaatNetSettings,
     CompressionConfig,
     CompressionConfigError,
     PipelineParallelCompression,
     ReportSettings,
     TensorParallelCompression,
 )
+from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
 _GROUPS = {
     "tensor_parallel": TensorParallelCompression,
     "pipeline_parallel": PipelineParallelCompression,
+    "caat_net": CaatNetSettings,
     "report": ReportSettings,
 }
 
@@ -68,6 +71,7 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
         _check_layers(config.tensor_parallel, args.num_layers)
     if config.pipeline_parallel.enabled:
         _check_pipeline_parallel(args)
+    check_caat_net(config.caat_net, args)
     return config
 
 

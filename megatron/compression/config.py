@@ -190,6 +190,42 @@ class TensorParallelCompression:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CaatNetSettings:
+    """Partially synchronised tensor parallelism (CAAT-Net, arXiv 2506.19645): another model, less traffic."""
+
+    caat_net_sync_fraction: float = 1.0
+    """Part of the channels of each row-parallel output (attention projection, fc2) that tensor-parallel ranks
+    sum; the others stay private to a rank. 0.5 is the paper's; 1 is ordinary tensor parallelism. A checkpoint
+    belongs to its fraction and tensor-parallel size."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.caat_net_sync_fraction <= 1:  # NaN too
+            raise CompressionConfigError(
+                f"--caat-net-sync-fraction {self.caat_net_sync_fraction:g} must be a part of the channels: "
+                "above 0, at most 1 (ordinary tensor parallelism)"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether some channels stay private."""
+        return self.caat_net_sync_fraction < 1
+
+    def shared_channels(self, hidden_size: int) -> int:
+        """How many of ``hidden_size`` channels are summed, the first ones.
+
+        Raises:
+            CompressionConfigError: none.
+        """
+        shared = int(hidden_size * self.caat_net_sync_fraction)
+        if shared == 0:
+            raise CompressionConfigError(
+                f"--caat-net-sync-fraction {self.caat_net_sync_fraction:g} shares none of {hidden_size} "
+                f"channels; give at least {1 / hidden_size:g}"
+            )
+        return shared
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportSettings:
     """Where the byte ledger's report goes."""
 
@@ -203,4 +239,5 @@ class CompressionConfig:
 
     tensor_parallel: TensorParallelCompression = TensorParallelCompression()
     pipeline_parallel: PipelineParallelCompression = field(default_factory=PipelineParallelCompression)
+    caat_net: CaatNetSettings = CaatNetSettings()
     report: ReportSettings = ReportSettings()

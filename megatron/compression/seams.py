@@ -69,8 +69,8 @@ def on_training_log(after: Callable[[int, dict], None]) -> None:
     replace(training, "training_log", ("loss_dict", "iteration"), wrap)
 
 
-def on_checkpoint_args(after: Callable[[Any], None]) -> None:
-    """Call ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
+def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
+    """Call each ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
 
     Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
     ``--finetune`` and release checkpoints, which begin anew.
@@ -80,7 +80,8 @@ def on_checkpoint_args(after: Callable[[Any], None]) -> None:
     def wrap(check_checkpoint_args):
         def wrapper(checkpoint_args, *args, **kwargs):
             check_checkpoint_args(checkpoint_args, *args, **kwargs)
-            after(checkpoint_args)
+            for one in after:
+                one(checkpoint_args)
 
         return wrapper
 

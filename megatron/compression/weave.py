@@ -13,6 +13,7 @@ from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 from megatron.compression.reporter import Reporter, check_report_directory
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
+from megatron.compression.tensor_parallel.caat_net_checks import check_checkpoint
 from megatron.compression.tensor_parallel.guarded_run import GuardedRun
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
 
@@ -55,9 +56,10 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
 
 def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
     ledger = runtime.ledger
+    on_checkpoint = [partial(check_checkpoint, args=args)]
     if runtime.guard is not None:
         guarded = GuardedRun(runtime.guard, args, args.log_interval)
-        seams.on_checkpoint_args(guarded.on_checkpoint_args)
+        on_checkpoint.append(guarded.on_checkpoint_args)
 
         def on_training_log(iteration, losses):
             reporter.on_training_log(iteration, losses)
@@ -66,6 +68,7 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         seams.on_training_log(on_training_log)
     else:
         seams.on_training_log(reporter.on_training_log)
+    seams.on_checkpoint_args(*on_checkpoint)
     seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
     seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
     seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
@@ -106,6 +109,12 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         lines.append(f"compression: {reason}")
     elif config.pipeline_parallel.enabled:
         lines.append(f"compression: {describe_pipeline(config.pipeline_parallel)}")
+    if config.caat_net.enabled:
+        lines.append(
+            f"compression: CAAT-Net sums {config.caat_net.shared_channels(args.hidden_size)} of "
+            f"{args.hidden_size} channels of each row-parallel output over "
+            f"{args.tensor_model_parallel_size} ranks; its checkpoints belong to both numbers"
+        )
     return lines
 
 
@@ -117,6 +126,7 @@ def _settings(args: Namespace) -> dict:
         "taco_backward_format taco_error_bound "
         "pp_compression pp_backward_compression tah_tile_size tah_high_bits tah_low_bits tah_high_ratio "
         "tah_allocation tah_transform tah_backward_bits tah_start_iteration "
+        "caat_net_sync_fraction "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
         "sequence_parallel use_distributed_optimizer world_size"

@@ -7,6 +7,7 @@ from megatron.compression.collectives.reduce_scatter import reduce_scatter
 from megatron.compression.collectives.symmetric import SymmetricTransport
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.uncompressed import (
+    fp32_all_reduce,
     uncompressed_all_gather,
     uncompressed_all_reduce,
     uncompressed_reduce_scatter,
@@ -23,6 +24,7 @@ __all__ = [
     "all_gather_encoded",
     "all_reduce",
     "encode_slice",
+    "fp32_all_reduce",
     "reduce_scatter",
     "uncompressed_all_gather",
     "uncompressed_all_reduce",

@@ -12,6 +12,33 @@ def uncompressed_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Compre
     return CompressedWork(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
+def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
+    """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
+
+    Two-shot: the addends travel as they are, an owner adds them up in fp32 in rank order and rounds the sum
+    once, and that travels. It equals an fp32 all-reduce that is rounded at the end, but for the order.
+
+    Args:
+        x: contiguous; left as it is.
+        group: any number of ranks; where it does not divide ``x`` the last piece is padded.
+    """
+    world_size = group.size()
+    piece = -(-x.numel() // world_size)
+    pieces = x.view(-1)
+    if pieces.numel() < world_size * piece:
+        pieces = torch.cat([pieces, pieces.new_zeros(world_size * piece - pieces.numel())])
+    received = torch.empty_like(pieces)
+    work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
+
+    def sum_own_piece() -> CompressedWork:
+        own = received.view(world_size, piece).sum(dim=0, dtype=torch.float32).to(x.dtype)
+        gathered = own.new_empty(world_size * piece)
+        work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+        return CompressedWork(work, lambda: gathered[: x.numel()].view(x.shape))
+
+    return CompressedWork(work, sum_own_piece)
+
+
 def uncompressed_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
     """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))

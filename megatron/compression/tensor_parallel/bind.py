@@ -13,6 +13,7 @@ from megatron.training import print_rank_0
 from megatron.compression.collectives import TransportError
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
@@ -47,6 +48,8 @@ def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) 
     """
     for chunk in model:
         _bind_chunk(chunk, runtime)
+        if runtime.config.caat_net.enabled:
+            bind_caat_net(chunk, runtime.config.caat_net, runtime.ledger)
         if runtime.tensor_parallel_codec is not None:
             _prepare_transports(chunk, runtime)
     return model

@@ -1,0 +1,222 @@
+"""CAAT-Net: its gradient is that of the emulated function; its traffic is the shared channels'."""
+
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.compression.config import CaatNetSettings, CompressionConfig, TensorParallelCompression
+from megatron.compression.runtime import CompressionRuntime
+from tests.distributed.caat_net_emulation import EmulatedCaatNet
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import (
+    HIDDEN,
+    LAYERS,
+    SEQUENCE,
+    batch,
+    build_tiny_gpt,
+    start_model_parallel,
+)
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+BATCH = 2
+HEADS = 4
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+QWEN_LIKE = dict(
+    normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True, num_query_groups=2
+)
+
+
+def caat_runtime(fraction: float, **settings) -> CompressionRuntime:
+    """A runtime of this sync fraction, without a codec unless ``settings`` choose one."""
+    if settings:
+        settings = {"tp_compression": "taco", "taco_min_message_mb": 0.0, **settings}
+    return CompressionRuntime(
+        CompressionConfig(
+            tensor_parallel=TensorParallelCompression(**settings),
+            caat_net=CaatNetSettings(caat_net_sync_fraction=fraction),
+        )
+    )
+
+
+def _fill(model, rank: int) -> None:
+    """Values without symmetry for every parameter: biases begin at zero and norms at one."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            place = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + place)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter.dtype))
+
+
+def _loss_of(logits: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's addend of a loss without communication: some function of its logits ``[b, s, v / W]``."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    target = torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+    return ((logits - target).square() * target.sigmoid()).sum() / logits.shape[0]
+
+
+def gradient_worker(rank: int, world_size: int, cases: list[tuple[float, dict, bool]]) -> list[dict]:
+    """One forward and backward in fp64 a case, gradients finalised as Megatron's loop does.
+
+    Args:
+        cases: sync fraction, changes of the model's config, and whether to run CAAT-Net's own code with all
+            channels shared (which a fraction of 1 does not).
+
+    Returns:
+        A case's parameters and gradients by name on this rank, the names of replicated ones, and its addend
+        of the loss.
+    """
+    start_model_parallel(world_size)
+    return [_gradients(rank, world_size, *case) for case in cases]
+
+
+def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force: bool) -> dict:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
+
+    runtime = caat_runtime(fraction)
+    model = build_tiny_gpt(rank, world_size, runtime, torch.float64, **changes)
+    if force:  # CAAT-Net's own code with nothing left private
+        everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
+        bind_caat_net(model, everything, runtime.ledger)
+    _fill(model, rank)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    inputs = batch(0, rank, BATCH)
+    del inputs["labels"]
+    loss = _loss_of(wrapped(**inputs), rank)
+    loss.backward()
+    (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
+    return {
+        "parameters": {name: p.detach() for name, p in model.named_parameters()},
+        "gradients": {name: p.main_grad.detach() for name, p in model.named_parameters()},
+        "replicated": {
+            name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
+        },
+        "loss": float(loss),
+    }
+
+
+def _check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -> None:
+    emulation = EmulatedCaatNet(
+        [rank["parameters"] for rank in ranks],
+        ranks[0]["replicated"],
+        HEADS,
+        changes.get("num_query_groups", HEADS),
+        int(HIDDEN * fraction),
+        changes.get("normalization", "LayerNorm"),
+    )
+    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(batch(0, 0, BATCH)["input_ids"]))]
+    sum(addends).backward()
+    for rank, result in enumerate(ranks):
+        assert result["loss"] == pytest.approx(addends[rank].item(), rel=1e-12)
+        assert len(result["gradients"]) >= 4 + 8 * LAYERS
+        for name, gradient in result["gradients"].items():
+            expected = emulation.parameter(rank, name).grad
+            assert expected.abs().max() > 1e-4, name
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10, msg=f"{rank} {name}")
+
+
+def test_gradients_are_those_of_the_emulated_function() -> None:
+    """Every parameter's gradient in fp64, replicated ones on all ranks, against autograd in one process.
+
+    With all channels shared it is the ordinary model's, to rounding.
+    """
+    cases = [(0.5, {}, False), (0.3, {**QWEN_LIKE, **RECOMPUTE}, False), (1.0, {}, True), (1.0, {}, False)]
+    halves, qwen, forced, ordinary = zip(*spawn(gradient_worker, 2, cases), strict=True)
+    _check_against_emulation(halves, *cases[0][:2])
+    _check_against_emulation(qwen, *cases[1][:2])
+    for partial, plain in zip(forced, ordinary, strict=True):
+        assert partial["loss"] == pytest.approx(plain["loss"], rel=1e-12)
+        for name, gradient in plain["gradients"].items():
+            torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_gradients_of_four_ranks() -> None:
+    """The same at W = 4, where a quarter of the channels is shared."""
+    cases = [(0.25, {}, False)]
+    _check_against_emulation([rank[0] for rank in spawn(gradient_worker, 4, cases)], *cases[0][:2])
+
+
+def traffic_worker(rank: int, world_size: int, cases: list[tuple[float, dict]]) -> list[dict]:
+    """Two bf16 training iterations a case, with the bytes that c10d was given.
+
+    Returns:
+        Bytes by operation, the ledger's rows, hashes of what ranks hold in common and of their streams.
+    """
+    start_model_parallel(world_size)
+    return [_train(rank, world_size, *case) for case in cases]
+
+
+def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
+    from megatron.compression.tensor_parallel.caat_net_gradients import sum_rank_local_gradients
+
+    runtime = caat_runtime(fraction, **settings)
+    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    streams: list[torch.Tensor] = []
+    model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    with TransportAudit(world_size) as audit:
+        for _ in range(2):
+            loss = model(**batch(0, rank, BATCH)).float().mean()
+            loss.backward()
+            sum_rank_local_gradients([model], model.pg_collection.tp, runtime.ledger)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    shared = int(HIDDEN * fraction)
+    last = streams[-1].detach().float()
+    return {
+        "audit": audit.sent,
+        "rows": runtime.ledger.rows(),
+        "losses": losses,
+        "replicated": {
+            name: p.detach().float()
+            for name, p in model.named_parameters()
+            if not getattr(p, "tensor_model_parallel", False)
+        },
+        "shared": last[..., :shared],
+        "private": last[..., shared:],
+    }
+
+
+def _sent(rows: list[dict], *channels: str) -> int:
+    return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
+
+
+def test_traffic_and_replicas() -> None:
+    """The hand count of the bytes, that c10d was given just these, and what ranks still have in common."""
+    world_size, iterations = 2, 2
+    fp8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
+    int8 = {"taco_format": "int8", "taco_scales": "single"}
+    cases = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, fp8), (0.5, int8)]
+    results = list(zip(*spawn(traffic_worker, world_size, cases), strict=True))
+    full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
+    embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
+    layers = 2 * LAYERS * full
+    expected = {  # bits a value: fp8 with two fp32 scales a group of 128, int8 with one of bf16
+        0: layers + embeddings,
+        1: 0.5 * layers + embeddings,
+        2: 0.25 * layers + embeddings,
+        3: (0.5 * layers + embeddings) * 8.5 / 16,
+        4: (0.5 * layers + embeddings) * 8.125 / 16,
+    }
+    for case, ranks in enumerate(results):
+        for result in ranks:
+            assert total_of(result["rows"]) == result["audit"], cases[case]
+            for channel in ("tp.forward", "tp.backward"):
+                assert _sent(result["rows"], channel) == expected[case], (cases[case], channel)
+            assert result["losses"][1] < result["losses"][0]
+        first, second = ranks
+        assert first["losses"] == second["losses"]
+        for name, value in first["replicated"].items():
+            assert torch.equal(value, second["replicated"][name]), (cases[case], name)
+        assert torch.equal(first["shared"], second["shared"])
+        assert first["private"].numel() == 0 or not torch.equal(first["private"], second["private"])

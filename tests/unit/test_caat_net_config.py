@@ -1,0 +1,108 @@
+"""--caat-net-sync-fraction: its values, what it is refused with, and which checkpoints it loads."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.compression.config import CaatNetSettings, CompressionConfigError
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    """The module that needs megatron.training, imported the way the entrypoint does."""
+    from megatron import host
+
+    host.install()
+    from megatron.compression import arguments
+
+    return arguments
+
+
+def _config(arguments, *flags: str, **megatron):
+    parser = arguments.add_compression_arguments(argparse.ArgumentParser())
+    defaults = dict(
+        transformer_impl="local",
+        tensor_model_parallel_size=4,
+        hidden_size=768,
+        num_experts=None,
+        num_layers=4,
+        te_rng_tracker=False,
+        cuda_graph_impl="none",
+    )
+    args = parser.parse_args(flags, SimpleNamespace(**{**defaults, **megatron}))
+    return arguments.compression_config_from_args(args).caat_net
+
+
+def test_flag_and_default(arguments) -> None:
+    """Off is 1; the first int(h * p) channels are shared."""
+    assert not _config(arguments).enabled
+    assert not _config(arguments, "--caat-net-sync-fraction", "1").enabled
+    settings = _config(arguments, "--caat-net-sync-fraction", "0.3")
+    assert settings.enabled and settings.shared_channels(768) == 230
+    assert _config(arguments, "--caat-net-sync-fraction", "0.5", "--taco").shared_channels(64) == 32
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+def test_fractions_that_are_none(fraction) -> None:
+    """Above 0, at most 1."""
+    with pytest.raises(CompressionConfigError, match="a part of the channels: above 0"):
+        CaatNetSettings(caat_net_sync_fraction=fraction)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "reason"),
+    [
+        ({"tensor_model_parallel_size": 1}, "--tensor-model-parallel-size 1"),
+        ({"sequence_parallel": True}, "--sequence-parallel splits one residual stream"),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
+        ({"num_experts": 8}, "--num-experts routes tokens"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
+        ({"hidden_size": 1}, "shares none of 1 channels"),
+    ],
+)
+def test_what_it_is_refused_with(arguments, megatron, reason) -> None:
+    """One line with the flag and the reason; at fraction 1 the same flags pass."""
+    with pytest.raises(CompressionConfigError, match=reason) as error:
+        _config(arguments, "--caat-net-sync-fraction", "0.5", **megatron)
+    assert "\n" not in str(error.value)
+    _config(arguments, "--caat-net-sync-fraction", "1", **megatron)
+
+
+def test_it_overlaps_by_itself(arguments) -> None:
+    """Chunks of the sequence would do nothing: refused."""
+    flags = ("--caat-net-sync-fraction", "0.5", "--taco", "--taco-overlap-chunks", "2")
+    with pytest.raises(CompressionConfigError, match="--taco-overlap-chunks"):
+        _config(arguments, *flags)
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "reason"),
+    [
+        ((0.5, 4), (0.5, 4), None),
+        ((1.0, 4), (1.0, 2), None),
+        ((None, 4), (1.0, 2), None),  # written without the flag, by Megatron-LM itself
+        ((0.5, 4), (0.5, 2), "CAAT-Net of 4 residual streams"),
+        ((0.5, 4), (0.25, 4), "--caat-net-sync-fraction 0.5"),
+        ((0.5, 4), (1.0, 4), "--caat-net-sync-fraction 0.5"),
+        ((None, 4), (0.5, 4), "1 is an ordinary model"),
+    ],
+)
+def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
+    """Another function of the same weights is refused; ordinary checkpoints stay free."""
+    from megatron.compression.tensor_parallel.caat_net_checks import check_checkpoint
+
+    def args(fraction, ranks):
+        flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}
+        return SimpleNamespace(tensor_model_parallel_size=ranks, **flags)
+
+    if reason is None:
+        check_checkpoint(args(*saved), args(*ours))
+        return
+    with pytest.raises(CompressionConfigError, match=reason):
+        check_checkpoint(args(*saved), args(*ours))
