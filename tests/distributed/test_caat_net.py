@@ -14,6 +14,7 @@ from tests.distributed.tiny_gpt import (
     HIDDEN,
     LAYERS,
     SEQUENCE,
+    VOCABULARY,
     batch,
     build_tiny_gpt,
     start_model_parallel,
@@ -22,6 +23,7 @@ from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 HEADS = 4
+NEW_TOKENS = 5
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 QWEN_LIKE = dict(
     normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True, num_query_groups=2
@@ -220,3 +222,49 @@ def test_traffic_and_replicas() -> None:
             assert torch.equal(value, second["replicated"][name]), (cases[case], name)
         assert torch.equal(first["shared"], second["shared"])
         assert first["private"].numel() == 0 or not torch.equal(first["private"], second["private"])
+
+
+def generation_worker(rank: int, world_size: int) -> dict:
+    """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
+    start_model_parallel(world_size)
+    from megatron.compression.generation import generate_greedily, next_token_logits
+
+    runtime = caat_runtime(0.5)
+    runtime.ledger.evaluating = True
+    model = build_tiny_gpt(rank, world_size, runtime)
+    _fill(model, rank)
+    group, prompt = model.pg_collection.tp, [3, 1, 4]
+    with TransportAudit(world_size) as audit:
+        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+    rows = runtime.ledger.rows()
+    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+    text = torch.tensor([prompt + tokens])
+    steps = torch.stack(
+        [next_token_logits(model, text[:, :length], group, runtime.ledger)[0] for length in range(3, 8)]
+    )
+    model.train()
+    positions = torch.arange(text.shape[1])[None]
+    losses = model(text[:, :-1], positions[:, :-1], None, labels=text[:, 1:].contiguous())[0]
+    return {
+        "tokens": tokens,
+        "again": again,
+        "losses": losses.detach(),
+        "losses_of_steps": torch.nn.functional.cross_entropy(steps, text[0, 3:8], reduction="none"),
+        "greedy": steps.argmax(-1).tolist(),
+        "audit": audit.sent,
+        "rows": rows,
+    }
+
+
+def test_generation() -> None:
+    """Same text twice and on all ranks; logits as in training; its traffic counted and the hand count."""
+    first, second = spawn(generation_worker, 2)
+    assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
+    assert len(set(first["tokens"])) > 1
+    torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
+    assert total_of(first["rows"]) == first["audit"]
+    assert {row["phase"] for row in first["rows"]} == {"eval"}
+    forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
+    values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half
+    assert _sent(first["rows"], "tp.forward") == 4 * values  # fp32, 2 (W - 1) / W = 1
+    assert _sent(first["rows"], "tp.other") == NEW_TOKENS * VOCABULARY * 4 // 2
