@@ -23,11 +23,11 @@ from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 def _sum_over_ranks(
-    tensor: torch.Tensor, site: TensorParallelSite, channel: str
+    tensor: torch.Tensor, site: TensorParallelSite, channel: str, behind: bool = True
 ) -> tuple[CompressedWork, int]:
     """Start to sum over the group, with the codec or without; the handle, and how many exchanges it makes."""
     if site.compresses(tensor.nbytes, channel):
-        return site.all_reduce(tensor, channel), 2
+        return site.all_reduce(tensor, channel, behind), 2
     return site.all_reduce_uncompressed(tensor, channel)
 
 
@@ -101,9 +101,8 @@ class _CopyToStreams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        exchange, _ = _sum_over_ranks(
-            grad_output.clone(memory_format=torch.contiguous_format), ctx.site, "tp.backward"
-        )
+        gradient = grad_output.clone(memory_format=torch.contiguous_format)
+        exchange, _ = _sum_over_ranks(gradient, ctx.site, "tp.backward", behind=False)
         return exchange.wait(), None
 
 
