@@ -2,9 +2,9 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec, collectives
+from taco_kernels.benchmarks import codec, collectives, homomorphic
 
-BENCHMARKS = {"codec": codec, "collectives": collectives}
+BENCHMARKS = {"codec": codec, "collectives": collectives, "homomorphic": homomorphic}
 
 
 def main() -> None:

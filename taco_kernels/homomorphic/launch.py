@@ -1,0 +1,137 @@
+"""Launching the sketch kernels. Same signatures as reference.py."""
+
+import torch
+import triton
+
+from taco_kernels.homomorphic.encode_kernels import encode_kernel, exponent_kernel, hash_kernel, narrow_kernel
+from taco_kernels.homomorphic.hashing import STREAM
+from taco_kernels.homomorphic.layout import COUNT_SHIFT, EXPONENT_FLOOR, Layout
+from taco_kernels.homomorphic.peel_kernels import combine_kernel, peel_kernel
+from taco_kernels.homomorphic.reference import Decoded
+
+TILE = 4096
+"""Values a program holds at a time in the streaming kernels."""
+PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 8
+
+
+def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
+    """See hashing.row_hashes."""
+    hashes = torch.empty((layout.rows, 4), dtype=torch.int32, device=device)
+    wrapped = (seed + 2**63) % 2**64 - 2**63
+    grid = (triton.cdiv(layout.rows, 256),)
+    hash_kernel[grid](
+        hashes, layout.rows, layout.blocks, layout.third, wrapped, STREAM=STREAM, WIDTH=layout.width, T=256
+    )
+    return hashes
+
+
+def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """See reference.row_exponents."""
+    exponents = torch.empty((len(x), layout.rows), dtype=torch.uint8, device=x.device)
+    tile = TILE // layout.width
+    exponent_kernel[(triton.cdiv(layout.rows, tile), len(x))](
+        x, exponents, layout.numel, layout.rows, x.stride(0), WIDTH=layout.width, T=tile
+    )
+    return exponents
+
+
+def encode(
+    x: torch.Tensor,
+    thresholds: torch.Tensor,
+    exponents: torch.Tensor,
+    layout: Layout,
+    senders: int,
+    seed: int,
+    remainder: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See reference.encode."""
+    shards, narrow = len(x), layout.config.cell_bits == 16
+    wires = torch.zeros((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
+    words = wires[:, layout.cell_bytes : layout.cell_bytes + 4 * layout.words].view(torch.int32)
+    if narrow:
+        cells = torch.zeros((shards, layout.cells), dtype=torch.int32, device=x.device)
+    else:
+        cells = wires[:, : layout.cell_bytes].view(torch.int32)
+    tile = TILE // layout.width
+    encode_kernel[(triton.cdiv(layout.rows, tile), shards)](
+        x,
+        x if remainder is None else remainder,
+        thresholds,
+        exponents,
+        row_hashes(layout, seed, x.device),
+        cells,
+        words,
+        layout.numel,
+        layout.rows,
+        x.stride(0),
+        0 if remainder is None else remainder.stride(0),
+        cells.stride(0),
+        words.stride(0),
+        MANTISSA=layout.config.mantissa(senders),
+        FLOOR=EXPONENT_FLOOR,
+        KEEP_REMAINDER=remainder is not None,
+        WIDTH=layout.width,
+        T=tile,
+        num_warps=8,
+    )
+    if narrow:
+        narrow_kernel[(triton.cdiv(layout.cells, TILE), shards)](
+            cells, wires.view(torch.int16), layout.cells, layout.wire_bytes // 2, T=TILE
+        )
+    return wires
+
+
+def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.combine."""
+    typed = wires.view(torch.int32 if layout.config.cell_bits == 32 else torch.int16)
+    cells = torch.empty(layout.cells, dtype=torch.int32, device=wires.device)
+    words = torch.empty(layout.words, dtype=torch.int32, device=wires.device)
+    combine_kernel[(triton.cdiv(max(layout.cells, layout.words), TILE),)](
+        typed,
+        cells,
+        words,
+        layout.cells,
+        typed.stride(0),
+        layout.cell_bytes // 4,
+        layout.words,
+        W=len(wires),
+        T=TILE,
+        num_warps=8,
+    )
+    return cells, words
+
+
+def decode(
+    cells: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    layout: Layout,
+    senders: int,
+    seed: int,
+) -> Decoded:
+    """See reference.decode. ``cells`` is used up."""
+    device = cells.device
+    values = torch.empty(layout.numel, dtype=torch.float32, device=device)
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    peel_kernel[(layout.blocks * (layout.width // 32),)](
+        cells,
+        torch.empty_like(cells),
+        words,
+        exponents,
+        row_hashes(layout, seed, device),
+        values,
+        counters,
+        layout.numel,
+        layout.rows,
+        layout.blocks,
+        layout.third,
+        MANTISSA=layout.config.mantissa(senders),
+        FLOOR=EXPONENT_FLOOR,
+        BITS=layout.config.cell_bits,
+        SHIFT=COUNT_SHIFT,
+        WIDTH=layout.width,
+        ROWS=PEEL_ROWS,
+        CELLS=PEEL_CELLS,
+        num_warps=PEEL_WARPS,
+    )
+    return Decoded(values, counters)

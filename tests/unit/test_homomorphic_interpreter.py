@@ -1,0 +1,69 @@
+"""The sketch kernels under Triton's CPU interpreter, bit for bit against the reference, at tiny sizes.
+
+TRITON_INTERPRET must be set before triton is imported: the test runs this file as a program of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_sketch_kernels_reproduce_the_reference() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.strip() == "leftovers [0, 1, 1]"
+
+
+def main() -> None:
+    """Below and above the bound, one and several blocks, 32 and 16 bits; a traceback on a difference."""
+    import torch
+
+    from taco_kernels.homomorphic import Layout, SketchConfig, launch, reference
+
+    launch.PEEL_CELLS = 256  # several steps even here
+    seed, senders, leftovers = -5, 3, []
+    for numel, density, settings in (
+        (2_500, 0.17, {"ratio": 4.0}),
+        (2_201, 0.7, {"ratio": 1.4, "width": 64}),
+        (1_801, 0.4, {"ratio": 4.0, "cell_bits": 16, "block_rows": 32}),
+    ):
+        layout = Layout(SketchConfig(**settings), numel)
+        g = torch.Generator().manual_seed(numel)
+        x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(3).exp()
+        x[0, 77], x[1, 500] = 1e-40, float("nan") if numel % 2 else 3e38
+        finite = x.nan_to_num(0)
+        share = (1 - density) ** (1 / senders)
+        thresholds = finite.abs().kthvalue(int(numel * share), dim=1).values
+
+        hashes = launch.row_hashes(layout, seed, "cpu")
+        assert torch.equal(hashes, reference.row_hashes(layout, seed))
+        exponents = launch.row_exponents(x, layout)
+        assert torch.equal(exponents, reference.row_exponents(x, layout))
+        exponents = exponents.amax(0).expand(senders, -1).contiguous()
+        rest, expected_rest = x.clone(), torch.empty_like(x)
+        wires = launch.encode(rest, thresholds, exponents, layout, senders, seed, rest)
+        expected = reference.encode(x, thresholds, exponents, layout, senders, seed, expected_rest)
+        assert torch.equal(wires, expected)
+        torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+        cells, words = launch.combine(wires, layout)
+        expected_cells, expected_words = reference.combine(wires, layout)
+        assert torch.equal(cells, expected_cells) and torch.equal(words, expected_words)
+        values, counters = launch.decode(cells, words, exponents[0], layout, senders, seed)
+        expected = reference.decode(expected_cells, words, exponents[0], layout, senders, seed)
+        assert counters.tolist() == expected.counters.tolist()
+        assert torch.equal(values.view(torch.int32), expected.values.view(torch.int32))
+        assert bool(values.isnan().any()) == bool(x.isnan().any())
+        leftovers.append(int(counters[1] > 0))
+    print("leftovers", leftovers)
+
+
+if __name__ == "__main__":
+    main()
