@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megatron.compression.config_errors import CompressionConfigError, flag_name
+from megatron.compression.data_parallel.config import DataParallelCompression
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 
 __all__ = [
     "CompressionConfig",
     "CompressionConfigError",
+    "DataParallelCompression",
     "PipelineParallelCompression",
     "ReportSettings",
     "TensorParallelCompression",
@@ -240,4 +242,5 @@ class CompressionConfig:
     tensor_parallel: TensorParallelCompression = TensorParallelCompression()
     pipeline_parallel: PipelineParallelCompression = field(default_factory=PipelineParallelCompression)
     caat_net: CaatNetSettings = CaatNetSettings()
+    data_parallel: DataParallelCompression = field(default_factory=DataParallelCompression)
     report: ReportSettings = ReportSettings()

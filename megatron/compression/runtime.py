@@ -1,11 +1,14 @@
 """What a running job shares between its hooks: settings, codec, ledger, probe, and the current iteration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.compression.codecs import Codec, build_codec
 from megatron.compression.collectives.choice import Transports
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
+from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, WeightCodec
+from megatron.compression.data_parallel.codecs import data_parallel_codecs
 from megatron.compression.telemetry import ErrorProbe, Ledger
 from megatron.compression.tensor_parallel.guard import ErrorGuard
 
@@ -35,6 +38,12 @@ class CompressionRuntime:
     """Follows ``--taco-error-bound``; None without it."""
     transports: Transports | None = None
     """Carry the payloads, as ``--taco-transport`` says."""
+    gradient_sync: Callable[[GradientBucket], GradientSync] | None = None
+    """Builds what sums a bucket's gradients, as ``--dp-compression`` says; None: they go uncompressed."""
+    weight_codec: WeightCodec | None = None
+    """For the distributed optimizer's all-gather; None: weights go uncompressed."""
+    topologies: dict[Any, Any] = field(default_factory=dict)
+    """data_parallel.topology.Topology by process group."""
 
     def __post_init__(self) -> None:
         settings = self.config.tensor_parallel
@@ -44,6 +53,8 @@ class CompressionRuntime:
                 self.backward_codec = tensor_parallel_codec(settings, settings.taco_backward_format)
         if self.transports is None:
             self.transports = Transports(settings.taco_transport, settings.taco_communicators)
+        if self.config.data_parallel.enabled and self.gradient_sync is None and self.weight_codec is None:
+            self.gradient_sync, self.weight_codec = data_parallel_codecs(self.config.data_parallel)
         if self.guard is None and settings.taco_error_bound is not None:
             self.guard = ErrorGuard(settings.taco_error_bound, settings.taco_group_size)
 
@@ -72,6 +83,14 @@ class CompressionRuntime:
         if channel == "tp.backward" and self.backward_codec is not None:
             return Choice(self.backward_codec, "compressed")
         return Choice(self.tensor_parallel_codec, "compressed")
+
+    def gradient_kind(self) -> str:
+        """How this iteration's data-parallel gradients travel: the ledger's kind."""
+        if self.gradient_sync is None:
+            return "off"
+        if self.iteration < self.config.data_parallel.gradients_quantization_start_iteration:
+            return "warmup"
+        return "compressed"
 
 
 def tensor_parallel_codec(settings: TensorParallelCompression, number_format: str) -> Codec | None:

@@ -125,10 +125,12 @@ def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None]
     replace(training, "evaluate", ("forward_step_func", "data_iterator", "model"), wrap)
 
 
-def on_gradient_sync(record: Callable[[str, int, int], None]) -> None:
-    """Call ``record(operation, buffer_bytes, world_size)`` for each data-parallel gradient collective.
+def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
+    """Call ``record(bucket_group, operation, buffer_bytes, world_size)`` for each data-parallel gradient
+    collective.
 
-    Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP.
+    Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP; compressed
+    reductions, which count themselves.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -137,7 +139,7 @@ def on_gradient_sync(record: Callable[[str, int, int], None]) -> None:
             already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
             result = start_grad_sync(self, force_all_reduce)
             if not already_dispatched:
-                _record_gradient_sync(self, force_all_reduce, record)
+                _record_gradient_sync(self, force_all_reduce, functools.partial(record, self))
             return result
 
         return wrapper
@@ -162,10 +164,11 @@ def _record_gradient_sync(
             )
 
 
-def on_parameter_sync(record: Callable[[str, int, int], None]) -> None:
-    """Call ``record(operation, buffer_bytes, world_size)`` for each all-gather of updated parameters.
+def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
+    """Call ``record(bucket_group, operation, buffer_bytes, world_size)`` for each all-gather of updated
+    parameters.
 
-    Why: as for the gradients. Not reached: FSDP and the layer-wise optimizers.
+    Why: as for the gradients. Not reached: FSDP, the layer-wise optimizers, and compressed gathers.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -176,12 +179,31 @@ def on_parameter_sync(record: Callable[[str, int, int], None]) -> None:
             if not only_waits and self.ddp_config.use_distributed_optimizer:
                 for bucket in self.buckets:
                     size = self.intra_distributed_optimizer_instance_size
-                    record("all_gather", bucket.param_data.nbytes, size)
+                    record(self, "all_gather", bucket.param_data.nbytes, size)
             return result
 
         return wrapper
 
     replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
+
+
+def on_master_copy(take: Callable[[Any], bool]) -> None:
+    """Call ``take(optimizer)`` where the distributed optimizer copies its masters over the weights.
+
+    Where it returns True, it has taken them and Megatron's own copy is left out. Why: a weight difference
+    needs the weights before the update, and that copy is where the owner's are overwritten. Not reached:
+    optimizers that write the weights themselves (precision-aware), FSDP, fp32 parameters.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def wrap(copy_main_params):
+        def wrapper(self):
+            if self.is_stub_optimizer or not take(self):
+                copy_main_params(self)
+
+        return wrapper
+
+    replace(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), wrap)
 
 
 def on_replicated_gradient_sync(record: Callable[[int, int], None]) -> None:

@@ -19,6 +19,9 @@ before the start iteration, excluded = a layer that --taco-layers leaves out, gu
 passed --taco-error-bound, off = no codec chosen, exact = left exact by design, probe = the error probe's own
 reference."""
 
+LINKS = ("", "intra", "inter")
+"""Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""
+
 TRANSPORT_FACTORS = {
     "all_reduce": lambda world: (2 * (world - 1), world),
     "all_gather": lambda world: (world - 1, world),
@@ -59,18 +62,18 @@ class Tally:
 
 
 class Ledger:
-    """Counts bytes handed to the transport, by phase, channel, kind and operation.
+    """Counts bytes handed to the transport, by phase, channel, kind, operation and link.
 
     A compressed operation is recorded in parts: each transport call with what it sends (``plain=0``), then
     once what the uncompressed operation would have sent (``record_plain``).
     """
 
     def __init__(self) -> None:
-        self.tallies: dict[tuple[str, str, str, str], Tally] = defaultdict(Tally)
+        self.tallies: dict[tuple[str, str, str, str, str], Tally] = defaultdict(Tally)
         self.evaluating = False
         """Set during evaluation: its traffic is kept apart from the training iterations'."""
 
-    def record(self, channel: str, kind: str, operation: str, sent: int, plain: int) -> None:
+    def record(self, channel: str, kind: str, operation: str, sent: int, plain: int, link: str = "") -> None:
         """Count one transport call.
 
         Args:
@@ -79,11 +82,12 @@ class Ledger:
             operation: a key of ``TRANSPORT_FACTORS``.
             sent: bytes this rank sends in this call.
             plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
+            link: one of ``LINKS``.
         """
-        if channel not in CHANNELS or kind not in KINDS:
-            raise KeyError(f"unknown ledger channel or kind: {channel!r}, {kind!r}")
+        if channel not in CHANNELS or kind not in KINDS or link not in LINKS:
+            raise KeyError(f"unknown ledger channel, kind or link: {channel!r}, {kind!r}, {link!r}")
         phase = "eval" if self.evaluating else "train"
-        self.tallies[phase, channel, kind, operation].add(sent, plain)
+        self.tallies[phase, channel, kind, operation, link].add(sent, plain)
 
     def record_uncompressed(
         self, channel: str, kind: str, operation: str, buffer_bytes: int, world_size: int
@@ -94,17 +98,25 @@ class Ledger:
 
     def record_plain(self, channel: str, operation: str, buffer_bytes: int, world_size: int) -> None:
         """Say what the uncompressed operation would have sent for a compressed one."""
-        phase = "eval" if self.evaluating else "train"
         plain = bytes_sent(operation, buffer_bytes, world_size)
-        self.tallies[phase, channel, "compressed", f"instead_of_{operation}"].add(0, plain)
+        self.record(channel, "compressed", f"instead_of_{operation}", 0, plain)
 
     def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
         """``{channel: {kind: (sent, plain)}}`` since the start, all channels and kinds present."""
         totals = {channel: dict.fromkeys(KINDS, (0, 0)) for channel in CHANNELS}
-        for (tally_phase, channel, kind, _), tally in self.tallies.items():
+        for (tally_phase, channel, kind, _, _), tally in self.tallies.items():
             if tally_phase == phase:
                 sent, plain = totals[channel][kind]
                 totals[channel][kind] = (sent + tally.sent, plain + tally.plain)
+        return totals
+
+    def between_nodes(self, phase: str = "train") -> dict[str, tuple[int, int]]:
+        """``{channel: (sent, plain)}`` of what is known to have crossed nodes since the start."""
+        totals = dict.fromkeys(CHANNELS, (0, 0))
+        for (tally_phase, channel, _, _, link), tally in self.tallies.items():
+            if tally_phase == phase and link == "inter":
+                sent, plain = totals[channel]
+                totals[channel] = (sent + tally.sent, plain + tally.plain)
         return totals
 
     def rows(self) -> list[dict]:
@@ -115,11 +127,12 @@ class Ledger:
                 "channel": channel,
                 "kind": kind,
                 "operation": operation,
+                "link": link,
                 "calls": tally.calls,
                 "sent_bytes": tally.sent,
                 "plain_bytes": tally.plain,
             }
-            for (phase, channel, kind, operation), tally in sorted(self.tallies.items())
+            for (phase, channel, kind, operation, link), tally in sorted(self.tallies.items())
         ]
 
 

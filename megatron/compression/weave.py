@@ -8,6 +8,8 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.compression import seams
 from megatron.compression.arguments import compression_config_from_args, idle_reason, pipeline_idle_reason
+from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
+from megatron.compression.data_parallel.weights import copy_masters
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 from megatron.compression.reporter import Reporter, check_report_directory
@@ -41,6 +43,7 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
     if model_config.transformer_layer_spec is None:
         model_config.transformer_layer_spec = gpt_layer_spec
     model_config.pre_wrap_hooks.append(partial(bind_compression, runtime=runtime))
+    model_config.post_wrap_hooks.append(partial(bind_data_parallel, runtime=runtime))
     reporter = Reporter(
         runtime,
         log_interval=args.log_interval,
@@ -70,8 +73,10 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         seams.on_training_log(reporter.on_training_log)
     seams.on_checkpoint_args(*on_checkpoint)
     seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
-    seams.on_gradient_sync(partial(ledger.record_uncompressed, "dp.gradient", "off"))
-    seams.on_parameter_sync(partial(ledger.record_uncompressed, "dp.weight", "off"))
+    seams.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
+    seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
+    if runtime.weight_codec is not None:
+        seams.on_master_copy(copy_masters)
     seams.on_replicated_gradient_sync(partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"))
     exchange = PipelineExchange(
         runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)

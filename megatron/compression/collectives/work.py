@@ -32,6 +32,11 @@ class CompressedWork:
         self._finish = finish
         self._result: torch.Tensor | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether the result has been taken."""
+        return self._result is not None
+
     def advance(self) -> None:
         """Take the exchange that is in flight and start the next one, if there is one."""
         if self._result is not None:

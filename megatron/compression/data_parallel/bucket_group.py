@@ -1,0 +1,84 @@
+"""Megatron's bucket group, with compressed collectives in place of its own."""
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron.compression.data_parallel.bucket import GradientSync
+from megatron.compression.data_parallel.in_flight import InFlight, Works
+from megatron.compression.data_parallel.topology import Topology
+from megatron.compression.data_parallel.weights import BucketWeights
+from megatron.compression.runtime import CompressionRuntime
+
+
+class CompressedBucketGroup(_ParamAndGradBucketGroup):
+    """A bucket group whose class was changed after building (bind.py); Megatron's own calls drive it.
+
+    What it does not compress, it hands to megatron-core's methods, after saying why in ``uncompressed_kind``,
+    under which the ledger counts it.
+    """
+
+    runtime: CompressionRuntime
+    topology: Topology
+    gradient_syncs: list[GradientSync]
+    """One a bucket; empty: gradients are not compressed."""
+    weights: list[BucketWeights]
+    """One a bucket; empty: weights are not compressed."""
+    in_flight: InFlight
+    """Shared by the groups of a model chunk."""
+    uncompressed_kind: str = "off"
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Start reducing the group's gradients, compressed where this iteration compresses them."""
+        self.uncompressed_kind = self._gradient_kind(force_all_reduce)
+        if self.uncompressed_kind != "compressed":
+            super().start_grad_sync(force_all_reduce)
+            return
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return  # megatron-core's rule: dispatched already, by hand, in the first batch
+        if self.grad_reduce_handle is not None:
+            raise RuntimeError("a gradient reduction of this bucket group is still under way")
+        self._prepare_gradients()
+        with torch.no_grad():
+            works = Works([sync.start() for sync in self.gradient_syncs])
+        if self.ddp_config.overlap_grad_reduce:
+            self.in_flight.add(works)
+            self.grad_reduce_handle = works
+        else:
+            works.wait()
+
+    def _gradient_kind(self, force_all_reduce: bool | None) -> str:
+        if not self.gradient_syncs:
+            return "off"
+        if force_all_reduce:
+            return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
+        return self.runtime.gradient_kind()
+
+    def _prepare_gradients(self) -> None:
+        """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
+        for bucket in self.buckets:
+            for parameter in bucket.params_with_extra_main_grads:
+                copy = getattr(parameter, "main_grad_copy_in_grad_buffer", None)
+                if copy is not None:
+                    copy.copy_(parameter.main_grad)
+        if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
+            self.check_grads(
+                check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
+                check_for_large=self.ddp_config.check_for_large_grads,
+            )
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the updated weights: compressed after an optimizer step, as they are at any other time."""
+        if not self.weights or any(weights.pending is None for weights in self.weights):
+            # Nothing has changed since the last gather (a skipped step, a checkpoint), or a gather is under
+            # way and is to be waited for.
+            self.uncompressed_kind = "exact" if self.weights else "off"
+            super().start_param_sync(force_sync)
+            return
+        if self.param_gather_handle is not None:
+            raise RuntimeError("a weight gather of this bucket group is still under way")
+        works = Works([weights.start() for weights in self.weights])
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = works
+        else:
+            works.wait()
+        self.param_gather_dispatched = True

@@ -1,0 +1,76 @@
+"""Error feedback: what the compression of a gradient lost is added to the next gradient.
+
+Kept by the rank that did the compressing, in the units of the gradients' sum (before scaling). In fp32, or in
+8 bits with a moving average (LoCo, arXiv 2407.04480):
+
+    sent_t = C(g_t + m_t)    lost_t = g_t + m_t - sent_t    m_(t+1) = (1 - a) m_t + a lost_t
+
+where a = 1 keeps the newest error only, so that nothing is ever lost. A value whose error is not finite
+keeps what it remembered: the step of such a gradient is skipped.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class ValueStore(Protocol):
+    """How remembered values are kept: a codec that ``ErrorFeedback`` uses for its memory."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[rows, n]`` to uint8 ``[rows, bytes]``."""
+        ...
+
+    def decode(self, wires: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[rows, bytes]`` into fp32 ``out [rows, n]``."""
+        ...
+
+
+class ErrorFeedback:
+    """The memory of one bucket's compression.
+
+    Args:
+        average: weight of the newest error, in (0, 1].
+        store: how to keep the values; None keeps fp32.
+    """
+
+    def __init__(self, average: float = 1.0, store: ValueStore | None = None) -> None:
+        self.average = average
+        self.store = store
+        self._held: list[torch.Tensor] = []
+        self._widths: list[int] = []
+        self._rows = 0
+
+    def allocate(self, rows: int, pieces: list[tuple[int, int]], device: torch.device) -> None:
+        """Start from zeros for ``rows`` shards that are compressed in ``pieces`` (begin, end)."""
+        self._rows, self._widths = rows, [end - begin for begin, end in pieces]
+        self._held = [self._kept(torch.zeros(rows, width, device=device)) for width in self._widths]
+
+    def compensated(self, piece: int, values: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[rows, n]``: ``values`` (any float type) plus what is remembered for this piece."""
+        return self._read(piece).add_(values)
+
+    def remember(self, piece: int, lost: torch.Tensor) -> None:
+        """Take in the error of this piece's compression, fp32 ``[rows, n]``, which is used up."""
+        before = self._read(piece)
+        newest = lost if self.average == 1 else torch.lerp(before, lost, self.average)
+        self._held[piece] = self._kept(torch.where(torch.isfinite(newest), newest, before))
+
+    def values(self) -> torch.Tensor:
+        """Everything remembered, fp32 ``[rows, shard]``."""
+        return torch.cat([self._read(piece) for piece in range(len(self._held))], dim=1)
+
+    def set_values(self, values: torch.Tensor) -> None:
+        """Replace everything, by fp32 ``[rows, shard]``."""
+        parts = values.split(self._widths, dim=1)
+        self._held = [self._kept(part.contiguous()) for part in parts]
+
+    def _kept(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.store is None else self.store.encode(values)
+
+    def _read(self, piece: int) -> torch.Tensor:
+        held = self._held[piece]
+        if self.store is None:
+            return held.clone()
+        out = torch.empty(self._rows, self._widths[piece], device=held.device)
+        return self.store.decode(held, out)

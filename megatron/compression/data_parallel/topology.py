@@ -1,0 +1,131 @@
+"""Which ranks of a data-parallel group share a node, and the process groups inside and between nodes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron.compression.telemetry import Ledger, bytes_sent
+
+INTRA, INTER = "intra", "inter"
+
+
+def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
+    """(nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``.
+
+    None unless every node holds equally many ranks, one behind the other: only then can an exchange between
+    nodes pair each rank with one of every other node.
+    """
+    world = len(node_of_rank)
+    local = next((i for i in range(world) if node_of_rank[i] != node_of_rank[0]), world)
+    if world % local:
+        return None
+    nodes = [node_of_rank[start] for start in range(0, world, local)]
+    expected = [node for node in nodes for _ in range(local)]
+    if list(node_of_rank) != expected or len(set(nodes)) != len(nodes):
+        return None
+    return len(nodes), local
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A data-parallel group as ``nodes`` times ``local`` ranks; rank = node * local + index."""
+
+    group: dist.ProcessGroup
+    nodes: int
+    local: int
+    intra: dist.ProcessGroup | None = None
+    """The ranks of this node; None where there is one node, or one rank a node."""
+    inter: dist.ProcessGroup | None = None
+    """The ranks with this rank's index, one a node; None like ``intra``."""
+    regular: bool = True
+    """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.nodes * self.local
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.group.rank()
+
+    @property
+    def index(self) -> int:
+        """This rank in its node."""
+        return self.rank % self.local
+
+    @property
+    def two_hops(self) -> bool:
+        """Whether there is anything to sum inside a node before going between nodes."""
+        return self.nodes > 1 and self.local > 1
+
+    @property
+    def link(self) -> str:
+        """What the only exchange crosses where there is one hop."""
+        return INTRA if self.nodes == 1 else INTER
+
+    def split(self, operation: str, sent: int) -> dict[str, int]:
+        """Bytes that one rank sends in a flat collective of the whole group, inside and between nodes.
+
+        All-to-all: by the number of peers on this node and on others. Rings (all-gather, reduce-scatter,
+        all-reduce): of a ring's edges, one a node leads to another node.
+        """
+        if self.nodes == 1 or self.world_size == 1:
+            return {INTRA: sent, INTER: 0}
+        if operation == "all_to_all":
+            between = sent * (self.world_size - self.local) // (self.world_size - 1)
+        else:
+            between = sent // self.local
+        return {INTRA: sent - between, INTER: between}
+
+    def record_uncompressed(
+        self, ledger: Ledger, channel: str, kind: str, operation: str, buffer_bytes: int
+    ) -> None:
+        """Count a flat uncompressed collective of the group, what crosses nodes apart."""
+        for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
+            if sent:
+                ledger.record(channel, kind, operation, sent, sent, link)
+
+    def record_plain(self, ledger: Ledger, channel: str, operation: str, buffer_bytes: int) -> None:
+        """Say what the uncompressed collective would have sent in place of a compressed one."""
+        for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
+            if sent:
+                ledger.record(channel, "compressed", f"instead_of_{operation}", 0, sent, link)
+
+    def describe(self) -> str:
+        """For the log."""
+        if not self.regular:
+            return (
+                f"{self.world_size} ranks, unevenly spread over nodes: one exchange, as if each were a node"
+            )
+        if self.nodes == 1:
+            return f"{self.local} ranks on one node"
+        return f"{self.nodes} nodes of {self.local} rank{'s' if self.local > 1 else ''}"
+
+
+def find_topology(group: dist.ProcessGroup, node_size: int | None = None) -> Topology:
+    """The topology of ``group``, with its process groups. Collective over the group.
+
+    Args:
+        node_size: members that count as one node, in the group's order; None takes the real nodes, by
+            LOCAL_WORLD_SIZE (one node where it is not set).
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if node_size is not None:
+        node_of_rank = [i // node_size for i in range(len(ranks))]
+    else:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        node_of_rank = [rank // per_node for rank in ranks]
+    shape = group_by_node(node_of_rank)
+    if shape is None:
+        return Topology(group, len(ranks), 1, regular=False)
+    nodes, local = shape
+    if nodes == 1 or local == 1:
+        return Topology(group, nodes, local)
+    node, index = divmod(group.rank(), local)
+    intra = dist.new_group(ranks[node * local : (node + 1) * local], use_local_synchronization=True)
+    inter = dist.new_group(ranks[index::local], use_local_synchronization=True)
+    return Topology(group, nodes, local, intra, inter)

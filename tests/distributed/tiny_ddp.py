@@ -1,0 +1,174 @@
+"""A tiny GPT under Megatron's DDP and optimizer, inside a spawned rank: data-parallel training in process."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron import host
+from megatron.compression.config import CompressionConfig, DataParallelCompression
+from megatron.compression.runtime import CompressionRuntime
+from tests.distributed.tiny_gpt import SEQUENCE, VOCABULARY, build_tiny_gpt, device_of, start_model_parallel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training run; what is not named is Megatron's default."""
+
+    settings: dict = field(default_factory=dict)
+    """Fields of ``DataParallelCompression``; empty: uncompressed."""
+    codecs: Callable | None = None
+    """Gives (gradient sync factory, weight codec) in place of the settings'."""
+    dtype: torch.dtype = torch.bfloat16
+    distributed_optimizer: bool = True
+    overlap: bool = True
+    fp32_gradients: bool = True
+    micro_batches: int = 1
+    bucket_size: int | None = 20_000
+    loss_scale: float | None = None
+    """Fixed loss scale of fp16."""
+
+
+class Training:
+    """A model, its optimizer and its runtime on this rank; ``start_model_parallel(1)`` must have run."""
+
+    def __init__(self, rank: int, setup: Setup = Setup()) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from megatron.compression import seams
+        from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
+        from megatron.compression.data_parallel.weights import copy_masters
+
+        self.rank, self.setup = rank, setup
+        settings = DataParallelCompression(**setup.settings)
+        config = CompressionConfig(data_parallel=settings.resolved(setup.distributed_optimizer))
+        gradients, weights = setup.codecs() if setup.codecs is not None else (None, None)
+        self.runtime = CompressionRuntime(config, gradient_sync=gradients, weight_codec=weights)
+        ledger = self.runtime.ledger
+        seams.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
+        seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
+        seams.on_master_copy(copy_masters)
+        self.model = build_tiny_gpt(rank, 1, self.runtime, setup.dtype)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=setup.fp32_gradients,
+            overlap_grad_reduce=setup.overlap,
+            overlap_param_gather=setup.overlap and setup.distributed_optimizer,
+            use_distributed_optimizer=setup.distributed_optimizer,
+            bucket_size=setup.bucket_size,
+        )
+        self.ddp = DistributedDataParallel(self.model.config, ddp, self.model)
+        bind_data_parallel([self.ddp], self.runtime)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=2e-3,
+                weight_decay=0.01,
+                clip_grad=1.0,
+                bf16=setup.dtype == torch.bfloat16,
+                fp16=setup.dtype == torch.float16,
+                params_dtype=setup.dtype,
+                loss_scale=setup.loss_scale,
+                use_distributed_optimizer=setup.distributed_optimizer,
+                overlap_param_gather=setup.overlap and setup.distributed_optimizer,
+            ),
+            [self.ddp],
+        )
+        self.iteration = 0
+
+    @property
+    def groups(self) -> list:
+        """The bucket groups."""
+        return self.ddp.bucket_groups
+
+    def step(self, spoil: Callable[[torch.nn.Module], None] | None = None) -> tuple[float, bool]:
+        """One iteration.
+
+        Args:
+            spoil: called with the model before the last micro-batch's backward, to damage a gradient.
+
+        Returns:
+            This rank's mean loss, and whether the optimizer has stepped.
+        """
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        self.runtime.iteration = self.iteration
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        total, count = 0.0, self.setup.micro_batches
+        for number in range(count):
+            last = number == count - 1
+            if not last:
+                with self.ddp.no_sync():
+                    total += self._backward(number, None)
+            else:
+                total += self._backward(number, spoil)
+        finalize_model_grads([self.ddp])
+        updated, norm, _ = self.optimizer.step()
+        self.norm = norm
+        self.iteration += 1
+        return total / count, updated
+
+    def _backward(self, number: int, spoil) -> float:
+        batch = batch_of(self.iteration * self.setup.micro_batches + number, self.rank)
+        loss = self.ddp(**batch).float().mean()
+        if spoil is not None:
+            spoil(self.model)
+        self.optimizer.scale_loss(loss / self.setup.micro_batches).backward()
+        return float(loss.detach())
+
+    def settle(self) -> None:
+        """Gather what the last step has left to the next forward."""
+        if self.setup.overlap and self.setup.distributed_optimizer:
+            self.ddp.start_param_sync(force_sync=True)
+
+    def digest(self) -> str:
+        """Of every weight of this rank."""
+        return digest(torch.cat([p.detach().float().view(-1) for p in self.model.parameters()]))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's values."""
+    return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
+
+
+def start(rank: int) -> None:
+    """Megatron's groups, all ranks in one data-parallel group."""
+    host.install()
+    start_model_parallel(1)
+
+
+def train(rank: int, setup: Setup, iterations: int) -> tuple[Training, list[float]]:
+    """A fresh training after ``iterations`` steps, its weights gathered; and the losses."""
+    training = Training(rank, setup)
+    losses = [training.step()[0] for _ in range(iterations)]
+    training.settle()
+    return training, losses
+
+
+def batch_of(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:
+    """Tokens that differ between ranks: each next one follows from the last, with some noise."""
+    generator = torch.Generator().manual_seed(1000 * (step % 8) + rank)
+    tokens = torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator)
+    keep = torch.rand(size, SEQUENCE, generator=generator) < 0.8
+    for i in range(SEQUENCE):
+        follows = (3 * tokens[:, i] + 1) % VOCABULARY
+        tokens[:, i + 1] = torch.where(keep[:, i], follows, tokens[:, i + 1])
+    tokens = tokens.to(device_of(rank))
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand(size, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()[None, None]
+    return {
+        "input_ids": tokens[:, :-1],
+        "position_ids": positions,
+        "attention_mask": mask,
+        "labels": tokens[:, 1:].contiguous(),
+    }
+
+
+def same_everywhere(value: str) -> bool:
+    """Whether every rank has the same string."""
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return len(set(gathered)) == 1
