@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.telemetry import bytes_sent
@@ -21,9 +23,12 @@ class TransportAudit(TorchDispatchMode):
     """Records the bytes this rank sends in each c10d operation run inside the ``with`` block.
 
     An operation it does not know fails the test rather than passing unseen.
+
+    Args:
+        world_size: ranks of the group of every operation; None reads it off the operation's own group.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int | None = None) -> None:
         super().__init__()
         self.world_size = world_size
         self.sent: Counter[str] = Counter()
@@ -36,8 +41,16 @@ class TransportAudit(TorchDispatchMode):
                 buffers = args[position]
                 buffers = buffers if isinstance(buffers, (list, tuple)) else [buffers]
                 buffer_bytes = sum(buffer.nbytes for buffer in buffers)
-                self.sent[operation] += bytes_sent(operation, buffer_bytes, self.world_size)
+                self.sent[operation] += bytes_sent(operation, buffer_bytes, self.world_size or _size_of(args))
         return function(*args, **(kwargs or {}))
+
+
+def _size_of(args: tuple) -> int:
+    """Ranks of the group among an operator's arguments."""
+    (group,) = (
+        arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+    )
+    return dist.ProcessGroup.unbox(group).size()
 
 
 def total_of(rows: list[dict]) -> Counter[str]:

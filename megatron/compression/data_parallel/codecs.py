@@ -6,7 +6,14 @@ from megatron.compression.data_parallel.bucket import GradientBucket, GradientSy
 from megatron.compression.data_parallel.config import DataParallelCompression
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync, ExactGradientCodec
+from megatron.compression.data_parallel.sdp4bit import (
+    DifferenceWeightCodec,
+    ErrorStore,
+    GroupGradientCodec,
+    PlainWeightCodec,
+)
 from megatron.compression.data_parallel.weights import ExactWeightCodec
+from taco_kernels.sdp4bit import GroupFormat
 
 GradientSyncFactory = Callable[[GradientBucket], GradientSync]
 
@@ -14,8 +21,42 @@ GradientSyncFactory = Callable[[GradientBucket], GradientSync]
 def data_parallel_codecs(
     settings: DataParallelCompression,
 ) -> tuple[GradientSyncFactory | None, WeightCodec | None]:
-    """The factory of gradient syncs and the weight codec that the settings describe; None: uncompressed."""
-    raise NotImplementedError(settings.dp_compression)
+    """The factory of gradient syncs and the weight codec that the settings describe; None: uncompressed.
+
+    Args:
+        settings: ``resolved``, so that nothing stands for its parts any more.
+    """
+    gradients = sdp4bit_gradients(settings) if settings.quantized_gradients else None
+    weights = None
+    if settings.quantized_weights:
+        kind = DifferenceWeightCodec if settings.weight_difference else PlainWeightCodec
+        weights = kind(GroupFormat(settings.weight_quantization_bits, settings.wq_group_size))
+    return gradients, weights
+
+
+def sdp4bit_gradients(settings: DataParallelCompression) -> GradientSyncFactory:
+    """Builds SDP4Bit's gradient sums."""
+    hadamard = settings.hadamard_transform
+    intra = GroupGradientCodec(
+        GroupFormat(settings.gradient_quantization_bits_intra, settings.gq_group_size_intra, hadamard)
+    )
+    inter = GroupGradientCodec(
+        GroupFormat(settings.gradient_quantization_bits_inter, settings.gq_group_size_inter, hadamard)
+    )
+
+    def build(bucket: GradientBucket) -> CodedGradientSync:
+        pieces = settings.gradient_alltoall_pipeline
+        return CodedGradientSync(bucket, intra, inter, pieces, error_feedback(settings))
+
+    return build
+
+
+def error_feedback(settings: DataParallelCompression) -> ErrorFeedback | None:
+    """What ``--dp-error-feedback`` asks for, one a bucket; usable with any gradient codec."""
+    if settings.dp_error_feedback == "none":
+        return None
+    store = ErrorStore() if settings.dp_error_feedback == "int8" else None
+    return ErrorFeedback(settings.dp_error_feedback_average, store)
 
 
 def exact_codecs(pieces: int = 1) -> tuple[GradientSyncFactory, WeightCodec]:

@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.compression.config_errors import CompressionConfigError, changed_flags, flag_name
 
 BITS = (4, 8)
-GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def _switch(name: str) -> dict:
@@ -37,7 +37,7 @@ class DataParallelCompression:
     """Bits of a weight difference: 4 or 8."""
 
     wq_group_size: int = 2048
-    """Weights that share one fp32 scale: a power of two from 32 to 4096."""
+    """Weights that share one fp32 scale: a power of two from 64 to 4096."""
 
     weight_difference: bool = field(default=True, metadata=_switch("weight_difference"))
     """Quantise the difference to the current weights; --no-weight-difference quantises the weights
@@ -50,13 +50,13 @@ class DataParallelCompression:
     """Bits of a gradient inside a node: 4 or 8. On one node it is the only exchange."""
 
     gq_group_size_intra: int = 128
-    """Gradient values that share one fp32 scale inside a node: a power of two from 32 to 4096."""
+    """Gradient values that share one fp32 scale inside a node: a power of two from 64 to 4096."""
 
     gradient_quantization_bits_inter: int = 4
     """Bits of a gradient between nodes: 4 or 8."""
 
     gq_group_size_inter: int = 128
-    """Gradient values that share one fp32 scale between nodes: a power of two from 32 to 4096."""
+    """Gradient values that share one fp32 scale between nodes: a power of two from 64 to 4096."""
 
     hadamard_transform: bool = field(default=True, metadata=_switch("hadamard_transform"))
     """Rotate every 32 gradient values by a Hadamard transform before quantising them, so that one outlier
@@ -93,7 +93,7 @@ class DataParallelCompression:
             if getattr(self, name) not in GROUP_SIZES:
                 raise CompressionConfigError(
                     f"{flag_name(name)} {getattr(self, name)} is not possible; it must be a power of two "
-                    f"from 32 to 4096: {', '.join(map(str, GROUP_SIZES))}"
+                    f"from 64 to 4096: {', '.join(map(str, GROUP_SIZES))}"
                 )
         for name, lowest in (
             ("gradient_alltoall_pipeline", 1),

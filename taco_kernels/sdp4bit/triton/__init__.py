@@ -1,0 +1,1 @@
+"""SDP4Bit's operations as Triton kernels; imported only where they run."""

@@ -1,0 +1,248 @@
+"""Launching the kernels: argument checks, tile sizes. Same signatures as reference.py."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from taco_kernels.layout import ALIGNMENT
+from taco_kernels.sdp4bit import reference
+from taco_kernels.sdp4bit.layout import GroupFormat, check_rows, check_wires
+from taco_kernels.sdp4bit.reference import new_wires
+from taco_kernels.sdp4bit.triton.kernels import (
+    add_kernel,
+    difference_kernel,
+    quantize_kernel,
+    requantize_kernel,
+    sum_kernel,
+)
+from taco_kernels.sdp4bit.triton.spec import make_rotation, make_tile
+
+
+class Tuning(NamedTuple):
+    """How a kernel is run."""
+
+    tile: int
+    """Values a program holds at a time; a group at least."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline over tiles."""
+    programs: int
+    """Programs a multiprocessor, of persistent kernels; 0: one program a tile."""
+    registers: int | None = None
+    """Most registers a thread, where the compiler's own choice costs occupancy."""
+
+
+TUNING = {
+    "quantize": Tuning(8192, 4, 4, 2),
+    "quantize_difference": Tuning(8192, 8, 3, 2),
+    "sum_dequantize": Tuning(8192, 4, 2, 2),
+    "sum_requantize": Tuning(2048, 2, 1, 0, registers=96),
+    "add_dequantized": Tuning(8192, 8, 3, 2),
+}
+
+
+class Device(NamedTuple):
+    """What a launch needs to know of a device."""
+
+    multiprocessors: int
+    interpret: bool
+
+
+@lru_cache
+def _device_of(index: int | None) -> Device:
+    if index is None:  # the interpreter
+        return Device(4, True)
+    return Device(torch.cuda.get_device_properties(index).multi_processor_count, False)
+
+
+def device_for(tensor: torch.Tensor) -> Device:
+    """The device a tensor's kernel runs on."""
+    return _device_of(tensor.device.index if tensor.is_cuda else None)
+
+
+def grid(tiles: int, tuning: Tuning, device: Device) -> tuple[int]:
+    """One program a tile, or at most ``tuning.programs`` a multiprocessor."""
+    if device.interpret or not tuning.programs:
+        return (tiles,)
+    return (min(tiles, tuning.programs * device.multiprocessors),)
+
+
+def check_aligned(wires: torch.Tensor, name: str) -> None:
+    """Raise ValueError unless kernels can read and write wires with 16-byte accesses."""
+    if wires.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name} begins at address {wires.data_ptr()}; it must be a multiple of {ALIGNMENT}")
+
+
+def _options(tuning: Tuning) -> dict:
+    return {"num_warps": tuning.warps, "maxnreg": tuning.registers, "enable_fp_fusion": False}
+
+
+def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None) -> torch.Tensor:
+    """reference.quantize as one kernel."""
+    check_rows(x, "x")
+    x = x[(None,) * (3 - x.dim())]
+    outer, inner, numel = x.shape
+    rows = outer * inner
+    if out is None:
+        out = new_wires(rows, numel, format, x.device)
+    check_wires(out, format, (rows,), numel)
+    check_aligned(out, "out")
+    if out.numel() == 0:
+        return out
+    tuning, device, groups = TUNING["quantize"], device_for(x), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    tiles = triton.cdiv(groups, tile.R.value) * rows
+    quantize_kernel[grid(tiles, tuning, device)](
+        x,
+        out,
+        numel,
+        groups,
+        rows,
+        inner,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages,
+        C=tile,
+        H=make_rotation(tile.R.value * format.group_size, device.interpret),
+        **_options(tuning),
+    )
+    return out
+
+
+def quantize_difference(
+    new: torch.Tensor, old: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """reference.quantize_difference as one kernel; codes of the difference itself (no Hadamard)."""
+    if format.hadamard:
+        return reference.quantize_difference(new, old, format, out)
+    if new.shape != old.shape or new.dim() != 1 or not (new.is_contiguous() and old.is_contiguous()):
+        raise ValueError(f"new {list(new.shape)} and old {list(old.shape)} must be alike, flat, contiguous")
+    numel = new.numel()
+    if out is None:
+        out = new_wires(1, numel, format, new.device)
+    check_wires(out, format, (1,), numel)
+    check_aligned(out, "out")
+    if numel == 0:
+        return out
+    tuning, device, groups = TUNING["quantize_difference"], device_for(new), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    difference_kernel[grid(triton.cdiv(groups, tile.R.value), tuning, device)](
+        new,
+        old,
+        out,
+        numel,
+        groups,
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages,
+        C=tile,
+        **_options(tuning),
+    )
+    return out
+
+
+def sum_dequantize(
+    wires: torch.Tensor, format: GroupFormat, out: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """reference.sum_dequantize as one kernel."""
+    check_rows(out, "out")
+    if out.dim() != 2:
+        raise ValueError(f"out is {list(out.shape)}; it must be [rows, n]")
+    (rows, numel), senders = out.shape, wires.shape[0]
+    check_wires(wires, format, (senders, rows), numel)
+    check_aligned(wires, "wires")
+    if out.numel() == 0:
+        return out
+    tuning, device, groups = TUNING["sum_dequantize"], device_for(wires), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    tiles = triton.cdiv(groups, tile.R.value) * rows
+    sum_kernel[grid(tiles, tuning, device)](
+        wires,
+        out,
+        numel,
+        groups,
+        rows,
+        float(scale),
+        wires.stride(0),
+        wires.stride(1),
+        out.stride(0),
+        S=senders,
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages if format.bits == 4 else 1,
+        C=tile,
+        H=make_rotation(tile.R.value * format.group_size, device.interpret),
+        **_options(tuning),
+    )
+    return out
+
+
+def sum_requantize(
+    wires: torch.Tensor,
+    format: GroupFormat,
+    numel: int,
+    target: GroupFormat,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """reference.sum_requantize as one kernel."""
+    if format.hadamard != target.hadamard:
+        raise ValueError(f"{format} and {target} must both be rotated or both not")
+    senders, rows = wires.shape[:2]
+    check_wires(wires, format, (senders, rows), numel)
+    check_aligned(wires, "wires")
+    if out is None:
+        out = new_wires(rows, numel, target, wires.device)
+    check_wires(out, target, (rows,), numel)
+    check_aligned(out, "out")
+    if out.numel() == 0:
+        return out
+    tuning, device = TUNING["sum_requantize"], device_for(wires)
+    values = max(tuning.tile, format.group_size, target.group_size)
+    source, result = make_tile(format, values, device.interpret), make_tile(target, values, device.interpret)
+    tiles = triton.cdiv(target.groups(numel), result.R.value) * rows
+    requantize_kernel[grid(tiles, tuning, device)](
+        wires,
+        out,
+        format.groups(numel),
+        target.groups(numel),
+        wires.stride(0),
+        wires.stride(1),
+        out.stride(0),
+        S=senders,
+        C=source,
+        D=result,
+        **_options(tuning),
+    )
+    return out
+
+
+def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor) -> torch.Tensor:
+    """reference.add_dequantized as one kernel."""
+    if format.hadamard:
+        return reference.add_dequantized(wires, format, weights)
+    check_rows(weights, "weights")
+    if weights.dim() != 2:
+        raise ValueError(f"weights is {list(weights.shape)}; it must be [rows, n]")
+    rows, numel = weights.shape
+    check_wires(wires, format, (rows,), numel)
+    check_aligned(wires, "wires")
+    if weights.numel() == 0:
+        return weights
+    tuning, device, groups = TUNING["add_dequantized"], device_for(wires), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    add_kernel[grid(triton.cdiv(groups, tile.R.value) * rows, tuning, device)](
+        wires,
+        weights,
+        numel,
+        groups,
+        rows,
+        wires.stride(0),
+        weights.stride(0),
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages,
+        C=tile,
+        **_options(tuning),
+    )
+    return weights

@@ -1,0 +1,137 @@
+"""SDP4Bit in training: replicas, bytes that really go to the backend, damaged gradients."""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start
+from tests.distributed.transport_audit import TransportAudit
+
+ON = {"dp_compression": "sdp4bit"}
+
+
+def _replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
+    start(rank)
+    outcomes = []
+    for setup, iterations in (
+        (Setup(settings=ON), 50),
+        (Setup(settings={**ON, "dp_error_feedback": "int8"}, distributed_optimizer=False), 10),
+    ):
+        training = Training(rank, setup)
+        losses = []
+        for iteration in range(iterations):
+            losses.append(training.step()[0])
+            if iteration % 10 == 9:
+                training.settle()
+                assert same_everywhere(training.digest()), (setup, iteration)
+        outcomes.append((losses[0], losses[-1]))
+        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
+        assert kinds == {"compressed"}
+    return outcomes
+
+
+def test_replicas_stay_identical() -> None:
+    """Three ranks: with the distributed optimizer and overlap for 50 iterations, and under plain DDP."""
+    for outcomes in spawn(_replica_worker, 3):
+        (first, last), (plain_first, plain_last) = outcomes
+        assert last < first - 1.0 and plain_last < plain_first - 0.5, "it must really have trained"
+
+
+def _bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
+    start(rank)
+    settings = {**ON, "dp_intra_node_size": node_size, "gradients_quantization_start_iteration": 1}
+    results = {}
+    for name, setup in {
+        "sharded": Setup(settings=settings, bucket_size=None),
+        "plain": Setup(settings=settings, distributed_optimizer=False, overlap=False),
+    }.items():
+        training = Training(rank, setup)
+        training.step()
+        training.settle()
+        assert {row["kind"] for row in training.runtime.ledger.rows() if "grad" in row["channel"]} == {
+            "warmup"
+        }
+        training.runtime.ledger.tallies.clear()
+        with TransportAudit() as audit:
+            training.step()
+            training.settle()
+        counted: Counter[str] = Counter()
+        for row in training.runtime.ledger.rows():
+            counted[row["operation"]] += row["sent_bytes"]
+        others = audit.sent["all_reduce"]  # the gradient norm's, a few bytes
+        assert {k: v for k, v in counted.items() if v} == {
+            k: v for k, v in audit.sent.items() if k != "all_reduce"
+        }
+        assert others < 100
+        results[name] = {
+            "values": sum(b.grad_data.numel() for group in training.groups for b in group.buckets),
+            "rows": training.runtime.ledger.rows(),
+        }
+    return results
+
+
+def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
+    return sum(
+        row["sent_bytes"]
+        for row in rows
+        if (row["channel"], row["link"], row["operation"]) == (channel, link, operation)
+    )
+
+
+def test_bytes_between_nodes_and_inside() -> None:
+    """Two nodes of two ranks: bits a value, of what c10d was really given."""
+    for results in spawn(_bytes_worker, 4, 2):
+        rows, values = results["sharded"]["rows"], results["sharded"]["values"]
+        # Inside a node each rank sends half of all values away, between nodes a quarter (half of its half).
+        assert 8.25 <= 8 * _sent(rows, "dp.gradient", "intra", "all_to_all") / (values / 2) <= 8.3
+        assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
+        weights = sum(_sent(rows, "dp.weight", link, "all_gather") for link in ("intra", "inter"))
+        assert 4.0 < 8 * weights / (values * 3 / 4) <= 4.05
+        plain = sum(row["plain_bytes"] for row in rows if row["channel"] == "dp.gradient")
+        assert plain == values * 4 * 3 // 4, "what a fp32 reduce-scatter would have sent"
+        rows, values = results["plain"]["rows"], results["plain"]["values"]
+        gathered = sum(_sent(rows, "dp.gradient", link, "all_gather") for link in ("intra", "inter"))
+        assert 4.25 <= 8 * gathered / (values * 3 / 4) <= 4.4
+
+
+def _damage(model: torch.nn.Module) -> None:
+    """Make a row of one gradient of this rank infinite, once."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return gradient.index_fill(0, torch.tensor([3]), float("inf"))
+
+    handle = model.decoder.layers[0].mlp.linear_fc1.weight.register_hook(spoil)
+
+
+def _damaged_worker(rank: int, world_size: int) -> None:
+    start(rank)
+    settings = {**ON, "dp_error_feedback": "fp32"}
+    setup = Setup(settings=settings, dtype=torch.float16, loss_scale=128.0)
+    training = Training(rank, setup)
+    reference = Training(rank, replace(setup, settings={}))
+    for _ in range(2):
+        training.step()
+        reference.step()
+    training.settle()
+    before = training.digest()
+    hook = _damage if rank == 1 else None
+    skipped, skipped_reference = training.step(hook)[1], reference.step(hook)[1]
+    assert not skipped and not skipped_reference, "skipped with and without compression, on every rank"
+    training.settle()
+    assert training.digest() == before, "the weight difference of a skipped step is nothing"
+    for group in training.groups:
+        for sync in group.gradient_syncs:
+            memory = sync.state()["error_feedback"]
+            assert memory.isfinite().all() and memory.any()
+    assert training.step()[1], "the next one counts again"
+    training.settle()
+    assert training.digest() != before
+    assert same_everywhere(training.digest())
+
+
+def test_a_damaged_gradient_skips_the_step() -> None:
+    """One infinite value on one rank: the step is skipped as without compression, and nothing is poisoned."""
+    spawn(_damaged_worker, 2)

@@ -1,0 +1,134 @@
+"""SDP4Bit's reference arithmetic: bytes, errors, exactness, and what is not finite."""
+
+import pytest
+import torch
+
+from taco_kernels.sdp4bit import (
+    GroupFormat,
+    add_dequantized,
+    quantize,
+    quantize_difference,
+    sum_dequantize,
+    sum_requantize,
+)
+
+INTRA, INTER, WEIGHTS = GroupFormat(8, 128, True), GroupFormat(4, 128, True), GroupFormat(4, 2048)
+FORMATS = [INTRA, INTER, WEIGHTS, GroupFormat(8, 64), GroupFormat(4, 4096, True)]
+
+
+def _decoded(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
+    return sum_dequantize(wires[None], format, torch.empty(len(wires), numel))
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_bits_a_value() -> None:
+    """The paper's: 8.25 inside a node, 4.25 between nodes, 4.016 for weights."""
+    million = 2**20
+    assert INTRA.bits_per_value(million) == 8.25
+    assert INTER.bits_per_value(million) == 4.25
+    assert WEIGHTS.bits_per_value(million) == 4 + 32 / 2048
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 31, 128, 1000, 5000])
+def test_round_trip(format: GroupFormat, numel: int) -> None:
+    """Any size; the error is at most half a step of the grid a value (the rotation keeps its length)."""
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(2, 3, numel, generator=generator)
+    wires = quantize(x, format)
+    assert wires.shape == (6, format.wire_bytes(numel))
+    if numel:
+        bound = 0.011 if format.bits == 8 else 0.19
+        assert _relative(_decoded(wires, format, numel), x.view(6, numel)) < bound
+
+
+def test_hadamard_tames_an_outlier() -> None:
+    """One value of each group 50 times the rest: the rotation halves the error of the others at least."""
+    x = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    x[:, ::128] *= 50
+    rest = torch.ones(4096, dtype=torch.bool)
+    rest[::128] = False
+    errors = [
+        _relative(_decoded(quantize(x, f), f, 4096)[:, rest], x[:, rest])
+        for f in (GroupFormat(4, 128, True), GroupFormat(4, 128))
+    ]
+    assert errors[0] < errors[1] / 2
+
+
+def test_sums_follow_the_senders() -> None:
+    """Sums are the sums of what single senders decode to, in order; a requantised one as good as its grid."""
+    numel, senders = 1000, 3
+    x = torch.randn(senders, 2, numel, generator=torch.Generator().manual_seed(1))
+    wires = quantize(x, INTRA).view(senders, 2, -1)
+    single = [_decoded(wires[s], INTRA, numel) for s in range(senders)]
+    total = sum_dequantize(wires, INTRA, torch.empty(2, numel))
+    torch.testing.assert_close(total, single[0] + single[1] + single[2], rtol=1e-5, atol=1e-5)
+    scaled = sum_dequantize(wires, INTRA, torch.empty(2, numel), 0.5)
+    assert torch.equal(scaled, total * 0.5)
+    for target in (INTER, GroupFormat(4, 1024, True)):
+        again = _decoded(sum_requantize(wires, INTRA, numel, target), target, numel)
+        assert _relative(again, total) < 0.25
+
+
+def test_differences_feed_their_error_back() -> None:
+    """A replica that only ever adds decoded differences stays within a step of the masters."""
+    generator = torch.Generator().manual_seed(2)
+    masters = torch.randn(5000, generator=generator)
+    replica = masters.to(torch.bfloat16)
+    for _ in range(30):
+        masters = masters + 1e-2 * torch.randn(5000, generator=generator)
+        wire = quantize_difference(masters.to(torch.bfloat16), replica, WEIGHTS)
+        add_dequantized(wire, WEIGHTS, replica[None])
+    assert (replica.float() - masters).abs().max() < 2e-2, "30 steps of 1e-2 without feedback are 5e-2"
+
+
+def test_the_same_bits_everywhere() -> None:
+    """Code times step is exact in fp32, so a fused multiply-add cannot change a weight."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    for format in (GroupFormat(8, 128), GroupFormat(4, 128)):
+        wires = quantize(x, format)
+        steps = wires[:, format.code_bytes(128) :][:, :4].contiguous().view(torch.float32)
+        for code in (1, 3, format.qmax):
+            assert torch.equal((steps * code).double(), steps.double() * code)
+
+
+def test_int8_memory_is_idempotent() -> None:
+    """Decoding and quantising again gives the same bytes: a saved memory comes back to the bit."""
+    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4))
+    format = GroupFormat(8, 128)
+    wires = quantize(x, format)
+    assert torch.equal(quantize(_decoded(wires, format, 1000), format), wires)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_stays_visible(bad: float) -> None:
+    """A damaged value makes its group NaN through every operation, and no other group."""
+    x = torch.randn(2, 1, 512, generator=torch.Generator().manual_seed(5))
+    x[1, 0, 200] = bad
+    wires = quantize(x, INTRA).view(2, 1, -1)
+    total = sum_dequantize(wires, INTRA, torch.empty(1, 512))[0]
+    again = _decoded(sum_requantize(wires, INTRA, 512, INTER), INTER, 512)[0]
+    for result in (total, again):
+        assert (
+            result[128:256].isnan().all() and result[:128].isfinite().all() and result[256:].isfinite().all()
+        )
+    weights = torch.zeros(1, 512)
+    add_dequantized(wires[1], INTRA, weights)
+    assert weights[0, 128:256].isnan().all()
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Formats, shapes and strides that cannot be honoured."""
+    with pytest.raises(ValueError, match="bits=6"):
+        GroupFormat(6)
+    with pytest.raises(ValueError, match="group_size=32"):
+        GroupFormat(4, 32)
+    with pytest.raises(ValueError, match="contiguous"):
+        quantize(torch.zeros(8, 4).t(), INTRA)
+    with pytest.raises(ValueError, match="must both be rotated"):
+        sum_requantize(quantize(torch.zeros(1, 64), INTRA)[None], INTRA, 64, WEIGHTS)
+    with pytest.raises(ValueError, match="need a contiguous"):
+        sum_dequantize(torch.zeros(1, 1, 7, dtype=torch.uint8), INTRA, torch.zeros(1, 64))
