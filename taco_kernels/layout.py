@@ -133,6 +133,16 @@ def check_stream(random: Stream | None, config: CodecConfig, argument: str, deco
         raise ValueError(f"{argument}.offset={random.offset} must be a non-negative multiple of 16")
 
 
+def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
+    """Raise ValueError unless sums of one config's groups can be encoded by the other as they are."""
+    for name in ("group_size", "hadamard"):
+        if getattr(config, name) != getattr(config_out, name):
+            raise ValueError(
+                f"config_out.{name}={getattr(config_out, name)} must be that of config, "
+                f"{getattr(config, name)}: the sum is encoded without leaving its groups"
+            )
+
+
 def check_wires(wires: torch.Tensor, config: CodecConfig, chunk: int) -> None:
     """Raise ValueError unless ``wires`` is uint8[rows, wire_bytes(chunk)] with contiguous rows."""
     expected = config.wire_bytes(chunk)

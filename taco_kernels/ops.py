@@ -64,9 +64,11 @@ def decode_sum_encode(
     random_in: Stream | None = None,
     random_out: Stream | None = None,
     out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """encode(decode_sum(wires)) without leaving the Hadamard domain: uint8[wire_bytes(numel)].
 
-    ``random_in`` is the senders' as in decode_sum, ``random_out`` that of the new encode.
+    ``random_in`` is the senders' as in decode_sum, ``random_out`` that of the new encode, ``config_out`` its
+    config if it is another one (of the same groups).
     """
-    return _backend(wires).decode_sum_encode(wires, config, numel, random_in, random_out, out)
+    return _backend(wires).decode_sum_encode(wires, config, numel, random_in, random_out, out, config_out)

@@ -21,7 +21,14 @@ import math
 
 import torch
 
-from taco_kernels.layout import ALIGNMENT, CodecConfig, Stream, check_stream, check_wires
+from taco_kernels.layout import (
+    ALIGNMENT,
+    CodecConfig,
+    Stream,
+    check_same_groups,
+    check_stream,
+    check_wires,
+)
 from taco_kernels.philox import uniform_bytes
 
 EPSILON = 1e-6
@@ -270,17 +277,21 @@ def decode_sum_encode(
     random_in: Stream | None = None,
     random_out: Stream | None = None,
     out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
 
-    Returns uint8[wire_bytes(numel)]. ``random_in`` is the senders' (see decode_sum), ``random_out`` encodes.
+    Returns uint8[wire_bytes(numel)]. ``random_in`` is the senders' (see decode_sum), ``random_out`` encodes,
+    with ``config_out`` if it is not the senders' config; the groups must be the same.
     """
+    config_out = config_out or config
+    check_same_groups(config, config_out)
     check_stream(random_in, config, "random_in", decoding=True)
-    check_stream(random_out, config, "random_out")
+    check_stream(random_out, config_out, "random_out")
     check_wires(wires, config, config.chunk_numel(numel))
     if out is None:
-        out = torch.empty(config.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
-    check_wires(out[None], config, config.chunk_numel(numel))
+        out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
+    check_wires(out[None], config_out, config.chunk_numel(numel))
     if numel:
-        out.copy_(encode_groups(sum_groups(wires, numel, config, random_in), config, random_out))
+        out.copy_(encode_groups(sum_groups(wires, numel, config, random_in), config_out, random_out))
     return out

@@ -5,6 +5,7 @@ import argparse
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 
 from megatron.compression.config import (
+    RECOMMENDED,
     CaatNetSettings,
     CompressionConfig,
     CompressionConfigError,
@@ -62,10 +63,16 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
         CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
     if args.taco:
+        if args.tp_compression == "auto":
+            raise CompressionConfigError(
+                "--taco is the paper's setting and --tp-compression auto another one; drop one of the two"
+            )
         args.tp_compression = "taco"
     config = CompressionConfig(
         **{name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
     )
+    for name in RECOMMENDED:  # what auto stands for, for the checks and the report
+        setattr(args, name, getattr(config.tensor_parallel, name))
     if config.tensor_parallel.enabled:
         _check_tensor_parallel(args)
         _check_layers(config.tensor_parallel, args.num_layers)

@@ -56,6 +56,34 @@ def parse_layers(text: str) -> frozenset[int | str] | None:
     return frozenset(layers)
 
 
+def hop_formats(flag: str, text: str) -> tuple[str, str]:
+    """``int6,int8`` -> the formats of hop 1 and hop 2; a single name is that of both.
+
+    Raises:
+        CompressionConfigError: an unknown format, or more than two; names ``flag``.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in TACO_FORMATS:
+            what = name if len(names) == 1 else f"{text}: {name}"
+            raise CompressionConfigError(f"{flag} {what} is unknown; choose one of {', '.join(TACO_FORMATS)}")
+    if len(names) > 2:
+        raise CompressionConfigError(
+            f"{flag} {text} names {len(names)} formats; give one, or two: of hop 1 and of hop 2"
+        )
+    return names[0], names[-1]
+
+
+RECOMMENDED = {
+    "taco_format": "int6",
+    "taco_group_size": 128,
+    "taco_scales": "single",
+    "taco_rounding": "dither",
+    "taco_backward_format": None,
+}
+"""What ``--tp-compression auto`` means: the fewest bits that docs/accuracy.md shows to lose no accuracy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelCompression:
     """Compression of the activations and their gradients that tensor parallelism sends.
@@ -63,12 +91,16 @@ class TensorParallelCompression:
     The defaults below ``tp_compression`` are the settings of the TACO paper (arXiv 2604.24088).
     """
 
-    tp_compression: Literal["none", "taco"] = "none"
-    """Codec of the tensor-parallel all-reduces: taco = FP8 with the adaptive-scale Hadamard transform."""
+    tp_compression: Literal["none", "taco", "auto"] = "none"
+    """Codec of the tensor-parallel collectives: taco = the adaptive-scale Hadamard transform as the --taco-*
+    flags say, by default as in the paper (FP8); auto = the same with the format, group size, scales and
+    rounding that lose no accuracy for the fewest bytes (docs/accuracy.md)."""
 
     taco_format: str = "fp8-e4m3"
     """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4. For the same
-    bits an integer grid is more accurate after the Hadamard transform than fp8."""
+    bits an integer grid is more accurate after the Hadamard transform than fp8. Two, as in int6,int8: the
+    first for the ranks' partial sums (all-reduce, reduce-scatter), the second for what is sent after that:
+    the sum (all-reduce), the slices (all-gather)."""
 
     taco_group_size: int = 128
     """Values that share one Hadamard transform and one pair of scales: 32, 64, 128, 256 or 512."""
@@ -115,26 +147,29 @@ class TensorParallelCompression:
     backward each by itself, from the next --log-interval on. Measured once in a log interval."""
 
     def __post_init__(self) -> None:
-        if self.taco_format not in TACO_FORMATS:
-            raise CompressionConfigError(
-                f"--taco-format {self.taco_format} is unknown; choose one of {', '.join(TACO_FORMATS)}"
-            )
-        if self.taco_backward_format not in (None, *TACO_FORMATS):
-            raise CompressionConfigError(
-                f"--taco-backward-format {self.taco_backward_format} is unknown; choose one of "
-                f"{', '.join(TACO_FORMATS)}"
-            )
+        if self.tp_compression == "auto":
+            self._resolve_auto()
+        formats = {
+            flag_name(field): hop_formats(flag_name(field), text)
+            for field in ("taco_format", "taco_backward_format")
+            if (text := getattr(self, field)) is not None
+        }
         if self.taco_group_size not in TACO_GROUP_SIZES:
             raise CompressionConfigError(
                 f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two "
                 f"from 32 to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
             )
-        for flag in ("taco_format", "taco_backward_format"):
-            number_format = getattr(self, flag)
-            if self.taco_rounding == "dither" and number_format and not number_format.startswith("int"):
+        for flag, (first, second) in formats.items():
+            both = first if first == second else f"{first},{second}"
+            if self.taco_rounding == "dither" and not (first.startswith("int") and second.startswith("int")):
                 raise CompressionConfigError(
-                    f"--taco-rounding dither needs a uniform grid, not {flag_name(flag)} {number_format}; "
+                    f"--taco-rounding dither needs a uniform grid, not {flag} {both}; "
                     "choose an int format, or --taco-rounding stochastic"
+                )
+            if self.taco_transport == "symmetric" and first != second:
+                raise CompressionConfigError(
+                    f"--taco-transport symmetric has no kernel for an all-reduce in two formats ({flag} "
+                    f"{both}); give one format, or --taco-transport auto or collective"
                 )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(
@@ -161,6 +196,19 @@ class TensorParallelCompression:
         parse_layers(self.taco_layers)
         if not self.enabled:
             self._refuse_idle_flags()
+
+    def _resolve_auto(self) -> None:
+        """Fill in RECOMMENDED; a setting of one's own is a contradiction."""
+        for field in fields(self):
+            if field.name not in RECOMMENDED:
+                continue
+            value, recommended = getattr(self, field.name), RECOMMENDED[field.name]
+            if value not in (field.default, recommended):
+                raise CompressionConfigError(
+                    f"{flag_name(field.name)} {value} contradicts --tp-compression auto, which chooses "
+                    f"{recommended}; use --tp-compression taco to choose for yourself"
+                )
+            object.__setattr__(self, field.name, recommended)
 
     def _refuse_idle_flags(self) -> None:
         """A --taco-* flag without --taco would silently do nothing."""

@@ -99,7 +99,8 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
     if reason := idle_reason(config, args.tensor_model_parallel_size):
         lines.append(f"compression: {reason}")
     elif settings.enabled:
-        line = f"compression: tensor parallelism uses {runtime.tensor_parallel_codec.name}"
+        chosen = " (--tp-compression auto)" if settings.tp_compression == "auto" else ""
+        line = f"compression: tensor parallelism uses {runtime.tensor_parallel_codec.name}{chosen}"
         line += f", messages of at least {settings.taco_min_message_mb:g} MiB"
         if settings.taco_start_iteration:
             line += f", from iteration {settings.taco_start_iteration}"

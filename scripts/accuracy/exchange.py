@@ -66,12 +66,12 @@ class Exchange:
         if hop2 is None or (self.setting.sequence_parallel and not whole):
             return reduce_once(partials, hop1, key, dtype)
         world_size = partials.shape[0]
-        if isinstance(hop1, CodecConfig) and hop1 == hop2 and not self.setting.remove_mean:
-            wires = encode_partials(partials, hop1, key)
+        if same_groups(hop1, hop2) and not self.setting.remove_mean:
+            wires, second = encode_partials(partials, hop1, key), Stream(key, world_size)
             total = taco_kernels.decode_sum_encode(
-                wires, hop1, shape.numel(), Stream(key, 0), Stream(key, world_size)
+                wires, hop1, shape.numel(), Stream(key, 0), second, config_out=hop2
             )
-            return taco_kernels.decode(total[None], hop1, shape, dtype, Stream(key, world_size))
+            return taco_kernels.decode(total[None], hop2, shape, dtype, second)
         total = reduce_once(partials, hop1, key, torch.float32)
         return self._send(total, hop2, Stream(key, world_size), dtype)
 
@@ -85,6 +85,13 @@ class Exchange:
             return send(x, codec, random, dtype)
         mean = x.float().mean(dim=0).bfloat16().float()
         return (send(x.float() - mean, codec, random, torch.float32) + mean).to(dtype)
+
+
+def same_groups(a: object, b: object) -> bool:
+    """Whether sums of one codec's groups can be encoded by the other in the Hadamard domain."""
+    if not (isinstance(a, CodecConfig) and isinstance(b, CodecConfig)):
+        return False
+    return (a.group_size, a.hadamard) == (b.group_size, b.hadamard)
 
 
 def encode_partials(partials: torch.Tensor, config: CodecConfig, key: int) -> torch.Tensor:

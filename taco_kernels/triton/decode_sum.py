@@ -122,13 +122,14 @@ def decode_sum_encode_kernel(
     first_block_out,
     W: tl.constexpr,
     C: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """out = wire of sum of q * step, without leaving the Hadamard domain. One tile of R groups a program."""
+    """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
     random_in = (key_in.to(tl.int64), stream_in.to(tl.int64), first_block_in.to(tl.int64))
     random_out = (key_out.to(tl.int64), stream_out.to(tl.int64), first_block_out.to(tl.int64))
     first = tl.program_id(0) * C.R
     h = sum_senders(wires, wire_stride, first, groups, random_in, W, C)
     b = 0
-    if not C.NEAREST:
-        b = random_tile(random_out, 0, first, C)
-    encode_groups(h, b, out, first, groups, C)
+    if not D.NEAREST:
+        b = random_tile(random_out, 0, first, D)
+    encode_groups(h, b, out, first, groups, D)

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from taco_kernels.layout import ALIGNMENT, CodecConfig, Stream, check_stream, check_wires
+from taco_kernels.layout import (
+    ALIGNMENT,
+    CodecConfig,
+    Stream,
+    check_same_groups,
+    check_stream,
+    check_wires,
+)
 from taco_kernels.triton.decode import decode_kernel
 from taco_kernels.triton.decode_sum import decode_sum_encode_kernel, decode_sum_kernel
 from taco_kernels.triton.encode import encode_kernel
@@ -285,25 +292,31 @@ def decode_sum_encode(
     random_in: Stream | None = None,
     random_out: Stream | None = None,
     out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """reference.decode_sum_encode as one kernel."""
+    config_out = config_out or config
+    check_same_groups(config, config_out)
     check_stream(random_in, config, "random_in", decoding=True)
-    check_stream(random_out, config, "random_out")
+    check_stream(random_out, config_out, "random_out")
     chunk = config.chunk_numel(numel)
     check_wires(wires, config, chunk)
     if out is None:
-        out = torch.empty(config.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
-    check_wires(out[None], config, chunk)
+        out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
+    check_wires(out[None], config_out, chunk)
     if numel == 0:
         return out
     if not aligned(out):
-        return out.copy_(decode_sum_encode(wires, config, numel, random_in, random_out))
+        return out.copy_(
+            decode_sum_encode(wires, config, numel, random_in, random_out, config_out=config_out)
+        )
     if not aligned(wires):
         wires = wires.clone(memory_format=torch.contiguous_format)
     groups = chunk // config.group_size
     check_groups(groups)
     tuning = tuning_of("decode_sum_encode", config)
-    spec = spec_of(config, device_for(wires), tuning)
+    device = device_for(wires)
+    spec = spec_of(config, device, tuning)
     decode_sum_encode_kernel[(triton.cdiv(groups, spec.R.value),)](
         wires,
         out,
@@ -313,6 +326,7 @@ def decode_sum_encode(
         *stream_arguments(random_out),
         W=wires.shape[0],
         C=spec,
+        D=spec_of(config_out, device, tuning),
         num_warps=tuning.warps,
         maxnreg=tuning.registers,
         enable_fp_fusion=False,

@@ -10,13 +10,18 @@ from scripts.accuracy.settings import Setting
 from tests.distributed.spawn import spawn
 
 CODECS = {
-    "fp8-e4m3:128:dual": {"format": "fp8-e4m3"},
-    "int6:128:single:dither": {"format": "int6", "scales": "single", "rounding": "dither"},
-    "int4:64:single:stochastic": {
+    ("fp8-e4m3:128:dual",): {"format": "fp8-e4m3"},
+    ("int6:128:single:dither",): {"format": "int6", "scales": "single", "rounding": "dither"},
+    ("int4:64:single:stochastic",): {
         "format": "int4",
         "group_size": 64,
         "scales": "single",
         "rounding": "stochastic",
+    },
+    ("int5:128:single:dither", "int8:128:single:dither"): {
+        "format": "int5,int8",
+        "scales": "single",
+        "rounding": "dither",
     },
 }
 
@@ -52,9 +57,10 @@ def test_simulation_has_the_bits_of_the_collectives():
     ranks = spawn(worker, world_size)
     partials = _partials(world_size)
     for name in CODECS:
-        two_shot = FixedKey(Setting("s", name, name, name, name))
+        hops = (name[0], name[-1])
+        two_shot = FixedKey(Setting("s", *hops, *hops))
         total = two_shot.reduce(partials, "forward").float()
-        slices = FixedKey(Setting("s", name, name, name, name, sequence_parallel=True))
+        slices = FixedKey(Setting("s", *hops, *hops, sequence_parallel=True))
         scattered = slices.reduce(partials, "backward").float()
         gathered = slices.gather(torch.cat([p[:2] for p in partials]), "forward").float()
         for rank, results in enumerate(ranks):

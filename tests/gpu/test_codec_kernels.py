@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,10 @@ def check(x: torch.Tensor, config: CodecConfig, chunks: int, senders: int = 3) -
     expected = reference.decode_sum_encode(stack, config, numel, FIRST, SECOND)
     again = tk.decode_sum_encode(stack, config, numel, FIRST, SECOND, out=poisoned(expected))
     agree(expected[None], again[None], config)
+    other = replace(config, format="int6" if config.format == "int8" else "int8")
+    expected = reference.decode_sum_encode(stack, config, numel, FIRST, SECOND, config_out=other)
+    again = tk.decode_sum_encode(stack, config, numel, FIRST, SECOND, config_out=other)
+    agree(expected[None], again[None], other)
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)

@@ -1,15 +1,19 @@
 """Flags, their dataclasses, and what is refused."""
 
 import argparse
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from megatron.compression.codecs import hop_codecs
 from megatron.compression.config import (
+    RECOMMENDED,
     CompressionConfigError,
     PipelineParallelCompression,
     TensorParallelCompression,
 )
+from megatron.compression.runtime import tensor_parallel_codec
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,31 @@ def test_every_field_is_a_flag(arguments) -> None:
     )
 
 
+def test_auto_is_the_recommended_setting(arguments) -> None:
+    """It says what it stands for, and takes no setting that contradicts it."""
+    args = _parse(arguments, "--tp-compression", "auto", "--taco-min-message-mb", "0")
+    config = arguments.compression_config_from_args(args).tensor_parallel
+    chosen = {name: getattr(config, name) for name in RECOMMENDED}
+    assert config.enabled and chosen == RECOMMENDED != {}
+    assert {name: getattr(args, name) for name in RECOMMENDED} == RECOMMENDED, "for the report"
+    assert config.taco_min_message_mb == 0
+    assert replace(config, taco_layers="0") == replace(config, taco_layers="0")
+    with pytest.raises(CompressionConfigError, match="drop one"):
+        arguments.compression_config_from_args(_parse(arguments, "--taco", "--tp-compression", "auto"))
+
+
+def test_two_formats_are_those_of_the_hops() -> None:
+    """Codec and name say both; one format written twice is one."""
+    settings = TensorParallelCompression(tp_compression="taco", taco_format="int6,int8")
+    codec = tensor_parallel_codec(settings, settings.taco_format)
+    first, second = hop_codecs(codec)
+    assert (first.config.format, second.config.format) == ("int6", "int8")
+    assert "int6 then int8" in codec.name
+    settings = TensorParallelCompression(tp_compression="taco", taco_format="int6,int6")
+    codec = tensor_parallel_codec(settings, settings.taco_format)
+    assert hop_codecs(codec) == (codec, codec) and codec.second is None
+
+
 def test_off_by_default(arguments) -> None:
     """Without our flags nothing is compressed."""
     config = arguments.compression_config_from_args(_parse(arguments))
@@ -83,6 +112,11 @@ def test_off_by_default(arguments) -> None:
     ("settings", "flag", "fix"),
     [
         ({"taco_format": "fp9"}, "--taco-format fp9", "fp8-e4m3"),
+        ({"taco_format": "int6,fp9"}, "--taco-format int6,fp9", "fp8-e4m3"),
+        ({"taco_format": "int6,int8,int8"}, "--taco-format int6,int8,int8", "give one, or two"),
+        ({"taco_format": "int6,fp8-e4m3", "taco_rounding": "dither"}, "--taco-format int6,fp8", "stochastic"),
+        ({"taco_format": "int6,int8", "taco_transport": "symmetric"}, "--taco-transport symmetric", "auto"),
+        ({"tp_compression": "auto", "taco_format": "int4"}, "--taco-format int4", "--tp-compression taco"),
         ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),
         ({"taco_group_size": 1024}, "--taco-group-size 1024", "512"),
         ({"taco_rounding": "dither"}, "--taco-rounding dither", "stochastic"),

@@ -357,6 +357,27 @@ def test_decode_sum_and_decode_sum_encode(format: str, rounding: str, hadamard: 
             torch.testing.assert_close(alpha[whole], alpha2[whole], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("second", ["int8", "int4"])
+def test_the_sum_can_be_encoded_in_another_format(second):
+    config = CodecConfig("int6", 64, "single", "dither")
+    other = CodecConfig(second, 64, "single", "dither")
+    numel, senders = 3 * 64 + 17, 3
+    xs = inputs("outlier", senders, numel).view(senders, numel)
+    streams = [STREAM._replace(stream=STREAM.stream + w) for w in range(senders)]
+    wires = torch.cat([tk.encode(x, config, random=r) for x, r in zip(xs, streams, strict=True)])
+    out_stream = Stream(key=9, stream=0)
+    wire = tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=other)
+    assert wire.shape == (other.wire_bytes(numel),)
+    total = tk.decode_sum(wires, config, (numel,), torch.float32, STREAM)
+    separately = tk.encode(total, other, random=out_stream)[0]
+    q, s, _ = read_wire(wire, other)
+    q2, s2, _ = read_wire(separately, other)
+    assert (q - q2)[:3].abs().max() <= 1 and (q != q2)[:3].float().mean() < 0.02
+    torch.testing.assert_close(s[:3], s2[:3], rtol=2**-7, atol=0)
+    with pytest.raises(ValueError, match="group_size"):
+        tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=CodecConfig("int8", 128))
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

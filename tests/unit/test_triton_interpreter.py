@@ -6,6 +6,7 @@ TRITON_INTERPRET must be set before triton is imported: each test runs this file
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,12 @@ def main(format: str) -> None:
             apart = difference(expected[None], again[None], config)
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             assert apart.scales <= (2**-7 if scales == "single" else 1e-6), (config, apart)
+
+            other = replace(config, format="int8" if format == "int4" else "int4")
+            expected = reference.decode_sum_encode(stack, config, numel, first, second, config_out=other)
+            again = launch.decode_sum_encode(stack, config, numel, first, second, config_out=other)
+            apart = difference(expected[None], again[None], other)
+            assert apart.grid_steps <= 1 and apart.codes < 0.01 and apart.padding, (config, other, apart)
             cases += 1
     print(cases, "cases")
 

@@ -1,6 +1,8 @@
 """Codecs by name."""
 
-from megatron.compression.codecs.base import Codec
+from dataclasses import replace
+
+from megatron.compression.codecs.base import Codec, hop_codecs
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.codecs.message import MessageCodec, WholeMessage
 from megatron.compression.codecs.taco import TacoCodec
@@ -14,6 +16,7 @@ __all__ = [
     "TahQuantCodec",
     "WholeMessage",
     "build_codec",
+    "hop_codecs",
 ]
 
 
@@ -22,7 +25,8 @@ def build_codec(name: str, **settings) -> Codec:
 
     Args:
         name: ``taco`` or ``identity``.
-        settings: for taco the fields of ``taco_kernels.CodecConfig`` (format, group_size, scales, ...).
+        settings: for taco the fields of ``taco_kernels.CodecConfig`` (format, group_size, scales, ...); the
+            format may name two, ``int6,int8``: of the first hop and of the second.
 
     Raises:
         ValueError: an unknown name, or a setting the codec refuses.
@@ -30,7 +34,9 @@ def build_codec(name: str, **settings) -> Codec:
     if name == "taco":
         from taco_kernels import CodecConfig
 
-        return TacoCodec(CodecConfig(**settings))
+        first, _, second = settings.pop("format", CodecConfig.format).partition(",")
+        config = CodecConfig(format=first, **settings)
+        return TacoCodec(config, replace(config, format=second) if second not in ("", first) else None)
     if name == "identity":
         return IdentityCodec(**settings)
     raise ValueError(f"unknown codec {name!r}; choose taco or identity")

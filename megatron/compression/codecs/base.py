@@ -67,10 +67,22 @@ class Codec(Protocol):
         random_in: Stream | None = None,
         random_out: Stream | None = None,
     ) -> torch.Tensor:
-        """The middle of a two-shot all-reduce: the sum of uint8 ``[W, bytes]``, encoded as uint8 ``[bytes]``.
+        """The middle of a two-shot all-reduce: the sum of uint8 ``[W, bytes]``, as hop 2 encodes it.
 
         Args:
             numel: values in the piece (what ``chunk_numel`` gave).
             random_in, random_out: the senders' (as in ``decode_sum``), and the one that encodes the sum.
+
+        Returns:
+            uint8 ``[bytes]``.
         """
         ...
+
+
+def hop_codecs(codec: Codec) -> tuple[Codec, Codec]:
+    """What encodes first (partial sums: all-reduce, reduce-scatter) and second (their sum; gathered slices).
+
+    The codec itself twice, unless it has ``hops`` of its own (``TacoCodec``). The pieces of both are equally
+    long.
+    """
+    return getattr(codec, "hops", (codec, codec))

@@ -18,13 +18,23 @@ class TacoCodec:
     """The codec contract over ``taco_kernels``."""
 
     config: CodecConfig = field(default_factory=CodecConfig)
+    second: CodecConfig | None = None
+    """Of the second hop, where it is another one; its groups are those of ``config``."""
 
     @property
     def name(self) -> str:
-        """Format, group size, scales and rounding."""
+        """Formats, group size, scales and rounding."""
         config = self.config
-        name = f"taco {config.format} group {config.group_size} {config.scales} scale"
+        formats = config.format + (f" then {self.second.format}" if self.second else "")
+        name = f"taco {formats} group {config.group_size} {config.scales} scale"
         return name if config.rounding == "nearest" else f"{name}, {config.rounding} rounding"
+
+    @property
+    def hops(self) -> "tuple[TacoCodec, TacoCodec]":
+        """See ``base.hop_codecs``."""
+        if self.second is None:
+            return self, self
+        return TacoCodec(self.config), TacoCodec(self.second)
 
     @property
     def rounds_randomly(self) -> bool:
@@ -63,4 +73,6 @@ class TacoCodec:
         random_out: Stream | None = None,
     ) -> torch.Tensor:
         """See ``Codec.decode_sum_encode``; never leaves the Hadamard domain."""
-        return taco_kernels.decode_sum_encode(wires, self.config, numel, random_in, random_out)
+        return taco_kernels.decode_sum_encode(
+            wires, self.config, numel, random_in, random_out, config_out=self.second
+        )

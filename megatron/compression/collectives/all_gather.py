@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.compression.codecs import Codec
+from megatron.compression.codecs import Codec, hop_codecs
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
 from taco_kernels import Stream
@@ -19,7 +19,7 @@ def all_gather(
 
     Args:
         x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
-        codec: what encodes the payload.
+        codec: what encodes the payload: its second hop.
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
         key: seed of a randomly rounding codec's numbers; elements are numbered through all ranks' slices.
@@ -36,6 +36,7 @@ def all_gather(
 
 def encode_slice(x: torch.Tensor, codec: Codec, transport: TorchTransport, key: int = 0) -> torch.Tensor:
     """This rank's payload for ``all_gather_encoded``: uint8 ``[1, bytes]``."""
+    codec = hop_codecs(codec)[1]
     return codec.encode(x, 1, Stream(key, 0, transport.rank * codec.chunk_numel(x.numel())))
 
 
@@ -57,6 +58,7 @@ def all_gather_encoded(
         codec, transport, async_op, key: as in ``all_gather``.
         behind: as in ``all_reduce``.
     """
+    codec = hop_codecs(codec)[1]
     if transport.fuses(codec, async_op and behind):
         handle = transport.fused_all_gather(wire, shape, dtype, codec, key, async_op and behind)
         return handle if async_op else handle.wait()

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.compression.codecs import Codec
+from megatron.compression.codecs import Codec, hop_codecs
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
 from taco_kernels import Stream
@@ -24,7 +24,7 @@ def all_reduce(
 
     Args:
         x: any shape and stride; bf16, fp16 or fp32. Left as it is.
-        codec: what encodes the payload, twice in all.
+        codec: what encodes the payload, twice in all; its hops may differ.
         transport: carries the payload.
         async_op: return a handle after the first exchange has been started.
         key: seed of a randomly rounding codec's numbers, the same on every rank. Hop 1 draws from one stream
@@ -42,6 +42,7 @@ def all_reduce(
         return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)
+    second = hop_codecs(codec)[1]
     wires = codec.encode(x, world_size, Stream(key, rank))
     received, work = transport.all_to_all(wires, async_op=async_op)
 
@@ -51,7 +52,7 @@ def all_reduce(
             received, piece, Stream(key, 0, offset), Stream(key, world_size, offset)
         )
         gathered, work = transport.all_gather(own, async_op=async_op)
-        return CompressedWork(work, lambda: codec.decode(gathered, shape, dtype, Stream(key, world_size)))
+        return CompressedWork(work, lambda: second.decode(gathered, shape, dtype, Stream(key, world_size)))
 
     handle = CompressedWork(work, sum_own_piece, exchanges=2)
     return handle if async_op else handle.wait()

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.compression.codecs import Codec
+from megatron.compression.codecs import Codec, hop_codecs
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.work import CompressedWork, completed
 from taco_kernels import Stream
@@ -20,7 +20,7 @@ def reduce_scatter(
 
     Args:
         x: ``[W * n, ...]``, bf16, fp16 or fp32.
-        codec: what encodes the payload.
+        codec: what encodes the payload: its first hop.
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
         key: seed of a randomly rounding codec's numbers, as in ``all_reduce``'s first hop.
@@ -32,6 +32,7 @@ def reduce_scatter(
     Raises:
         ValueError: the first dimension does not divide by the world size.
     """
+    codec = hop_codecs(codec)[0]
     world_size, rank = transport.world_size, transport.rank
     if x.shape[0] % world_size:
         raise ValueError(

@@ -31,8 +31,10 @@ class SymmetricTransport(TorchTransport):
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec, behind: bool = False) -> bool:
-        """Whether this transport has kernels for a codec's collectives."""
-        return isinstance(codec, TacoCodec) and not (behind and OVERLAP == "collective")
+        """Whether this transport has kernels for a codec's collectives: not where its hops differ."""
+        if not isinstance(codec, TacoCodec) or codec.second is not None:
+            return False
+        return not (behind and OVERLAP == "collective")
 
     def fused_all_reduce(
         self, x: torch.Tensor, codec: TacoCodec, key: int, behind: bool = False

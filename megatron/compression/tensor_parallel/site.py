@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.compression.codecs import Codec
+from megatron.compression.codecs import Codec, hop_codecs
 from megatron.compression.collectives import (
     CompressedWork,
     TorchTransport,
@@ -123,7 +123,7 @@ class TensorParallelSite:
             return Packed(tensor, tensor.shape, tensor.dtype, choice, 0)
         key = self.draw_key()
         wire = encode_slice(tensor, choice.codec, TorchTransport(self.group), key)
-        self._guard(channel, tensor, choice.codec, key)
+        self._guard(channel, tensor, hop_codecs(choice.codec)[1], key)
         return Packed(wire, tensor.shape, tensor.dtype, choice, key)
 
     def gather(self, packed: "Packed", channel: str, behind: bool = True) -> CompressedWork:
