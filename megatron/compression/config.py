@@ -199,23 +199,23 @@ class TensorParallelCompression:
 
     def _resolve_auto(self) -> None:
         """Fill in RECOMMENDED; a setting of one's own is a contradiction."""
-        for field in fields(self):
-            if field.name not in RECOMMENDED:
+        for one in fields(self):
+            if one.name not in RECOMMENDED:
                 continue
-            value, recommended = getattr(self, field.name), RECOMMENDED[field.name]
-            if value not in (field.default, recommended):
+            value, recommended = getattr(self, one.name), RECOMMENDED[one.name]
+            if value not in (one.default, recommended):
                 raise CompressionConfigError(
-                    f"{flag_name(field.name)} {value} contradicts --tp-compression auto, which chooses "
+                    f"{flag_name(one.name)} {value} contradicts --tp-compression auto, which chooses "
                     f"{recommended}; use --tp-compression taco to choose for yourself"
                 )
-            object.__setattr__(self, field.name, recommended)
+            object.__setattr__(self, one.name, recommended)
 
     def _refuse_idle_flags(self) -> None:
         """A --taco-* flag without --taco would silently do nothing."""
         changed = [
-            field.name
-            for field in fields(self)
-            if field.name.startswith("taco_") and getattr(self, field.name) != field.default
+            one.name
+            for one in fields(self)
+            if one.name.startswith("taco_") and getattr(self, one.name) != one.default
         ]
         if changed:
             raise CompressionConfigError(
