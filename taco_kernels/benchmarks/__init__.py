@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m taco_kernels.benchmarks codec`` and ``collectives``."""
+"""Benchmarks: see ``python -m taco_kernels.benchmarks --help``."""

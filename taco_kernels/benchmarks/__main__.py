@@ -2,9 +2,14 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec, collectives, homomorphic
+from taco_kernels.benchmarks import codec, collectives, homomorphic, tah_quant
 
-BENCHMARKS = {"codec": codec, "collectives": collectives, "homomorphic": homomorphic}
+BENCHMARKS = {
+    "codec": codec,
+    "collectives": collectives,
+    "homomorphic": homomorphic,
+    "tah-quant": tah_quant,
+}
 
 
 def main() -> None:

@@ -172,11 +172,14 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         section(wire, "pivots", layout).copy_(pivots)
     low, high = y.aminmax(dim=1)
     zeros = round_down_fp16(low.masked_fill(~fits, 0.0))
-    steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / config.levels)
+    levels = torch.full((), config.levels, dtype=torch.float32, device=x.device)  # numbers: by a reciprocal
+    steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / levels)
     steps = steps.masked_fill(~fits, math.nan)
     section(wire, "zeros", layout).copy_(zeros.view(torch.uint8))
     section(wire, "steps", layout).copy_(steps.view(torch.uint8))
-    codes = ((y - zeros.float()[:, None]) / steps.float()[:, None]).round()
+    inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
+    # rounded once, to the integer: a fused multiply-add, exact in fp64
+    codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None]).round()
     codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
     base = pack(codes >> config.extra_bits, layout.base_planes)
     for i, plane in enumerate(base):
@@ -193,6 +196,25 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     return wire
 
 
+def code_values(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32[tiles, T]: codes of high tiles, and the middles of the cells of low ones."""
+    size, extra_bits = layout.config.tile_size, layout.config.extra_bits
+
+    def planes(kind: str, widths: Sequence[int]) -> torch.Tensor:
+        parts = [section(wire, f"{kind}{i}", layout) for i in range(len(widths))]
+        tiles = [part.view(-1, size * bits // 8) for part, bits in zip(parts, widths, strict=True)]
+        return unpack(tiles, widths).float()
+
+    codes = planes("base", layout.base_planes)
+    if not extra_bits:
+        return codes
+    high = unpack_widths(section(wire, "widths", layout), layout)
+    rest = codes.new_full((layout.high_tiles + 1, size), (2**extra_bits - 1) / 2)
+    if layout.high_tiles:
+        rest[:-1] = planes("extra", layout.extra_planes)
+    return codes * 2**extra_bits + rest[tile_slots(high, layout)]
+
+
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``.
 
@@ -203,29 +225,15 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     check_wire(wire, layout)
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
-    size, extra_bits = config.tile_size, config.extra_bits
-
-    def planes(kind: str, widths: Sequence[int]) -> torch.Tensor:
-        parts = [section(wire, f"{kind}{i}", layout) for i in range(len(widths))]
-        return unpack(
-            [p.view(-1, size * bits // 8) for p, bits in zip(parts, widths, strict=True)], widths
-        ).float()
-
-    codes = planes("base", layout.base_planes)
-    if extra_bits:
-        high = unpack_widths(section(wire, "widths", layout), layout)
-        middle = (2**extra_bits - 1) / 2
-        rest = codes.new_full((layout.high_tiles + 1, size), middle)
-        if layout.high_tiles:
-            rest[:-1] = planes("extra", layout.extra_planes)
-        codes = codes * 2**extra_bits + rest[tile_slots(high, layout)]
+    size, codes = config.tile_size, code_values(wire, layout)
     zeros = section(wire, "zeros", layout).clone().view(torch.float16).float()
     steps = section(wire, "steps", layout).clone().view(torch.float16).float()
     y = zeros[:, None] + steps[:, None] * codes
-    if config.transform != "none":
+    if config.transform != "none":  # on the codes, which is exact; a constant is all in element 0
         pivots = section(wire, "pivots", layout)
-        rotated = swap(hadamard(y) * (1 / math.sqrt(size)), (pivots & 127).long())
-        y = torch.where((pivots >= 128)[:, None], rotated, y)
+        rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]
+        rotated[:, 0] += zeros * math.sqrt(size)
+        y = torch.where((pivots >= 128)[:, None], swap(rotated, (pivots & 127).long()), y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
 

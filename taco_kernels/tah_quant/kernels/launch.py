@@ -1,0 +1,185 @@
+"""Launching the kernels: scratch memory, sections, grid sizes. Same signatures as reference.py."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+from taco_kernels.tah_quant.kernels.decode import decode_kernel
+from taco_kernels.tah_quant.kernels.encode import encode_kernel
+from taco_kernels.tah_quant.kernels.select import compact_kernel, entropy_kernel, rank_kernel, slots_kernel
+from taco_kernels.tah_quant.kernels.spec import spec_of
+from taco_kernels.tah_quant.layout import ALIGNMENT, Layout, TahConfig, layout_of
+from taco_kernels.tah_quant.reference import check_wire, section
+from taco_kernels.triton.launch import Device, device_for
+
+
+class Tuning(NamedTuple):
+    """How a kernel is run."""
+
+    values: int
+    """Values a program holds at a time."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline."""
+    programs: int
+    """Programs a multiprocessor."""
+
+
+TUNING = {"encode": Tuning(4096, 4, 2, 3), "decode": Tuning(4096, 4, 2, 4)}
+RANKED, AGAINST = 32, 512
+"""Units that a program of rank_kernel ranks, and others it compares them with at a time."""
+SLOTTED = 1024
+"""Units of a program of slots_kernel."""
+
+
+def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A section as a kernel takes it; any valid pointer where the layout has no such section."""
+    if not layout.sizes.get(name):
+        return wire
+    part = section(wire, name, layout)
+    return part if dtype is None else part.view(dtype)
+
+
+def _programs(tiles: int, tuning: Tuning, tile_size: int, device: Device) -> int:
+    blocks = triton.cdiv(tiles, tuning.values // tile_size)
+    return blocks if device.interpret else min(blocks, tuning.programs * device.multiprocessors)
+
+
+def check_tiles(layout: Layout) -> None:
+    """Kernels number tiles with 32 bits."""
+    if layout.tiles >= 2**31 - 2**15:
+        raise ValueError(f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages")
+
+
+def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """int32[units]: numbers of the high units, -1 for the others, from the widths on the wire."""
+    slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
+    slots_kernel[(triton.cdiv(layout.population, SLOTTED), layout.populations)](
+        _part(wire, layout, "widths", torch.int32),
+        slots,
+        (layout.population, layout.populations, layout.high_units),
+        layout.units,
+        W=triton.next_power_of_2(layout.words),
+        U=SLOTTED,
+        BY_TOKEN=layout.by_token,
+    )
+    return slots
+
+
+def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: Layout, spec) -> None:
+    """Choose the high units by ``sums`` fp32[2 * tiles], write their widths and their planes of ``extra``."""
+    entropies = torch.empty(layout.populations * layout.population, dtype=torch.float32, device=wire.device)
+    padded = triton.next_power_of_2(layout.tiles_per_unit)
+    units = max(1, 1024 // padded)
+    entropy_kernel[(triton.cdiv(layout.units, units),)](
+        sums,
+        entropies,
+        layout.units,
+        layout.tiles_per_unit,
+        layout.population,
+        layout.populations,
+        U=units,
+        T=padded,
+        C=spec,
+    )
+    rank_kernel[(triton.cdiv(layout.population, RANKED), layout.populations)](
+        entropies,
+        _part(wire, layout, "widths", torch.int32),
+        (
+            layout.population,
+            layout.populations,
+            layout.high_units,
+            layout.last_population,
+            layout.last_high_units,
+        ),
+        U=RANKED,
+        J=AGAINST,
+        STEPS=triton.cdiv(layout.population, AGAINST),
+    )
+    if not layout.high_tiles:
+        return
+    slots = slots_of(wire, layout)
+    at = 0
+    for i, bits in enumerate(layout.extra_planes):
+        size = layout.tiles * layout.config.tile_size * bits // 8
+        compact_kernel[(triton.cdiv(layout.tiles, spec.R.value),)](
+            extra[at : at + size].view(torch.int32),
+            _part(wire, layout, f"extra{i}", torch.int32),
+            slots,
+            layout.tiles,
+            layout.tiles_per_unit,
+            P=layout.config.tile_size * bits // 32,
+            C=spec,
+        )
+        at += size
+
+
+def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
+    """reference.encode in five kernels."""
+    layout = layout_of(config, tuple(x.shape))
+    whole = all(size % ALIGNMENT == 0 for size in layout.sizes.values())
+    make = torch.empty if whole else torch.zeros  # zeros: the sections' padding
+    wire = make(layout.wire_bytes, dtype=torch.uint8, device=x.device)
+    if not layout.numel:
+        return wire
+    check_tiles(layout)
+    x = x.contiguous()
+    device, tuning = device_for(x), TUNING["encode"]
+    spec = spec_of(layout, tuning.values, tuning.stages, device.interpret)
+    mixed = config.extra_bits > 0
+    sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
+    extra_bytes = layout.tiles * config.tile_size * config.extra_bits // 8
+    extra = torch.empty(extra_bytes, dtype=torch.uint8, device=x.device)
+    encode_kernel[(_programs(layout.tiles, tuning, config.tile_size, device),)](
+        x,
+        wire,
+        extra if mixed else wire,
+        _part(wire, layout, "steps", torch.int16),
+        _part(wire, layout, "zeros", torch.int16),
+        _part(wire, layout, "pivots"),
+        sums if mixed else wire,
+        layout.tiles,
+        layout.tiles_per_row,
+        layout.channels,
+        C=spec,
+        num_warps=tuning.warps,
+        enable_fp_fusion=False,
+    )
+    if mixed:
+        select(wire, sums, extra, layout, spec)
+    return wire
+
+
+def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """reference.decode in two kernels."""
+    layout = layout_of(config, tuple(shape))
+    check_wire(wire, layout)
+    x = torch.empty(tuple(shape), dtype=dtype, device=wire.device)
+    if not layout.numel:
+        return x
+    check_tiles(layout)
+    if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
+        wire = wire.clone(memory_format=torch.contiguous_format)
+    device, tuning = device_for(wire), TUNING["decode"]
+    spec = spec_of(layout, tuning.values, tuning.stages, device.interpret)
+    slots = slots_of(wire, layout) if config.extra_bits else wire
+    decode_kernel[(_programs(layout.tiles, tuning, config.tile_size, device),)](
+        x,
+        wire,
+        _part(wire, layout, "extra0"),
+        _part(wire, layout, "steps", torch.float16),
+        _part(wire, layout, "zeros", torch.float16),
+        _part(wire, layout, "pivots"),
+        slots,
+        layout.tiles,
+        layout.high_tiles,
+        layout.tiles_per_unit,
+        layout.tiles_per_row,
+        layout.channels,
+        C=spec,
+        num_warps=tuning.warps,
+        enable_fp_fusion=False,
+    )
+    return x

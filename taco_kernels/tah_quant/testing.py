@@ -1,0 +1,75 @@
+"""Comparing two wires of the same tensor: what tests of the kernels measure."""
+
+from typing import NamedTuple
+
+import torch
+
+from taco_kernels.tah_quant import reference
+from taco_kernels.tah_quant.layout import TahConfig, layout_of
+
+
+class Difference(NamedTuple):
+    """How far two wires are apart."""
+
+    widths: int
+    """Units that are high in one alone."""
+    pivots: int
+    """Tiles that are transformed in one alone, or by another pivot."""
+    scales: float
+    """Largest difference of steps or zeros, in steps of the tile; infinite where one alone is finite."""
+    codes: float
+    """Share of codes that differ, in tiles of like widths and pivots."""
+    cells: float
+    """Largest difference of such codes, in steps."""
+    padding: bool
+    """Whether all else, the zeros between sections, is alike."""
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple[int, ...]) -> Difference:
+    """Compare two wires of a tensor of ``shape``; values are compared without the inverse transform."""
+    layout = layout_of(config, shape)
+
+    def half(wire: torch.Tensor, name: str) -> torch.Tensor:
+        return reference.section(wire, name, layout).clone().view(torch.float16).float()
+
+    def high(wire: torch.Tensor) -> torch.Tensor:
+        if not config.extra_bits:
+            return torch.zeros(1, 1, dtype=torch.bool)
+        return reference.unpack_widths(reference.section(wire, "widths", layout), layout)
+
+    steps_a, steps_b, zeros_a, zeros_b = (
+        half(a, "steps"),
+        half(b, "steps"),
+        half(a, "zeros"),
+        half(b, "zeros"),
+    )
+    finite_a, finite_b = (steps_a + zeros_a).isfinite(), (steps_b + zeros_b).isfinite()
+    both = finite_a & finite_b
+    unit = steps_a.clamp(min=2.0**-24)
+    scales = torch.maximum((steps_a - steps_b).abs(), (zeros_a - zeros_b).abs()) / unit
+    scales = torch.where(both, scales, torch.where(finite_a == finite_b, 0.0, torch.inf))
+    if config.transform == "none":
+        same = torch.ones_like(both)
+    else:
+        same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
+    widths = high(a) != high(b)
+    comparable = both & same
+    if config.extra_bits:
+        slots = [reference.tile_slots(high(wire), layout) < layout.high_tiles for wire in (a, b)]
+        comparable &= slots[0] == slots[1]
+    apart = (reference.code_values(a, layout) - reference.code_values(b, layout)).abs()[comparable]
+    return Difference(
+        widths=int(widths.sum()),
+        pivots=int((~same).sum()),
+        scales=float(scales.max()),
+        codes=float((apart > 0).float().mean()) if apart.numel() else 0.0,
+        cells=float(apart.max()) if apart.numel() else 0.0,
+        padding=all(torch.equal(a[start:end], b[start:end]) for start, end in _gaps(layout)),
+    )
+
+
+def _gaps(layout) -> list[tuple[int, int]]:
+    """First and last byte of the zeros behind each section."""
+    starts = [*layout.offsets.values(), layout.wire_bytes]
+    ends = [layout.offsets[name] + size for name, size in layout.sizes.items()]
+    return list(zip(ends, starts[1:], strict=True))

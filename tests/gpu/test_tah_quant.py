@@ -1,0 +1,89 @@
+"""TAH-Quant's kernels against the reference, on a device."""
+
+import pytest
+import torch
+
+from taco_kernels.tah_quant import TahConfig, decode, encode, layout_of, reference
+from taco_kernels.tah_quant.testing import difference
+
+pytestmark = pytest.mark.gpu
+
+CASES = (
+    (TahConfig(), (2048, 1, 4096)),
+    (TahConfig(), (512, 4, 896)),
+    (TahConfig(), (8192, 1, 64)),
+    (TahConfig(), (7, 3, 100)),
+    (TahConfig(), (1, 1, 1)),
+    (TahConfig(), (9000, 1, 128)),
+    (TahConfig(allocation="tile"), (1024, 2, 1024)),
+    (TahConfig(allocation="tile", high_ratio=0.3), (333, 70)),
+    (TahConfig(tile_size=32, high_bits=6, low_bits=3), (128, 2, 1024)),
+    (TahConfig(tile_size=128, high_bits=8, low_bits=2), (128, 2, 1024)),
+    (TahConfig(tile_size=128, high_bits=7, low_bits=6), (128, 2, 1000)),
+    (TahConfig(transform="none"), (128, 2, 1024)),
+    (TahConfig(high_bits=4, low_bits=4), (128, 2, 1024)),
+    (TahConfig(high_ratio=0.0), (128, 2, 1024)),
+    (TahConfig(high_ratio=1.0), (128, 2, 1024)),
+)
+
+
+def activations(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Tokens of different scales with outliers, on the device."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    x *= torch.randn(shape[:-1], generator=generator, device="cuda")[..., None].exp()
+    x.view(-1)[5::192] *= 40
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize(("config", "shape"), CASES, ids=str)
+def test_kernels_reproduce_the_reference(config: TahConfig, shape: tuple[int, ...], dtype) -> None:
+    """Equal choices; codes that differ only where sums in another order meet the middle of two."""
+    x = activations(shape, dtype)
+    exact, wire = reference.encode(x.cpu(), config), encode(x, config).cpu()
+    apart = difference(exact, wire, config, shape)
+    units = layout_of(config, shape).units
+    assert apart.widths <= 2 + units // 2000, apart  # entropies closer than fp32 tells apart
+    assert apart.pivots == 0 and apart.padding, apart
+    assert apart.scales <= 0.05 and apart.codes <= 0.002 and apart.cells <= 1, apart
+    result = decode(exact.cuda(), config, shape, torch.float32).cpu()
+    expected = reference.decode(exact, config, shape, torch.float32)
+    assert torch.equal(result, expected)
+    assert decode(exact.cuda(), config, shape, dtype).cpu().equal(expected.to(dtype))
+
+
+def test_strides_alignment_and_determinism() -> None:
+    """A transposed input, a wire at an odd address, and the same bytes in every run."""
+    config, x = TahConfig(), activations((2, 256, 512), torch.bfloat16).transpose(0, 1)
+    wire = encode(x, config)
+    for _ in range(5):
+        assert torch.equal(wire, encode(x.contiguous(), config))
+    odd = torch.empty(wire.numel() + 1, dtype=torch.uint8, device="cuda")[1:].copy_(wire)
+    result = decode(odd, config, x.shape, x.dtype)
+    assert torch.equal(result, decode(wire, config, x.shape, x.dtype))
+    assert (result.float() - x.float()).norm() < 0.1 * x.float().norm()
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -1e6, 3e38), ids=str)
+def test_what_is_not_finite_stays_visible(value: float) -> None:
+    config, x = TahConfig(), activations((64, 1, 512), torch.bfloat16).float()
+    x[3, 0, 70:74] = value
+    result = decode(encode(x, config), config, x.shape, torch.float32)
+    assert not torch.isfinite(result[3, 0, 64:128]).any()
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[3, 0, 64:128] = False
+    assert torch.isfinite(result[others]).all()
+
+
+def test_capture_and_no_synchronisation() -> None:
+    """Encode and decode run inside a CUDA graph: nothing waits for the host."""
+    config, x = TahConfig(), activations((512, 1, 1024), torch.bfloat16)
+    expected = decode(encode(x, config), config, x.shape, x.dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = decode(encode(x, config), config, x.shape, x.dtype)
+    result.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
