@@ -95,7 +95,7 @@ def codecs(options: argparse.Namespace) -> list[tuple[str, Callable, Callable]]:
 def measure(
     shape: tuple[int, ...], dtype: torch.dtype, encode: Callable, decode: Callable
 ) -> dict[str, tuple[float, int, float, float]]:
-    """{operation: (microseconds, bytes read and written, bits a value, relative L2 error of the round trip)}."""
+    """{operation: (microseconds, bytes read and written, bits a value, relative L2 error)}."""
     xs = [activations(shape, dtype)]
     wires = [encode(xs[0])]
     size, wire = xs[0].nbytes, wires[0].nbytes
