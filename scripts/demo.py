@@ -77,15 +77,24 @@ def script(name: str, *arguments) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / name, *map(str, arguments)], check=True)
 
 
-def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, options) -> dict:
-    """One training; returns the summary of its communication report."""
+def train(
+    name: str,
+    extra: str,
+    data: dict[str, str],
+    ranks: int,
+    gpus: int,
+    options,
+    tensor_parallel: int | None = None,
+) -> dict:
+    """One training, all ranks tensor-parallel by default; returns the summary of its report."""
     directory = options.output / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     evaluations = max(1, options.iterations // 4)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / "pretrain_gpt.py"), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
-    command += ["--tensor-model-parallel-size", str(ranks), "--train-iters", str(options.iterations)]
+    command += ["--tensor-model-parallel-size", str(tensor_parallel or ranks)]
+    command += ["--train-iters", str(options.iterations)]
     command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     command += ["--eval-interval", str(evaluations), "--eval-iters", "8", "--log-interval", "5"]
