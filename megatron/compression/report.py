@@ -6,6 +6,9 @@ from pathlib import Path
 
 from megatron.compression.telemetry import CHANNELS, KINDS
 
+DIMENSIONS = {"tensor parallel": "tp.", "data parallel": "dp.", "pipeline parallel": "pp.", "all": ""}
+"""What the report sums channels up to, and how their names begin."""
+
 
 def write_report(report: dict, directory: Path) -> None:
     """Write the report into ``directory``, replacing an earlier rendering of the same run.
@@ -29,8 +32,8 @@ def summarize(report: dict) -> dict:
     """
     training = [row for row in report["history"] if "bytes_per_iteration" in row]
     by_channel = {channel: _mean_bytes(training, channel) for channel in CHANNELS}
-    tensor_parallel = [by_channel[channel] for channel in CHANNELS if channel.startswith("tp.")]
-    sent, plain = (sum(pair[i] for pair in tensor_parallel) for i in (0, 1))
+    dimensions = {name: _total(by_channel, prefix) for name, prefix in DIMENSIONS.items()}
+    sent, plain = dimensions["tensor parallel"]
     return {
         "bytes_per_iteration": {
             channel: {"sent": sent_, "uncompressed": plain_}
@@ -40,12 +43,23 @@ def summarize(report: dict) -> dict:
         "tp_bytes_per_iteration": sent,
         "tp_uncompressed_bytes_per_iteration": plain,
         "tp_ratio": plain / sent if sent else None,
+        "dimensions": {
+            name: {"sent": sent_, "uncompressed": plain_, "ratio": plain_ / sent_}
+            for name, (sent_, plain_) in dimensions.items()
+            if sent_
+        },
         "first_loss": _end_loss(training, 0),
         "last_loss": _end_loss(training, -1),
         "first_validation_loss": _end_loss(_split(report, "valid"), 0),
         "validation_loss": _end_loss(_split(report, "valid"), -1),
         "test_loss": _end_loss(_split(report, "test"), -1),
     }
+
+
+def _total(by_channel: dict[str, tuple[float, float]], prefix: str) -> tuple[float, float]:
+    """(sent, plain) of all channels that begin with ``prefix``."""
+    pairs = [pair for channel, pair in by_channel.items() if channel.startswith(prefix)]
+    return sum(sent for sent, _ in pairs), sum(plain for _, plain in pairs)
 
 
 def _split(report: dict, split: str) -> list[dict]:
@@ -88,15 +102,24 @@ def _markdown(report: dict, plots: list[str]) -> str:
     for channel, pair in summary["bytes_per_iteration"].items():
         ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
         lines.append(f"| {channel} | {pair['sent'] / 1e6:.3f} | {pair['uncompressed'] / 1e6:.3f} | {ratio} |")
-    if summary["tp_ratio"]:
-        lines += ["", f"Tensor-parallel bytes, all channels: {summary['tp_ratio']:.3f}x fewer."]
+    lines += [
+        "",
+        "| dimension | sent (MB) | uncompressed (MB) | ratio | share of all |",
+        "|---|---|---|---|---|",
+    ]
+    everything = summary["dimensions"].get("all", {}).get("sent", 0.0)
+    for name, row in summary["dimensions"].items():
+        lines.append(
+            f"| {name} | {row['sent'] / 1e6:.3f} | {row['uncompressed'] / 1e6:.3f} | {row['ratio']:.3f} | "
+            f"{row['sent'] / everything:.1%} |"
+        )
     lines += ["", "| loss | first | last |", "|---|---|---|"]
     lines.append(f"| training | {_cell(summary['first_loss'])} | {_cell(summary['last_loss'])} |")
     lines.append(
         f"| validation | {_cell(summary['first_validation_loss'])} | {_cell(summary['validation_loss'])} |"
     )
     if report["errors"]:
-        lines += ["", "Relative L2 error of the compressed all-reduce:", ""]
+        lines += ["", "Relative L2 error of the compressed collectives and messages:", ""]
         lines += ["| site | channel | error | samples |", "|---|---|---|---|"]
         for row in report["errors"]:
             lines.append(

@@ -112,6 +112,28 @@ def test_report_files(tmp_path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_report_sums_up_three_dimensions(tmp_path) -> None:
+    """One table: tensor, data and pipeline parallelism and all of it, with ratios and shares."""
+    report = _report()
+    channels = {"tp.forward": 4, "dp.gradient": 2, "dp.weight": 1, "pp.forward": 2, "pp.backward": 1}
+    bytes_per_iteration = {
+        channel: {"compressed": {"sent": 1e6 * sent, "plain": 4e6 * sent}}
+        for channel, sent in channels.items()
+    }
+    report["history"] = [{"iteration": 1, "losses": {}, "bytes_per_iteration": bytes_per_iteration}]
+    write_report(report, tmp_path)
+    markdown = (tmp_path / "report.md").read_text()
+    for row in (
+        "| tensor parallel | 4.000 | 16.000 | 4.000 | 40.0% |",
+        "| data parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
+        "| pipeline parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
+        "| all | 10.000 | 40.000 | 4.000 | 100.0% |",
+    ):
+        assert row in markdown
+    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert summary["dimensions"]["all"] == {"sent": 1e7, "uncompressed": 4e7, "ratio": 4.0}
+
+
 def test_history_of_a_resumed_run(tmp_path) -> None:
     """Where a resumed run repeated an iteration, its row counts; the order is by iteration."""
     rows = [{"iteration": i, "losses": {"lm loss": float(i)}} for i in (1, 2, 3)]
