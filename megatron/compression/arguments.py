@@ -9,14 +9,17 @@ from megatron.compression.config import (
     CaatNetSettings,
     CompressionConfig,
     CompressionConfigError,
+    DataParallelCompression,
     PipelineParallelCompression,
     ReportSettings,
     TensorParallelCompression,
 )
+from megatron.compression.data_parallel.checks import check_data_parallel
 from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
 _GROUPS = {
     "tensor_parallel": TensorParallelCompression,
+    "data_parallel": DataParallelCompression,
     "pipeline_parallel": PipelineParallelCompression,
     "caat_net": CaatNetSettings,
     "report": ReportSettings,
@@ -68,9 +71,11 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
                 "--taco is the paper's setting and --tp-compression auto another one; drop one of the two"
             )
         args.tp_compression = "taco"
-    config = CompressionConfig(
-        **{name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
-    )
+    if args.dp_compression == "none" and (args.quantized_weights or args.quantized_gradients):
+        args.dp_compression = "sdp4bit"  # as in the scripts of its authors
+    parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
+    parts["data_parallel"] = parts["data_parallel"].resolved(args.use_distributed_optimizer)
+    config = CompressionConfig(**parts)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
         setattr(args, name, getattr(config.tensor_parallel, name))
     if config.tensor_parallel.enabled:
@@ -78,6 +83,7 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
         _check_layers(config.tensor_parallel, args.num_layers)
     if config.pipeline_parallel.enabled:
         _check_pipeline_parallel(args)
+    check_data_parallel(config.data_parallel, args)
     check_caat_net(config.caat_net, args)
     return config
 

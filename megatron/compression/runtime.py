@@ -42,6 +42,8 @@ class CompressionRuntime:
     """Builds what sums a bucket's gradients, as ``--dp-compression`` says; None: they go uncompressed."""
     weight_codec: WeightCodec | None = None
     """For the distributed optimizer's all-gather; None: weights go uncompressed."""
+    gradient_syncs: list[tuple[GradientSync, GradientBucket]] = field(default_factory=list)
+    """Every bucket's, as they are bound: what checkpoints carry the state of."""
     topologies: dict[Any, Any] = field(default_factory=dict)
     """data_parallel.topology.Topology by process group."""
 

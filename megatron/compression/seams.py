@@ -187,6 +187,40 @@ def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
     replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
 
 
+def around_checkpoint_state(add: Callable[[dict, bool], None], loaded: Callable[[dict | None], None]) -> None:
+    """Call ``add(state_dict, is_loading)`` for each checkpoint that is put together to be saved or loaded
+    with its optimizer, and ``loaded(state_dict)`` for each that has been read.
+
+    Why: checkpoints have no place for the state of a run's own parts. ``loaded`` sees the arguments alone
+    first, then everything. Not reached: checkpoints without optimizer state (``--no-save-optim``,
+    ``--no-load-optim``, ``--finetune``).
+    """
+    from megatron.training import checkpointing
+
+    def wrap_making(generate_state_dict):
+        signature = inspect.signature(generate_state_dict)
+
+        def wrapper(*args, **kwargs):
+            state_dict = generate_state_dict(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
+            if "optimizer" in state_dict:
+                add(state_dict, (bound.get("optim_sd_kwargs") or {}).get("is_loading", False))
+            return state_dict
+
+        return wrapper
+
+    def wrap_reading(load_base_checkpoint):
+        def wrapper(*args, **kwargs):
+            result = load_base_checkpoint(*args, **kwargs)
+            loaded(result[0])
+            return result
+
+        return wrapper
+
+    replace(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), wrap_making)
+    replace(checkpointing, "_load_base_checkpoint", ("rank0",), wrap_reading)
+
+
 def on_master_copy(take: Callable[[Any], bool]) -> None:
     """Call ``take(optimizer)`` where the distributed optimizer copies its masters over the weights.
 

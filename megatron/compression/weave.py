@@ -9,6 +9,9 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.compression import seams
 from megatron.compression.arguments import compression_config_from_args, idle_reason, pipeline_idle_reason
 from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
+from megatron.compression.data_parallel.checkpoint import GradientState
+from megatron.compression.data_parallel.checks import idle_reason as data_parallel_idle_reason
+from megatron.compression.data_parallel.codecs import describe_data_parallel
 from megatron.compression.data_parallel.weights import copy_masters
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
@@ -77,6 +80,9 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
     seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
     if runtime.weight_codec is not None:
         seams.on_master_copy(copy_masters)
+    if runtime.gradient_sync is not None:
+        state = GradientState(args, runtime.gradient_syncs)
+        seams.around_checkpoint_state(state.add_to, state.loaded)
     seams.on_replicated_gradient_sync(partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"))
     exchange = PipelineExchange(
         runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)
@@ -111,6 +117,12 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         if settings.taco_error_bound is not None:
             line += f", while its error is at most {settings.taco_error_bound:g}"
         lines.append(line)
+    if reason := data_parallel_idle_reason(
+        config.data_parallel, args.data_parallel_size * args.context_parallel_size
+    ):
+        lines.append(f"compression: {reason}")
+    elif config.data_parallel.enabled:
+        lines.append(f"compression: {describe_data_parallel(config.data_parallel)}")
     if reason := pipeline_idle_reason(config, args.pipeline_model_parallel_size):
         lines.append(f"compression: {reason}")
     elif config.pipeline_parallel.enabled:
@@ -133,6 +145,12 @@ def _settings(args: Namespace) -> dict:
         "pp_compression pp_backward_compression tah_tile_size tah_high_bits tah_low_bits tah_high_ratio "
         "tah_allocation tah_transform tah_backward_bits tah_start_iteration "
         "caat_net_sync_fraction "
+        "dp_compression quantized_weights weight_quantization_bits wq_group_size weight_difference "
+        "quantized_gradients gradient_quantization_bits_intra gq_group_size_intra "
+        "gradient_quantization_bits_inter gq_group_size_inter hadamard_transform gradient_alltoall_pipeline "
+        "gradients_quantization_start_iteration dp_intra_node_size dp_error_feedback "
+        "dp_error_feedback_average "
+        "accumulate_allreduce_grads_in_fp32 overlap_grad_reduce overlap_param_gather "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "
         "sequence_parallel use_distributed_optimizer world_size"

@@ -52,17 +52,17 @@ def _bind_group(group, names, runtime: CompressionRuntime, in_flight: InFlight) 
     for bucket in group.buckets:
         if runtime.gradient_sync is not None:
             average = 1 / ranks.size() if config.average_in_collective else 1.0
-            sync = runtime.gradient_sync(
-                GradientBucket(
-                    bucket.grad_data,
-                    spans_of(bucket, names),
-                    bucket.gradient_scaling_factor * average,
-                    sharded,
-                    topology,
-                    runtime.ledger,
-                )
+            view = GradientBucket(
+                bucket.grad_data,
+                spans_of(bucket, names),
+                bucket.gradient_scaling_factor * average,
+                sharded,
+                topology,
+                runtime.ledger,
             )
+            sync = runtime.gradient_sync(view)
             group.gradient_syncs.append(sync)
+            runtime.gradient_syncs.append((sync, view))
     # fp32 parameters have no master apart from themselves, so there is no difference to send.
     masters = sharded and all(b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets)
     if runtime.weight_codec is not None and masters:

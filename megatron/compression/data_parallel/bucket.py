@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from megatron.compression.collectives.transport import TorchTransport
-from megatron.compression.collectives.work import CompressedWork
+from megatron.compression.data_parallel.in_flight import Works
 from megatron.compression.data_parallel.topology import Topology
 from megatron.compression.telemetry import Ledger
 
@@ -89,7 +89,10 @@ class GradientSync(Protocol):
     name: str
     """For the log."""
 
-    def start(self) -> CompressedWork:
+    covering_ranks: int
+    """Ranks whose state covers the same value: what is pending of the sum may be split among so many."""
+
+    def start(self) -> Works:
         """Start summing ``bucket.gradients`` as they are now.
 
         The work's ``wait`` leaves the scaled sum in ``bucket.shard`` (``sharded``) or in all of

@@ -51,6 +51,27 @@ def sdp4bit_gradients(settings: DataParallelCompression) -> GradientSyncFactory:
     return build
 
 
+def describe_data_parallel(settings: DataParallelCompression) -> str:
+    """For the log: what travels how."""
+    parts = []
+    if settings.quantized_weights:
+        what = "weight differences" if settings.weight_difference else "weights"
+        parts.append(f"{what} int{settings.weight_quantization_bits} group {settings.wq_group_size}")
+    if settings.quantized_gradients:
+        line = (
+            f"gradients int{settings.gradient_quantization_bits_intra} group {settings.gq_group_size_intra} "
+            f"inside a node, int{settings.gradient_quantization_bits_inter} group "
+            f"{settings.gq_group_size_inter} between nodes"
+        )
+        line += " after a Hadamard transform" if settings.hadamard_transform else ""
+        if settings.gradients_quantization_start_iteration:
+            line += f", from iteration {settings.gradients_quantization_start_iteration}"
+        parts.append(line)
+    if settings.dp_error_feedback != "none":
+        parts.append(f"error feedback in {settings.dp_error_feedback}")
+    return f"data parallelism uses {settings.dp_compression}: {'; '.join(parts)}"
+
+
 def error_feedback(settings: DataParallelCompression) -> ErrorFeedback | None:
     """What ``--dp-error-feedback`` asks for, one a bucket; usable with any gradient codec."""
     if settings.dp_error_feedback == "none":

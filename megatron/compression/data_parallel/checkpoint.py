@@ -1,0 +1,180 @@
+"""Gradient state (error feedback) in checkpoints: saved by parameter, brought back at any data-parallel size.
+
+Each rank saves a row for every parameter and slot: what it holds back of the sum over ranks. A resume that
+splits buckets and ranks as before takes back its own rows, bit for bit. At another data-parallel size (or
+bucket size, node size, ...) only the sum over ranks matters: it is formed again, rescaled where gradients are
+averaged over another number of ranks, and spread evenly over the ranks that compress the same values. At
+another tensor- or pipeline-parallel size it is dropped. The log says which.
+"""
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, split_by_parameter
+
+logger = logging.getLogger(__name__)
+
+KEY = "data_parallel_compression"
+"""In the checkpoint's state dict."""
+
+SPLITTING = (
+    "data_parallel_size",
+    "context_parallel_size",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "ddp_bucket_size",
+    "accumulate_allreduce_grads_in_fp32",
+    "virtual_pipeline_model_parallel_size",
+    "dp_compression",
+    "dp_intra_node_size",
+    "gradient_alltoall_pipeline",
+)
+"""Flags that decide which rank holds what: equal ones mean that every rank takes back its own rows."""
+
+MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+class GradientState:
+    """Carries the state of all gradient syncs of this rank into checkpoints and back.
+
+    Args:
+        args: this run's flags.
+        syncs: every bucket's, added as the model is bound.
+    """
+
+    def __init__(self, args: Namespace, syncs: list[tuple[GradientSync, GradientBucket]]) -> None:
+        self.args = args
+        self.syncs = syncs
+        self._saved: Namespace | None = None
+        self._requested: dict[str, dict[str, torch.Tensor]] | None = None
+
+    def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put what is to be saved, or where to load it to, into a checkpoint's state dict."""
+        states = [sync.state() for sync, _ in self.syncs]
+        if not any(states):
+            if is_loading and self._saved_feedback():
+                alone = "on one data-parallel rank" if not self.syncs else "without --dp-error-feedback"
+                _say(f"the checkpoint's error feedback is dropped: this run goes on {alone}")
+            return
+        if not is_loading:
+            ranks = self._ranks()
+            rows = {
+                name: self._row(name, values.detach(), dist.get_rank(self._group()), ranks)
+                for name, values in self._named(states).items()
+            }
+            state_dict[KEY] = rows
+            return
+        self._requested = None
+        if (reason := self._why_fresh()) is not None:
+            _say(f"{reason}: what gradients have to make up for starts from zero")
+            return
+        saved_ranks = _ranks_of(self._saved)
+        mine = [
+            row
+            for row in range(saved_ranks)
+            if (row if self._same_split() else row % self._ranks()) == dist.get_rank(self._group())
+        ]
+        self._requested = {
+            name: {str(row): torch.zeros_like(values) for row in mine}
+            for name, values in self._named(states).items()
+        }
+        state_dict[KEY] = {
+            name: {row: self._row(name, tensor, int(row), saved_ranks) for row, tensor in rows.items()}
+            for name, rows in self._requested.items()
+        }
+
+    def loaded(self, state_dict: dict[str, Any] | None) -> None:
+        """Called with every state dict that has been read; takes the state out of the complete one."""
+        if state_dict is None:
+            return
+        if self._requested is None:
+            if "args" in state_dict:
+                self._saved = state_dict["args"]
+            return
+        if KEY not in state_dict and self._any_requested():
+            return
+        rows = {name: dict(state_dict.get(KEY, {}).get(name, {})) for name in self._requested}
+        exact = self._same_split()
+        for sync, bucket in self.syncs:
+            slots = {}
+            for slot in sync.state():
+                flat = torch.zeros(bucket.numel, device=bucket.gradients.device)
+                for name, part in split_by_parameter(flat, bucket.spans).items():
+                    for row in rows[f"{slot}.{name}"].values():
+                        part += row.view(-1).to(part.device)
+                if not exact:
+                    dist.all_reduce(flat, group=bucket.topology.group)
+                    flat *= self._rescale() / sync.covering_ranks
+                slots[slot] = flat
+            sync.load_state(slots)
+        self._requested = None
+        if exact:
+            _say("error feedback: every rank took back its own")
+        else:
+            _say(
+                f"error feedback: the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
+                f"over {self._ranks()} ranks"
+            )
+
+    def _named(self, states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        named = {}
+        for (_, bucket), slots in zip(self.syncs, states, strict=True):
+            for slot, flat in slots.items():
+                for name, values in split_by_parameter(flat, bucket.spans).items():
+                    named[f"{slot}.{name}"] = values
+        return named
+
+    @staticmethod
+    def _row(name: str, values: torch.Tensor, row: int, rows: int) -> ShardedTensor:
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+        key = f"{KEY}.pp{pipeline_rank}.tp{tensor_rank}.{name}"
+        return ShardedTensor.from_rank_offsets(key, values.view(1, -1), (0, row, rows))
+
+    def _group(self) -> dist.ProcessGroup:
+        return self.syncs[0][1].topology.group
+
+    def _ranks(self) -> int:
+        return self.syncs[0][1].topology.world_size
+
+    def _any_requested(self) -> bool:
+        return any(self._requested.values())
+
+    def _saved_feedback(self) -> bool:
+        return getattr(self._saved, "dp_error_feedback", "none") != "none"
+
+    def _same_split(self) -> bool:
+        return all(getattr(self._saved, name, None) == getattr(self.args, name, None) for name in SPLITTING)
+
+    def _rescale(self) -> float:
+        """Sums are averaged over the ranks, unless the loss is already one a token."""
+        if getattr(self.args, "calculate_per_token_loss", False):
+            return 1.0
+        return self._ranks() / _ranks_of(self._saved)
+
+    def _why_fresh(self) -> str | None:
+        if self._saved is None:
+            return "the checkpoint does not say how it was made"
+        if getattr(self._saved, "dp_compression", "none") != self.args.dp_compression:
+            return "the checkpoint was made with another --dp-compression"
+        if not self._saved_feedback() and self.args.dp_error_feedback != "none":
+            return "the checkpoint was made without --dp-error-feedback"
+        for name in MODEL_PARALLEL:
+            if getattr(self._saved, name, 1) != getattr(self.args, name):
+                return f"the checkpoint was made at another --{name.replace('_', '-')}"
+        return None
+
+
+def _ranks_of(args: Namespace) -> int:
+    return args.data_parallel_size * getattr(args, "context_parallel_size", 1)
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(f" data-parallel compression: {line}", flush=True)

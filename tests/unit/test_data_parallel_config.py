@@ -1,0 +1,139 @@
+"""Flags of data-parallel compression: what they mean, and what is refused with which words."""
+
+from argparse import ArgumentParser, Namespace
+
+import pytest
+from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
+
+from megatron.compression.config import CompressionConfigError, DataParallelCompression
+from megatron.compression.data_parallel.checks import check_data_parallel, idle_reason
+from megatron.compression.data_parallel.topology import group_by_node
+
+ON = {"dp_compression": "sdp4bit"}
+MEGATRON = Namespace(
+    use_distributed_optimizer=True,
+    bf16=True,
+    fp16=False,
+    num_distributed_optimizer_instances=1,
+    use_precision_aware_optimizer=False,
+    save=None,
+    ckpt_format="torch_dist",
+)
+
+
+def _check(settings: dict, **megatron) -> DataParallelCompression:
+    args = Namespace(**{**vars(MEGATRON), **megatron})
+    config = DataParallelCompression(**settings).resolved(args.use_distributed_optimizer)
+    check_data_parallel(config, args)
+    return config
+
+
+def test_the_preset() -> None:
+    """``--dp-compression sdp4bit`` alone is both parts; one part named is that part alone."""
+    both = _check(ON)
+    assert both.quantized_weights and both.quantized_gradients
+    plain = _check(ON, use_distributed_optimizer=False)
+    assert not plain.quantized_weights and plain.quantized_gradients
+    weights = _check({**ON, "quantized_weights": True})
+    assert weights.quantized_weights and not weights.quantized_gradients
+
+
+def test_flags_of_the_authors() -> None:
+    """Their names parse, with and without the rotation."""
+    parser = ArgumentParser()
+    ArgumentGroupFactory(DataParallelCompression).build_group(parser, title="t")
+    line = (
+        "--dp-compression sdp4bit --quantized-weights --weight-quantization-bits 4 --wq-group-size 2048 "
+        "--quantized-gradients --gq-group-size-inter 128 --gradient-quantization-bits-inter 4 "
+        "--gq-group-size-intra 512 --gradient-quantization-bits-intra 8 --hadamard-transform "
+        "--gradient-alltoall-pipeline 4 --gradients-quantization-start-iteration 10"
+    )
+    config = _default_config_from_args(DataParallelCompression, parser.parse_args(line.split()))
+    assert config.gq_group_size_intra == 512 and config.hadamard_transform
+    args = parser.parse_args([*line.split(), "--no-hadamard-transform", "--no-weight-difference"])
+    config = _default_config_from_args(DataParallelCompression, args)
+    assert not config.hadamard_transform and not config.weight_difference
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wq_group_size": 2048, "quantized_gradients": True}, "is off; add --dp-compression"),
+        ({**ON, "weight_quantization_bits": 6}, "--weight-quantization-bits 6 must be 4 or 8"),
+        ({**ON, "gq_group_size_inter": 100}, "--gq-group-size-inter 100 is not possible"),
+        ({**ON, "gradient_alltoall_pipeline": 0}, "--gradient-alltoall-pipeline 0 must be"),
+        ({**ON, "dp_intra_node_size": 0}, "--dp-intra-node-size 0 must be"),
+        ({**ON, "dp_error_feedback_average": 0.5}, "without --dp-error-feedback"),
+        ({**ON, "dp_error_feedback": "fp32", "dp_error_feedback_average": 2.0}, r"must lie in \(0, 1\]"),
+    ],
+)
+def test_impossible_settings(settings: dict, message: str) -> None:
+    """Refused by the settings themselves."""
+    with pytest.raises(CompressionConfigError, match=message):
+        DataParallelCompression(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "megatron", "message"),
+    [
+        (ON, {"use_megatron_fsdp": True}, "--use-megatron-fsdp communicates inside its own buffers"),
+        (ON, {"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        (ON, {"num_experts": 8}, "--num-experts"),
+        (ON, {"use_layer_wise_distributed_optimizer": True}, "--use-layer-wise-distributed-optimizer"),
+        (ON, {"fp8_param_gather": True}, "--fp8-param-gather gathers fp8 weights already"),
+        (ON, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+        (ON, {"reduce_scatter_with_fp32_accumulation": True}, "has its own reduce-scatter"),
+        (ON, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        (ON, {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        (ON, {"bf16": False}, "add --bf16 or --fp16"),
+        (
+            {**ON, "quantized_weights": True},
+            {"use_distributed_optimizer": False},
+            "--quantized-weights quantises the distributed optimizer's",
+        ),
+        (
+            {**ON, "quantized_gradients": True, "wq_group_size": 512},
+            {},
+            "--wq-group-size given, but weights are not quantised",
+        ),
+        (
+            {**ON, "quantized_weights": True, "gq_group_size_intra": 512},
+            {},
+            "--gq-group-size-intra given, but gradients are not quantised",
+        ),
+        ({**ON, "dp_error_feedback": "fp32"}, {"fp16": True}, "units of the loss scale"),
+        (
+            {**ON, "dp_error_feedback": "int8"},
+            {"save": "x", "ckpt_format": "torch"},
+            "--ckpt-format torch_dist, not torch",
+        ),
+    ],
+)
+def test_impossible_combinations(settings: dict, megatron: dict, message: str) -> None:
+    """Refused together with Megatron's flags."""
+    with pytest.raises(CompressionConfigError, match=message):
+        _check(settings, **megatron)
+
+
+def test_nothing_to_do_is_said() -> None:
+    """One data-parallel rank has nothing to send."""
+    assert "no effect" in idle_reason(DataParallelCompression(**ON), 1)
+    assert idle_reason(DataParallelCompression(**ON), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape"),
+    [
+        ([0, 0, 0, 0], (1, 4)),
+        ([0, 0, 1, 1], (2, 2)),
+        ([0, 1, 2], (3, 1)),
+        ([5, 5, 5, 7, 7, 7], (2, 3)),
+        ([0, 0, 1], None),
+        ([0, 1, 1], None),
+        ([0, 0, 1, 1, 0, 0], None),
+        ([3], (1, 1)),
+    ],
+)
+def test_nodes_of_a_group(nodes: list[int], shape: tuple[int, int] | None) -> None:
+    """Equal nodes, one behind the other; anything else has no two hops."""
+    assert group_by_node(nodes) == shape
