@@ -15,7 +15,7 @@ class OneRankSite:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name, self.group = log, name, None
 
-    def all_reduce(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
+    def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         self.log.append(f"{self.name} {channel} start")
 
         def second() -> torch.Tensor:

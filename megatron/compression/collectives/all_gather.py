@@ -48,7 +48,6 @@ def all_gather_encoded(
     transport: TorchTransport,
     async_op: bool = False,
     key: int = 0,
-    behind: bool = True,
 ):
     """All-gather a tensor that is already encoded.
 
@@ -56,11 +55,10 @@ def all_gather_encoded(
         wire: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
         codec, transport, async_op, key: as in ``all_gather``.
-        behind: as in ``all_reduce``.
     """
     codec = hop_codecs(codec)[1]
-    if transport.fuses(codec, async_op and behind):
-        handle = transport.fused_all_gather(wire, shape, dtype, codec, key, async_op and behind)
+    if transport.fuses(codec):
+        handle = transport.fused_all_gather(wire, shape, dtype, codec, key)
         return handle if async_op else handle.wait()
     shard = torch.Size(shape).numel()
     full_shape = (transport.world_size * shape[0], *shape[1:])

@@ -9,12 +9,7 @@ from taco_kernels import Stream
 
 
 def all_reduce(
-    x: torch.Tensor,
-    codec: Codec,
-    transport: TorchTransport,
-    async_op: bool = False,
-    key: int = 0,
-    behind: bool = True,
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
 ):
     """Sum ``x`` over the ranks of the transport's group.
 
@@ -29,7 +24,6 @@ def all_reduce(
         async_op: return a handle after the first exchange has been started.
         key: seed of a randomly rounding codec's numbers, the same on every rank. Hop 1 draws from one stream
             a sender, hop 2 from one more; elements are numbered through the whole tensor.
-        behind: with ``async_op``, whether other work is to run before the handle's ``wait``.
 
     Returns:
         The sum, of ``x``'s shape and dtype; with ``async_op`` a ``CompressedWork`` that gives it.
@@ -37,8 +31,8 @@ def all_reduce(
     world_size, rank = transport.world_size, transport.rank
     if world_size == 1 or x.numel() == 0:
         return completed(x) if async_op else x
-    if transport.fuses(codec, async_op and behind):
-        handle = transport.fused_all_reduce(x, codec, key, async_op and behind)
+    if transport.fuses(codec):
+        handle = transport.fused_all_reduce(x, codec, key)
         return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)

@@ -9,12 +9,7 @@ from taco_kernels import Stream
 
 
 def reduce_scatter(
-    x: torch.Tensor,
-    codec: Codec,
-    transport: TorchTransport,
-    async_op: bool = False,
-    key: int = 0,
-    behind: bool = True,
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
 ):
     """Sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
 
@@ -24,7 +19,6 @@ def reduce_scatter(
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
         key: seed of a randomly rounding codec's numbers, as in ``all_reduce``'s first hop.
-        behind: as in ``all_reduce``.
 
     Returns:
         ``[n, ...]`` of ``x``'s dtype, or with ``async_op`` a ``CompressedWork``.
@@ -43,8 +37,8 @@ def reduce_scatter(
     if world_size == 1 or x.numel() == 0:
         result = x.reshape(shape)
         return completed(result) if async_op else result
-    if transport.fuses(codec, async_op and behind):
-        handle = transport.fused_reduce_scatter(x, codec, key, async_op and behind)
+    if transport.fuses(codec):
+        handle = transport.fused_reduce_scatter(x, codec, key)
         return handle if async_op else handle.wait()
     dtype = x.dtype
     shard = x.numel() // world_size

@@ -35,7 +35,7 @@ class TorchTransport:
         self.rank = group.rank()
         self.on_send = on_send
 
-    def fuses(self, codec, behind: bool = False) -> bool:
+    def fuses(self, codec) -> bool:
         """Whether ``fused_all_reduce`` and its like take this codec's collective; see symmetric.py."""
         return False
 

@@ -23,11 +23,11 @@ from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 def _sum_over_ranks(
-    tensor: torch.Tensor, site: TensorParallelSite, channel: str, behind: bool = True
+    tensor: torch.Tensor, site: TensorParallelSite, channel: str
 ) -> tuple[CompressedWork, int]:
     """Start to sum over the group, with the codec or without; the handle, and how many exchanges it makes."""
     if site.compresses(tensor.nbytes, channel):
-        return site.all_reduce(tensor, channel, behind), 2
+        return site.all_reduce(tensor, channel), 2
     return site.all_reduce_uncompressed(tensor, channel)
 
 
@@ -102,7 +102,7 @@ class _CopyToStreams(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         gradient = grad_output.clone(memory_format=torch.contiguous_format)
-        exchange, _ = _sum_over_ranks(gradient, ctx.site, "tp.backward", behind=False)
+        exchange, _ = _sum_over_ranks(gradient, ctx.site, "tp.backward")
         return exchange.wait(), None
 
 

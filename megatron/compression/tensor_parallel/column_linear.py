@@ -26,7 +26,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
             packed = site.pack(x, "tp.forward")
-            gathered = site.gather(packed, "tp.forward", behind=False)
+            gathered = site.gather(packed, "tp.forward")
             ctx.save_for_backward(packed.payload, weight)
             ctx.packed = packed._replace(payload=None)
             x = gathered.wait()

@@ -14,7 +14,7 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
-        return site.all_reduce(partial_sum, "tp.forward", behind=False).wait()
+        return site.all_reduce(partial_sum, "tp.forward").wait()
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
@@ -27,11 +27,11 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
         ctx.site = site
-        return site.reduce_scatter(partial_sum, "tp.forward", behind=False).wait()
+        return site.reduce_scatter(partial_sum, "tp.forward").wait()
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
-        return ctx.site.all_gather(grad_output, "tp.backward", behind=False).wait(), None
+        return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
 
 
 class _ScatterToSequenceParallelRegion(torch.autograd.Function):
@@ -44,7 +44,7 @@ class _ScatterToSequenceParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
-        return ctx.site.all_gather(grad_output, "tp.backward", behind=False).wait(), None
+        return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
 
 
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:

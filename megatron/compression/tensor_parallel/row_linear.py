@@ -13,7 +13,7 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.site, ctx.sequence_parallel, ctx.gradient = site, sequence_parallel, gradient
         start = site.reduce_scatter if sequence_parallel else site.all_reduce
         if chunks == 1:
-            return start(torch.matmul(x, weight.t()), "tp.forward", behind=False).wait()
+            return start(torch.matmul(x, weight.t()), "tp.forward").wait()
         under_way = []
         for part in _sequence_chunks(x, chunks, site.group.size() if sequence_parallel else 1):
             partial_sum = torch.matmul(part, weight.t())
@@ -26,7 +26,7 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = ctx.site.all_gather(grad_output, "tp.backward", behind=False).wait()
+            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:

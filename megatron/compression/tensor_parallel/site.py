@@ -66,17 +66,14 @@ class TensorParallelSite:
         """Count a collective that megatron-core does itself."""
         self._count(channel, self.choose(channel, message_bytes).kind, operation, message_bytes)
 
-    def all_reduce(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
-        """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is.
-
-        ``behind`` (here and below): other work follows before ``wait``, for the collective to run behind.
-        """
+    def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
+        """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is."""
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "all_reduce", tensor.nbytes)
             return uncompressed_all_reduce(tensor, self.group)
         transport, key = self._transport(channel, "all_reduce", tensor.nbytes), self.draw_key()
-        work = all_reduce(tensor, codec, transport, async_op=True, key=key, behind=behind)
+        work = all_reduce(tensor, codec, transport, async_op=True, key=key)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "all_reduce", tensor.float, uncompressed_all_reduce)
 
@@ -97,21 +94,21 @@ class TensorParallelSite:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return CompressedWork(work, lambda: tensor), 1
 
-    def reduce_scatter(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
+    def reduce_scatter(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum ``[W * n, ...]`` over the group; ``wait`` gives this rank's ``[n, ...]``."""
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "reduce_scatter", tensor.nbytes)
             return uncompressed_reduce_scatter(tensor, self.group)
         transport, key = self._transport(channel, "reduce_scatter", tensor.nbytes), self.draw_key()
-        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key, behind=behind)
+        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "reduce_scatter", tensor.float, uncompressed_reduce_scatter)
 
-    def all_gather(self, tensor: torch.Tensor, channel: str, behind: bool = True) -> CompressedWork:
+    def all_gather(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
         packed = self.pack(tensor, channel)
-        work = self.gather(packed, channel, behind)
+        work = self.gather(packed, channel)
         if packed.choice.codec is None:
             return work
         return self._probed(work, channel, "all_gather", lambda: tensor, uncompressed_all_gather)
@@ -126,7 +123,7 @@ class TensorParallelSite:
         self._guard(channel, tensor, hop_codecs(choice.codec)[1], key)
         return Packed(wire, tensor.shape, tensor.dtype, choice, key)
 
-    def gather(self, packed: "Packed", channel: str, behind: bool = True) -> CompressedWork:
+    def gather(self, packed: "Packed", channel: str) -> CompressedWork:
         """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be gathered again.
 
         Args:
@@ -139,9 +136,7 @@ class TensorParallelSite:
             self._count(channel, kind, "all_gather", plain)
             return uncompressed_all_gather(payload, self.group)
         transport = self._transport(channel, "all_gather", plain)
-        return all_gather_encoded(
-            payload, shape, dtype, codec, transport, async_op=True, key=key, behind=behind
-        )
+        return all_gather_encoded(payload, shape, dtype, codec, transport, async_op=True, key=key)
 
     def draw_key(self) -> int:
         """Seed for one collective's random rounding; 0 where the codec rounds to nearest."""
