@@ -74,7 +74,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     if args.dp_compression == "none" and (args.quantized_weights or args.quantized_gradients):
         args.dp_compression = "sdp4bit"  # as in the scripts of its authors
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
-    parts["data_parallel"] = parts["data_parallel"].resolved(args.use_distributed_optimizer)
+    sharded = getattr(args, "use_distributed_optimizer", False)
+    parts["data_parallel"] = parts["data_parallel"].resolved(sharded)
     config = CompressionConfig(**parts)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
         setattr(args, name, getattr(config.tensor_parallel, name))
