@@ -99,15 +99,15 @@ def repeats(records: list[dict]) -> list[str]:
     return lines
 
 
-def scratch_table(records: list[dict]) -> list[str]:
-    """Runs from scratch."""
+def scratch_table(records: list[dict], kind: str = "scratch") -> list[str]:
+    """Runs from scratch, simulated or (``kind`` true) with real ranks."""
     groups = defaultdict(list)
     for record in records:
-        if record["kind"] == "scratch":
+        if record["kind"] == kind:
             groups[record["setting"]["name"]].append(record)
     if not groups:
         return []
-    valid, train = (differences(records, "scratch", measure) for measure in MEASURES)
+    valid, train = (differences(records, kind, measure) for measure in MEASURES)
     lines = [
         "| setting | bits a value | validation loss, by seed | against uncompressed, % | training loss, % |",
         "|---|---|---|---|---|",
@@ -151,6 +151,8 @@ def tables(records: list[dict]) -> str:
     parts = []
     if lines := scratch_table(records):
         parts += ["### From scratch", "", *lines, ""]
+    if lines := scratch_table(records, "true"):
+        parts += ["### With real tensor-parallel ranks", "", *lines, ""]
     if lines := branch_table(records):
         parts += ["### Branches from common checkpoints", "", *lines, ""]
     if lines := repeats(records):
