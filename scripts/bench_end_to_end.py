@@ -9,6 +9,9 @@ iterations, from Megatron's log. The regimes are NCCL's own switches:
     nvlink      as it is
     pcie        NCCL_P2P_DISABLE=1: through host memory
     ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
+
+A setting is a codec (``none``, ``int8:single``), with ``caat0.5+`` before it for a CAAT-Net that synchronises
+half of the channels. A CAAT-Net is another model: its iterations compare in time, not in loss.
 """
 
 import argparse
@@ -49,37 +52,50 @@ MODEL = [
 ]
 
 
-def parse_setting(text: str) -> dict | None:
-    """``none``, or a format with options: ``int8``, ``int6:single``, ``int8:single:dither``."""
+def parse_setting(text: str) -> tuple[float, dict | None]:
+    """Sync fraction and codec of ``none``, ``int8:single``, ``caat0.5+none``, ``caat0.5+int8:dither``."""
+    fraction = 1.0
+    if text.startswith("caat"):
+        number, _, text = text.removeprefix("caat").partition("+")
+        fraction = float(number)
     if text == "none":
-        return None
+        return fraction, None
     number_format, *options = text.split(":")
     setting = {"format": number_format}
     for option in options:
         setting["scales" if option in ("single", "dual") else "rounding"] = option
-    return setting
+    return fraction, setting
 
 
 def worker() -> None:
-    """One rank of a regime's run: pretrain_gpt.py's loop, with the codec changed at each block's start."""
+    """One rank of a regime's run: pretrain_gpt.py's loop, with the setting changed at each block's start."""
     from megatron import host
     from megatron.compression.versions import MEGATRON_CORE_VERSION
 
     host.prepare(MEGATRON_CORE_VERSION)
+    from megatron.core.utils import unwrap_model
     from megatron.training import get_args
     from megatron.training.models.gpt import default_layer_spec
 
     from megatron.compression import entrypoint
     from megatron.compression.arguments import add_compression_arguments
     from megatron.compression.codecs import build_codec
+    from megatron.compression.config import CaatNetSettings
+    from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 
     settings = json.loads(os.environ[SETTINGS])
-    codecs = [None if s is None else build_codec("taco", **s) for s in settings["codecs"]]
+    codecs = [None if s is None else build_codec("taco", **s) for _, s in settings["codecs"]]
+    fractions = [CaatNetSettings(caat_net_sync_fraction=fraction) for fraction, _ in settings["codecs"]]
 
     class SwitchingForwardStep(entrypoint.ForwardStep):
+        bound = CaatNetSettings()
+
         def __call__(self, data_iterator, model):
             block = get_args().curr_iteration // settings["iterations"]
             self.runtime.tensor_parallel_codec = codecs[block]
+            if self.bound != fractions[block]:
+                bind_caat_net(unwrap_model(model), fractions[block], self.runtime.ledger)
+                self.bound = fractions[block]
             return super().__call__(data_iterator, model)
 
     entrypoint.ForwardStep = SwitchingForwardStep
@@ -146,7 +162,11 @@ def main() -> None:
     )
     parser.add_argument("--tensor-parallel", type=int, default=4)
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3", "int8:single", "int6:single"])
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        default=["none", "fp8-e4m3", "int8:single", "int6:single", "caat0.5+none", "caat0.5+int8:single"],
+    )
     parser.add_argument("--iterations", type=int, default=10, help="iterations of a block (half on ethernet)")
     parser.add_argument(
         "--upstream-layers", action="store_true", help="also megatron-core's own layers, once"
@@ -161,12 +181,12 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{regime} done", flush=True)
-    print(f"{'regime':10} {'layers':20} {'codec':20} {'ms':>8} {'TFLOP/s/GPU':>12} {'speed-up':>9}")
+    print(f"{'regime':10} {'layers':20} {'codec':22} {'ms':>8} {'TFLOP/s/GPU':>12} {'speed-up':>9}")
     for row in rows:
         base = [r for r in rows if r["regime"] == row["regime"] and r["codec"] == "none"][-1]
         speed_up = base["milliseconds"] / row["milliseconds"]
         print(
-            f"{row['regime']:10} {row['layers']:20} {row['codec']:20} {row['milliseconds']:8.1f} "
+            f"{row['regime']:10} {row['layers']:20} {row['codec']:22} {row['milliseconds']:8.1f} "
             f"{row['tflops_per_gpu']:12.1f} {speed_up:9.3f}"
         )
 

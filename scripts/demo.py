@@ -51,15 +51,17 @@ def gpu_count() -> int:
     )
 
 
-def prepare_data(directory: Path) -> dict[str, str]:
+def prepare_data(
+    directory: Path, source: str = "stdlib", max_mb: float = CORPUS_MB, vocabulary: int = VOCABULARY
+) -> dict[str, str]:
     """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
     tokenizer = directory / "tokenizer.model"
     paths = {"tokenizer": str(tokenizer)}
     if not (directory / "train.jsonl").exists():
-        script("make_corpus.py", "--output-dir", directory, "--max-mb", CORPUS_MB)
+        script("make_corpus.py", "--source", source, "--output-dir", directory, "--max-mb", max_mb)
     if not tokenizer.exists():
         train_text = directory / "train.jsonl"
-        script("train_tokenizer.py", "--input", train_text, "--vocab-size", VOCABULARY, "--output", tokenizer)
+        script("train_tokenizer.py", "--input", train_text, "--vocab-size", vocabulary, "--output", tokenizer)
     for split in ("train", "valid"):
         paths[split] = str(directory / f"{split}_text_document")
         if Path(paths[split] + ".idx").exists():

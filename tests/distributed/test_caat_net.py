@@ -49,13 +49,14 @@ def _fill(model, rank: int) -> None:
             place = rank if getattr(parameter, "tensor_model_parallel", False) else 0
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + place)
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.1 * noise.to(parameter.dtype))
+            parameter.add_(0.1 * noise.to(parameter))
 
 
 def _loss_of(logits: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's addend of a loss without communication: some function of its logits ``[b, s, v / W]``."""
     generator = torch.Generator().manual_seed(100 + rank)
     target = torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
+    target = target.to(logits.device)
     return ((logits - target).square() * target.sigmoid()).sum() / logits.shape[0]
 
 
@@ -96,8 +97,8 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
     loss.backward()
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
     return {
-        "parameters": {name: p.detach() for name, p in model.named_parameters()},
-        "gradients": {name: p.main_grad.detach() for name, p in model.named_parameters()},
+        "parameters": {name: p.detach().cpu() for name, p in model.named_parameters()},
+        "gradients": {name: p.main_grad.detach().cpu() for name, p in model.named_parameters()},
         "replicated": {
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
@@ -105,7 +106,8 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
     }
 
 
-def _check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -> None:
+def check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -> None:
+    """Each rank's loss and gradients from ``gradient_worker`` against autograd in this process."""
     emulation = EmulatedCaatNet(
         [rank["parameters"] for rank in ranks],
         ranks[0]["replicated"],
@@ -132,8 +134,8 @@ def test_gradients_are_those_of_the_emulated_function() -> None:
     """
     cases = [(0.5, {}, False), (0.3, {**QWEN_LIKE, **RECOMPUTE}, False), (1.0, {}, True), (1.0, {}, False)]
     halves, qwen, forced, ordinary = zip(*spawn(gradient_worker, 2, cases), strict=True)
-    _check_against_emulation(halves, *cases[0][:2])
-    _check_against_emulation(qwen, *cases[1][:2])
+    check_against_emulation(halves, *cases[0][:2])
+    check_against_emulation(qwen, *cases[1][:2])
     for partial, plain in zip(forced, ordinary, strict=True):
         assert partial["loss"] == pytest.approx(plain["loss"], rel=1e-12)
         for name, gradient in plain["gradients"].items():
@@ -143,7 +145,7 @@ def test_gradients_are_those_of_the_emulated_function() -> None:
 def test_gradients_of_four_ranks() -> None:
     """The same at W = 4, where a quarter of the channels is shared."""
     cases = [(0.25, {}, False)]
-    _check_against_emulation([rank[0] for rank in spawn(gradient_worker, 4, cases)], *cases[0][:2])
+    check_against_emulation([rank[0] for rank in spawn(gradient_worker, 4, cases)], *cases[0][:2])
 
 
 def traffic_worker(rank: int, world_size: int, cases: list[tuple[float, dict]]) -> list[dict]:
@@ -174,13 +176,13 @@ def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
             optimizer.zero_grad()
             losses.append(loss.item())
     shared = int(HIDDEN * fraction)
-    last = streams[-1].detach().float()
+    last = streams[-1].detach().float().cpu()
     return {
         "audit": audit.sent,
         "rows": runtime.ledger.rows(),
         "losses": losses,
         "replicated": {
-            name: p.detach().float()
+            name: p.detach().float().cpu()
             for name, p in model.named_parameters()
             if not getattr(p, "tensor_model_parallel", False)
         },
@@ -193,13 +195,13 @@ def _sent(rows: list[dict], *channels: str) -> int:
     return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
 
 
-def test_traffic_and_replicas() -> None:
+def check_traffic(world_size: int, backend: str = "gloo") -> None:
     """The hand count of the bytes, that c10d was given just these, and what ranks still have in common."""
-    world_size, iterations = 2, 2
+    iterations = 2
     fp8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
     int8 = {"taco_format": "int8", "taco_scales": "single"}
     cases = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, fp8), (0.5, int8)]
-    results = list(zip(*spawn(traffic_worker, world_size, cases), strict=True))
+    results = list(zip(*spawn(traffic_worker, world_size, cases, backend=backend), strict=True))
     full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
@@ -216,12 +218,18 @@ def test_traffic_and_replicas() -> None:
             for channel in ("tp.forward", "tp.backward"):
                 assert _sent(result["rows"], channel) == expected[case], (cases[case], channel)
             assert result["losses"][1] < result["losses"][0]
-        first, second = ranks
-        assert first["losses"] == second["losses"]
-        for name, value in first["replicated"].items():
-            assert torch.equal(value, second["replicated"][name]), (cases[case], name)
-        assert torch.equal(first["shared"], second["shared"])
-        assert first["private"].numel() == 0 or not torch.equal(first["private"], second["private"])
+        first, *others = ranks
+        for other in others:
+            assert first["losses"] == other["losses"]
+            for name, value in first["replicated"].items():
+                assert torch.equal(value, other["replicated"][name]), (cases[case], name)
+            assert torch.equal(first["shared"], other["shared"])
+            assert first["private"].numel() == 0 or not torch.equal(first["private"], other["private"])
+
+
+def test_traffic_and_replicas() -> None:
+    """See ``check_traffic``."""
+    check_traffic(2)
 
 
 def generation_worker(rank: int, world_size: int) -> dict:

@@ -1,0 +1,28 @@
+"""CAAT-Net's distributed tests again, on CUDA devices over NCCL."""
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.test_caat_net import check_against_emulation, check_traffic, gradient_worker
+
+DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+WORLD_SIZES = [
+    pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
+]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gradients(world_size: int) -> None:
+    """fp64 gradients of GPUs against autograd on the CPU."""
+    cases = [(0.5, {}, False)]
+    by_rank = spawn(gradient_worker, world_size, cases, backend="nccl")
+    check_against_emulation([rank[0] for rank in by_rank], *cases[0][:2])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_traffic_and_replicas(world_size: int) -> None:
+    """The hand count of the bytes; ranks agree on what they share, bit for bit."""
+    check_traffic(world_size, backend="nccl")
