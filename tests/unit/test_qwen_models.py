@@ -205,6 +205,14 @@ def test_vocabulary_of_trained_arguments(sizes, vocabulary, parser) -> None:
     assert model_from_args(args).vocabulary == vocabulary
 
 
+def test_a_caat_net_is_no_qwen_model(parser) -> None:
+    """It is another function of the same weights: no export to a format that cannot say so."""
+    args = parser.parse_args(expand(["--qwen-model", "3-8b"])[0])
+    args.caat_net_sync_fraction = 0.5
+    with pytest.raises(QwenError, match="--caat-net-sync-fraction"):
+        model_from_args(args)
+
+
 def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
     with pytest.raises(QwenError, match=r"there is no Megatron checkpoint"):
         newest_iteration(str(tmp_path))
