@@ -155,7 +155,7 @@ def main() -> None:
                     sys.exit(1)
                 results_file.write_text(json.dumps(results, indent=1) + "\n")
                 (options.output / "results.md").write_text(table(results))
-                print(table(results[-1:]).splitlines()[-1], f"{results[-1]['seconds']:.0f} s", flush=True)
+                print(table(results).splitlines()[-1], f"{results[-1]['seconds']:.0f} s", flush=True)
     print(table(results), end="")
 
 

@@ -1,5 +1,6 @@
 """CAAT-Net: its gradient is that of the emulated function; its traffic is the shared channels'."""
 
+import contextlib
 import zlib
 from types import SimpleNamespace
 
@@ -84,7 +85,7 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
 
     from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 
-    runtime = caat_runtime(fraction)
+    runtime, behind = caat_runtime(fraction), []
     model = build_tiny_gpt(rank, world_size, runtime, torch.float64, **changes)
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
@@ -94,7 +95,8 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
     inputs = batch(0, rank, BATCH)
     del inputs["labels"]
     loss = _loss_of(wrapped(**inputs), rank)
-    loss.backward()
+    with _watch_weight_gradients(behind):
+        loss.backward()
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
     return {
         "parameters": {name: p.detach().cpu() for name, p in model.named_parameters()},
@@ -103,7 +105,26 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
         "loss": float(loss),
+        "behind": behind,
     }
+
+
+@contextlib.contextmanager
+def _watch_weight_gradients(behind: list[bool]):
+    """Note for each weight gradient that was put off whether an exchange was under way when its turn came."""
+    from megatron.compression.tensor_parallel.overlap import WeightGradient
+
+    compute = WeightGradient.compute
+
+    def watching(self, like):
+        behind.append(self.exchange.work is not None and not self.exchange.work.work.done)
+        return compute(self, like)
+
+    WeightGradient.compute = watching
+    try:
+        yield
+    finally:
+        WeightGradient.compute = compute
 
 
 def check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -> None:
@@ -136,6 +157,9 @@ def test_gradients_are_those_of_the_emulated_function() -> None:
     halves, qwen, forced, ordinary = zip(*spawn(gradient_worker, 2, cases), strict=True)
     check_against_emulation(halves, *cases[0][:2])
     check_against_emulation(qwen, *cases[1][:2])
+    # Behind an exchange: fc1's weight gradients, and qkv's but the first; with recomputation fc1's alone.
+    assert [rank["behind"] for rank in halves] == [[True] * (2 * LAYERS - 1)] * 2
+    assert [rank["behind"] for rank in qwen] == [[True] * LAYERS] * 2
     for partial, plain in zip(forced, ordinary, strict=True):
         assert partial["loss"] == pytest.approx(plain["loss"], rel=1e-12)
         for name, gradient in plain["gradients"].items():

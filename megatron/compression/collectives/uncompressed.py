@@ -36,7 +36,7 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork
         work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
         return CompressedWork(work, lambda: gathered[: x.numel()].view(x.shape))
 
-    return CompressedWork(work, sum_own_piece)
+    return CompressedWork(work, sum_own_piece, exchanges=2)
 
 
 def uncompressed_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:

@@ -15,47 +15,58 @@ streams begin as copies of one embedding, whose gradient is the sum over the ran
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from megatron.compression.collectives import CompressedWork
+from megatron.compression.tensor_parallel.overlap import (
+    Handover,
+    InputGradientExchange,
+    WeightGradient,
+    arrival,
+    put_off,
+    stand_in,
+)
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 def _sum_over_ranks(
     tensor: torch.Tensor, site: TensorParallelSite, channel: str
-) -> tuple[CompressedWork, int]:
-    """Start to sum over the group, with the codec or without; the handle, and how many exchanges it makes."""
+) -> CompressedWork:
+    """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
     if site.compresses(tensor.nbytes, channel):
-        return site.all_reduce(tensor, channel), 2
+        return site.all_reduce(tensor, channel)
     return site.all_reduce_uncompressed(tensor, channel)
 
 
 class _PartialRowParallelLinear(torch.autograd.Function):
-    """The two blocks of the weight's rows are two GEMMs: one exchange runs behind the private one.
+    """The two blocks of the weight's rows are two GEMMs: an exchange runs behind the private one.
 
     Rows of the weight are channels of the output, so the shared channels come out contiguous, as one message.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, shared):
+    def forward(ctx, x, weight, bias, site, shared, exchange, gradient):
         ctx.site, ctx.shared, ctx.has_bias = site, shared, bias is not None
+        ctx.exchange, ctx.gradient = exchange, gradient
         ctx.save_for_backward(x, weight)
         scale = math.sqrt(site.group.size())
         rows = x.reshape(-1, x.shape[-1])
         partial_sum = torch.matmul(rows, weight[:shared].t())
-        exchange, exchanges = _sum_over_ranks(partial_sum, site, "tp.forward")
+        work = _sum_over_ranks(partial_sum, site, "tp.forward")
+        pieces = 2 if work.exchanges > 1 else 1
         output = x.new_empty(rows.shape[0], weight.shape[0])
         private = weight[shared:].t()
-        parts = zip(rows.chunk(exchanges), output[:, shared:].chunk(exchanges), strict=True)
+        parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
         for number, (part, destination) in enumerate(parts):
             if number:
-                exchange.advance()
+                work.advance()
             if bias is None:
                 torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
             else:
                 torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
-        total = exchange.wait()
+        total = work.wait()
         if bias is None:
             output[:, :shared] = total
         else:
@@ -65,30 +76,85 @@ class _PartialRowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
-        site, shared = ctx.site, ctx.shared
-        scale = math.sqrt(site.group.size())
+        shared, scale = ctx.shared, math.sqrt(ctx.site.group.size())
         rows = x.reshape(-1, x.shape[-1])
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         shared_gradient = grad_output[:, :shared].clone(memory_format=torch.contiguous_format)
-        exchange, exchanges = _sum_over_ranks(shared_gradient, site, "tp.backward")
+        work = _sum_over_ranks(shared_gradient, ctx.site, "tp.backward")
         private = grad_output[:, shared:]
-        grad_input = torch.matmul(private, weight[shared:])
-        if exchanges > 1:
-            exchange.advance()
-        grad_weight = grad_bias = None
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            of_private = torch.matmul(private, weight[shared:])
+            ctx.exchange.work = _Continued(
+                work, lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
+            )
+            grad_x = stand_in(x)
+        if work.exchanges > 1 and not ctx.exchange.waiting:
+            work.advance()
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight)
-            destination = grad_weight[shared:]
-            torch.addmm(destination, private.t(), rows, beta=0, alpha=scale, out=destination)
+            full = torch.empty_like(weight)
+            torch.addmm(full[shared:], private.t(), rows, beta=0, alpha=scale, out=full[shared:])
+
+            def finish() -> torch.Tensor:
+                torch.matmul(work.wait().t(), rows, out=full[:shared])
+                return full
+
+            ctx.gradient.finish = finish
+            grad_weight = stand_in(weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             # This rank's stream alone: the ranks' are summed once an iteration (caat_net_gradients.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
-        total = exchange.wait()
-        grad_input = torch.addmm(grad_input, total, weight[:shared], beta=scale)
-        if grad_weight is not None:
-            torch.matmul(total.t(), rows, out=grad_weight[:shared])
-        return grad_input.view(x.shape), grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class _Continued:
+    """A collective under way, and what makes the input gradient of its result."""
+
+    def __init__(self, work: CompressedWork, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.work, self.finish = work, finish
+
+    @property
+    def exchanges(self) -> int:
+        return self.work.exchanges
+
+    def advance(self) -> None:
+        self.work.advance()
+
+    def wait(self) -> torch.Tensor:
+        return self.finish(self.work.wait())
+
+
+class _FinishedLater:
+    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived."""
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], torch.Tensor] | None = None
+
+    def compute(self, like: torch.Tensor) -> torch.Tensor:
+        """Called when the engine comes to the weight's node."""
+        finish, self.finish = self.finish, None
+        return finish()
+
+
+class _LinearPuttingOff(torch.autograd.Function):
+    """``x @ weight.T + bias``; the weight's gradient is left to ``gradient``, behind another exchange."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, gradient):
+        ctx.save_for_backward(x, weight)
+        ctx.gradient, ctx.has_bias = gradient, bias is not None
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = torch.matmul(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        ctx.gradient.provide(lambda: (rows, x.reshape(-1, x.shape[-1])))
+        grad_bias = rows.sum(dim=0) if ctx.has_bias else None
+        return grad_input, stand_in(weight), grad_bias, None
 
 
 class _CopyToStreams(torch.autograd.Function):
@@ -102,8 +168,7 @@ class _CopyToStreams(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         gradient = grad_output.clone(memory_format=torch.contiguous_format)
-        exchange, _ = _sum_over_ranks(gradient, ctx.site, "tp.backward")
-        return exchange.wait(), None
+        return _sum_over_ranks(gradient, ctx.site, "tp.backward").wait(), None
 
 
 def partial_row_parallel_linear(
@@ -112,10 +177,13 @@ def partial_row_parallel_linear(
     bias: torch.Tensor | None,
     site: TensorParallelSite,
     shared_channels: int,
+    handover: Handover | None = None,
 ) -> torch.Tensor:
     """This rank's stream of a row-parallel linear layer whose first channels alone are summed (see above).
 
-    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype.
+    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. In the backward
+    its exchange runs behind the private channels' GEMMs and a weight gradient that ``handover`` brings;
+    overlap.py says how the autograd engine orders them.
 
     Args:
         x: ``[s, b, h_in / W]``.
@@ -123,11 +191,35 @@ def partial_row_parallel_linear(
         bias: ``[h_out]`` or None; its gradient is that of this rank's stream.
         site: where it communicates.
         shared_channels: k, 1 to ``h_out``.
+        handover: shared with the column-parallel layer that comes next, whose weight gradient is put off
+            until then.
 
     Returns:
         ``[s, b, h_out]``, bias included: the private channels are scaled with it.
     """
-    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels)
+    exchange, gradient = InputGradientExchange(), _FinishedLater()
+    if handover is not None:
+        handover.take()  # what nobody took belongs to another graph
+    if torch.is_grad_enabled():
+        weight = put_off(weight, gradient)
+        x = arrival(x, exchange)
+        if handover is not None:
+            handover.make(exchange)
+    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient)
+
+
+def linear_putting_off(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient: WeightGradient
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` without communication.
+
+    Args:
+        x: ``[s, b, h]``.
+        weight: ``[h_out / W, h]``, as ``Handover.take`` gives it.
+        bias: ``[h_out / W]`` or None.
+        gradient: computes the weight's gradient when the engine comes to it.
+    """
+    return _LinearPuttingOff.apply(x, weight, bias, gradient)
 
 
 def copy_to_streams(x: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:

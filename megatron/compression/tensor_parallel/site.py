@@ -77,22 +77,19 @@ class TensorParallelSite:
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "all_reduce", tensor.float, uncompressed_all_reduce)
 
-    def all_reduce_uncompressed(self, tensor: torch.Tensor, channel: str) -> tuple[CompressedWork, int]:
+    def all_reduce_uncompressed(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum over the group without a codec; ``tensor`` may come to hold the sum.
 
         Gradients (tp.backward) of 16 bits are summed in fp32 and rounded once; they travel as they are.
-
-        Returns:
-            The handle, and the number of exchanges that it makes.
         """
         kind = self.choose(channel, tensor.nbytes).kind
         if channel == "tp.backward" and tensor.itemsize == 2:
             for operation in ("all_to_all", "all_gather"):
                 self._count(channel, kind, operation, tensor.nbytes)
-            return fp32_all_reduce(tensor, self.group), 2
+            return fp32_all_reduce(tensor, self.group)
         self._count(channel, kind, "all_reduce", tensor.nbytes)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return CompressedWork(work, lambda: tensor), 1
+        return CompressedWork(work, lambda: tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum ``[W * n, ...]`` over the group; ``wait`` gives this rank's ``[n, ...]``."""
