@@ -31,9 +31,7 @@ from megatron.compression.tensor_parallel.overlap import (
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
-def _sum_over_ranks(
-    tensor: torch.Tensor, site: TensorParallelSite, channel: str
-) -> CompressedWork:
+def _sum_over_ranks(tensor: torch.Tensor, site: TensorParallelSite, channel: str) -> CompressedWork:
     """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
     if site.compresses(tensor.nbytes, channel):
         return site.all_reduce(tensor, channel)
