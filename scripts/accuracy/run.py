@@ -32,7 +32,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", default="campaign", help="trial, scratch, branch or campaign (plan.py)")
     parser.add_argument("--settings", nargs="*", help="names for the runs from scratch (settings.py)")
     parser.add_argument("--branch-settings", nargs="*", help="names for the branches")
-    parser.add_argument("--steps", type=int, default=1200, help="of a run from scratch")
+    parser.add_argument("--steps", type=int, default=1232, help="of a run from scratch")
     parser.add_argument("--branch-steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")

@@ -100,13 +100,15 @@ def _table() -> dict[str, Setting]:
     ]
     for bits in (8, 6, 5, 4):
         nearest, dither = f"int{bits}:128:single", f"int{bits}:128:single:dither"
+        stochastic = f"int{bits}:128:single:stochastic"
         settings += [
             everywhere(f"int{bits}-nearest", nearest),
             everywhere(f"int{bits}-dither", dither),
-            everywhere(f"int{bits}-stochastic", f"int{bits}:128:single:stochastic"),
+            everywhere(f"int{bits}-stochastic", stochastic),
             everywhere(f"int{bits}-meanfree", nearest, remove_mean=True),
             everywhere(f"int{bits}-dither-meanfree", dither, remove_mean=True),
             Setting(f"int{bits}-dither-hop2", nearest, dither, nearest, dither),
+            Setting(f"int{bits}-stochastic-hop2", nearest, stochastic, nearest, stochastic),
             Setting(f"int{bits}-nearest-forward", nearest, nearest),
             Setting(f"int{bits}-dither-forward", dither, dither),
             Setting(f"int{bits}-dither-backward", backward1=dither, backward2=dither),

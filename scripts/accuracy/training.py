@@ -20,7 +20,7 @@ from scripts.accuracy.settings import SETTINGS, Setting
 class Schedule:
     """AdamW with a warm-up and a cosine, one micro-batch a step."""
 
-    steps: int = 1200
+    steps: int = 1232
     batch: int = 32
     """Sequences a step."""
     learning_rate: float = 6e-4

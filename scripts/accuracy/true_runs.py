@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=4)
     parser.add_argument("--settings", nargs="+", default=["none", "paper", "int6-dither"])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1232)
     parser.add_argument("--size", choices=SHAPES, default="111m")
     parser.add_argument("--minutes", type=float, default=9.0)
     args, args.extra = parser.parse_known_args(argv)

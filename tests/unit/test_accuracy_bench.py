@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.accuracy import corpus, errors, layers, summarise
+from scripts.accuracy import corpus, error_tables, errors, layers, summarise
 from scripts.accuracy.exchange import Exchange, encode_partials, reduce_once
 from scripts.accuracy.model import GPT, ModelConfig, plain_forward
 from scripts.accuracy.plan import make_plan
@@ -250,3 +250,17 @@ def test_error_probe_leaves_the_model_alone_and_names_every_exchange():
             assert abs(row["bias"]) < 0.1
     assert any("histograms" in signal for signal in found["signals"])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_error_tables(tmp_path):
+    model = GPT(CONFIG)
+    model.initialise(1)
+    ids, targets = torch.randint(CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    found = errors.probe(model, ids, targets, ["int8:64:single"], 2, errors.default_histograms(CONFIG.layers))
+    stages = {"late-0": found, "initial": found}
+    assert error_tables.in_order(list(stages)) == ["initial", "late-0"]
+    rows = error_tables.codec_table(found)[2:]
+    assert len(rows) == 2 * (1 + 2 + 2), "hop 1; hop 2 and gathered slices also without the mean"
+    assert len(error_tables.signal_table(stages)) == 2 + 2 * 4
+    assert [path.name for path in error_tables.plots(stages, tmp_path)] == ["shared.png", "distributions.png"]
+    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
