@@ -37,7 +37,7 @@ def entropy_kernel(
     tile = tl.arange(0, T)[None, :]
     at = unit.to(tl.int64)[:, None] * per_unit + tile
     mask = (unit < units)[:, None] & (tile < per_unit)
-    tiles = units.to(tl.int64) * per_unit
+    tiles = tl.full((), 1, tl.int64) * units * per_unit  # units may be a constant 1
     total = tl.sum(tl.load(sums + at, mask=mask, other=0.0), axis=1)
     weighted = tl.sum(tl.load(sums + tiles + at, mask=mask, other=0.0), axis=1)
     meaningful = (total > 0.0) & (total < LARGEST_SUM)
