@@ -1,27 +1,31 @@
 """Pretrain Qwen2.5 or Qwen3: `torchrun pretrain_qwen.py --qwen-model 2.5-7b <any Megatron-LM flags>`."""
 
+# Nothing heavy is imported at the top: saving a checkpoint spawns processes that import this file again.
+
 import os
 import sys
 from argparse import ArgumentParser
 
-from megatron import host
-from megatron.compression.versions import MEGATRON_CORE_VERSION
-
-host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
-
-from megatron.compression import entrypoint  # noqa: E402
-from megatron.compression.arguments import add_compression_arguments  # noqa: E402
-from megatron.compression.config import CompressionConfigError  # noqa: E402
-from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
-
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """All flags that are not Megatron's."""
+    from megatron.compression.arguments import add_compression_arguments
+    from megatron.compression.qwen.flags import add_qwen_arguments
+
     return add_qwen_arguments(add_compression_arguments(parser))
 
 
 def main() -> None:
     """Expand `--qwen-model`, parse the command line, then train. Bad input ends the run with one line."""
+    from megatron import host
+    from megatron.compression.versions import MEGATRON_CORE_VERSION
+
+    host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+
+    from megatron.compression import entrypoint
+    from megatron.compression.config import CompressionConfigError
+    from megatron.compression.qwen.flags import expand
+
     with host.one_line_errors(CompressionConfigError):
         if not {"-h", "--help"}.intersection(sys.argv):
             sys.argv[1:], added = expand(sys.argv[1:])

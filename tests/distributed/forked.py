@@ -1,28 +1,17 @@
-"""Many short runs of pretrain_gpt.py on CPU: ranks are forked from one process that has loaded Megatron.
+"""Runs of pretrain_gpt.py on CPU, with what their ranks held at the end.
 
-A rank runs the script itself with the environment that torchrun sets; what it saves is five seconds of
-imports. Beside the output a run gives what its ranks held at the end: losses at full precision, parameters,
-the ledger.
+That is losses at full precision, parameters and the ledger.
 """
 
 import hashlib
-import multiprocessing as mp
-import os
-import runpy
-import sys
-import time
-import traceback
+import pickle
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.launch import REPO, START_FAST, free_port
-
-_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": os.pathsep.join([str(START_FAST), str(REPO)]),
-}
+from tests.distributed.launch import Started, free_port
+from tests.distributed.server import Forked, rank_environment, run_script
 
 
 @dataclass
@@ -70,69 +59,25 @@ def pretrain(*flags: str, ranks: int, directory: Path, timeout: float = 300, che
         timeout: seconds, after which the ranks are killed and the test fails.
         check: require that the run succeeds.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)  # the server inherits it at its start
-    log, results, port = directory / f"log-{time.monotonic_ns()}", context.SimpleQueue(), free_port()
-    began = time.monotonic()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, ranks, port, flags, log, results))
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        gathered: dict[int, RankResult] = {}
-        while any(process.is_alive() for process in processes) or not results.empty():
-            if not results.empty():
-                rank, result = results.get()
-                gathered[rank] = result
-                continue
-            failed = any(process.exitcode for process in processes)
-            if failed or time.monotonic() - began > timeout:
-                time.sleep(5)  # the others' last words
-                break
-            time.sleep(0.02)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    output = log.read_text() if log.exists() else ""
-    codes = [process.exitcode for process in processes]
-    failed = next((code for code in codes if code and code > 0), next((code for code in codes if code), 0))
-    complete = [gathered[rank] for rank in range(ranks)] if len(gathered) == ranks else []
-    run = ForkedRun(failed, output, complete, time.monotonic() - began)
-    assert not check or (failed == 0 and complete), f"exit status {codes}:\n{output[-6000:]}"
-    return run
+    port, results = free_port(), Path(tempfile.mkdtemp(prefix="results-", dir=directory))
+    started = Started([])
+    for rank in range(ranks):
+        own = rank_environment(rank, ranks, port)
+        started.processes.append(Forked(own, _rank_main, flags, results / str(rank)))
+        started.read(started.processes[-1])
+    run = started.finish(timeout)
+    files = [results / str(rank) for rank in range(ranks)]
+    complete = [pickle.loads(file.read_bytes()) for file in files] if all(f.exists() for f in files) else []
+    good = run.returncode == 0 and len(complete) == ranks
+    assert good or not check, f"exit status {run.returncode}:\n{run.output[-6000:]}"
+    return ForkedRun(run.returncode, run.output, complete, run.seconds)
 
 
-def _rank_main(rank: int, ranks: int, port: int, flags: tuple[str, ...], log: Path, results) -> None:
-    with open(log, "a") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        from megatron.host import devices
-
-        devices.install()  # the number of devices is this run's
-        result, finish = _capture()
-        os.chdir(REPO)
-        sys.argv = ["pretrain_gpt.py", *flags]
-        runpy.run_path(str(REPO / "pretrain_gpt.py"), run_name="__main__")
-        finish()
-        results.put((rank, result))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a peer may be inside a collective
-    sys.stdout.flush()
+def _rank_main(flags: tuple[str, ...], results: Path) -> None:
+    result, finish = _capture()
+    run_script("pretrain_gpt.py", list(flags))
+    finish()
+    results.write_bytes(pickle.dumps(result))
 
 
 def _capture() -> tuple[RankResult, Callable[[], None]]:

@@ -4,7 +4,8 @@
     run.losses()        {iteration: lm loss} from the log, seven digits
     run.exact_losses()  the same from the run's report, every digit
 
-`start` sets the variables that torchrun sets and spares its own start-up (3 s); `torchrun` is the real one.
+`start` sets the variables that torchrun sets and forks the ranks from server.py, which spares torchrun's
+start-up (3 s) and each rank's (6 s); `torchrun` is the real one.
 """
 
 import json
@@ -22,8 +23,7 @@ from pathlib import Path
 
 import psutil
 
-REPO = Path(__file__).parents[2]
-START_FAST = Path(__file__).parent / "start_fast"
+from tests.distributed.server import REPO, Forked, rank_environment, run_script
 
 # A model of 2 layers on made-up data, on CPU: 20 to 60 ms for a micro-batch.
 TINY = {
@@ -48,6 +48,8 @@ TINY = {
     "--eval-interval": "1000",
     "--distributed-timeout-minutes": "2",
 }
+
+START_FAST = Path(__file__).parent / "start_fast"
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 
@@ -92,12 +94,12 @@ class Run:
 class Started:
     """A run in progress: its processes, by rank, and what they have printed so far."""
 
-    processes: list[subprocess.Popen]
+    processes: list[subprocess.Popen | Forked]
     lines: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     report: Path | None = None
 
-    def read(self, process: subprocess.Popen) -> None:
+    def read(self, process: subprocess.Popen | Forked) -> None:
         """Collect a process's output in the background: a full pipe would stop it."""
         reader = threading.Thread(target=self._collect, args=(process.stdout,), daemon=True)
         reader.start()
@@ -115,7 +117,7 @@ class Started:
             assert alive and time.monotonic() < deadline, f"no {text!r} in:\n{''.join(self.lines[-40:])}"
             time.sleep(0.05)
 
-    def finish(self, timeout: float, grace: float = 5.0) -> Run:
+    def finish(self, timeout: float, grace: float = 1.0) -> Run:
         """Wait for the end. When one rank fails the others get `grace` seconds, as under torchrun.
 
         Raises: AssertionError after `timeout` seconds, with the output's end.
@@ -171,24 +173,12 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", **settings, **extra}
 
 
-def _popen(command: list[str], env: dict[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        command, env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
     """Start `script` (relative to the repository) in `processes` ranks on this host."""
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-    }
-    started = Started([])
+    started, port = Started([]), free_port()
     for rank in range(processes):
-        own = environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), **env)
-        started.processes.append(_popen([sys.executable, script, *arguments], own))
+        own = rank_environment(rank, processes, port) | env
+        started.processes.append(Forked(own, run_script, script, list(arguments)))
         started.read(started.processes[-1])
     return started
 
@@ -197,7 +187,15 @@ def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> St
     """Start `script` under torchrun itself."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
-    started = Started([_popen(command, environment(**env))])
+    process = subprocess.Popen(
+        command,
+        env=environment(**env),
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    started = Started([process])
     started.read(started.processes[0])
     return started
 

@@ -1,8 +1,40 @@
-"""Imported once by the fork server of forked.py: everything that a rank of pretrain_gpt.py loads."""
+"""Imported once by the server of server.py: everything that a rank of pretrain_gpt.py ever loads."""
+
+import argparse
+import functools
+import gc
+import importlib
 
 from megatron import host
 from megatron.compression.versions import MEGATRON_CORE_VERSION
 
 host.prepare(MEGATRON_CORE_VERSION)
 
-from megatron.compression import entrypoint, weave  # noqa: E402, F401
+for name in (
+    *("megatron.compression.entrypoint", "megatron.compression.qwen.session"),
+    # what Megatron and torch load while a run goes on
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text.models",
+    *("torch._dynamo", "torch._inductor.utils", "torch.onnx", "torch.utils._device"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    *("matplotlib.pyplot", "tensorboard.summary.writer.event_file_writer", "pytest"),
+):
+    importlib.import_module(name)
+
+
+def read_flags_once() -> None:
+    """Keep the help texts that Megatron reads from its own source to build the parser: a second a rank."""
+    from megatron.training.argument_utils import ArgumentGroupFactory as Factory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read = Factory._get_field_docstrings
+    kept = functools.cache(lambda config: read(object.__new__(Factory), config))
+    Factory._get_field_docstrings = lambda self, config: kept(config)
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+read_flags_once()
+gc.collect()
+gc.freeze()  # nothing of this is garbage later: collections in the ranks need not walk it

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.distributed import server
+
 
 def spawn(
     function: Callable, world_size: int, *args: Any, backend: str = "gloo", timeout: float = 240
@@ -26,7 +28,7 @@ def spawn(
     Raises:
         AssertionError: a rank failed (with its traceback) or did not end in time.
     """
-    context = mp.get_context("spawn")
+    context = server.context() if backend == "gloo" else mp.get_context("spawn")  # CUDA and forks do not mix
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
