@@ -7,6 +7,7 @@ class, but it intercepts every other operation as well: a tiny model's iteration
 import functools
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,7 @@ def _wrap_to(original):
 
 def install() -> None:
     """Wrap the factories and the Tensor methods that move a tensor to the device."""
+    _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor = torch.Tensor

@@ -37,6 +37,8 @@ seen["kept dtype"] = str(made[5].dtype)
 one = torch.ones(1)
 seen["type"] = [one.type(), one.bfloat16().type(), one.type("torch.IntTensor").type()]
 seen["ranks on this host"] = torch.cuda.device_count()
+with torch.device("meta"):
+    seen["meta"] = str(torch.empty(2).device)
 
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 tracker = CudaRNGStatesTracker()
@@ -68,6 +70,7 @@ def test_without_cuda():
     assert seen["kept dtype"] == "torch.bfloat16"
     assert seen["type"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.cuda.IntTensor"]
     assert seen["ranks on this host"] == 4
+    assert seen["meta"] == "meta"
     # Each stream of the tracker goes on where it stopped, nested or not, and the outer one does not notice.
     assert seen["drawn"] == {"a": seen["a"], "b": seen["b"]}
     assert seen["outside"][0] == seen["outside"][1]
