@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.config import CompressionConfigError
+from megatron.compression.data_parallel.tagc_monitor import monitor_line, monitor_scalars
 from megatron.compression.report import write_report
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.telemetry import CHANNELS, KINDS
@@ -58,16 +59,20 @@ class Reporter:
         if iteration % self.log_interval:
             return
         per_iteration = self._bytes_per_iteration()
+        sketches = self._sketches()
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         print(log_line(iteration, self.train_iters, per_iteration), flush=True)
+        if sketches is not None and self.runtime.gradient_kind() == "compressed":
+            print(f" compression: {monitor_line(sketches)}", flush=True)
         self._say_what_stays_uncompressed(per_iteration)
         if self.tensorboard is not None:
             for tag, value in tensorboard_scalars(per_iteration).items():
                 self.tensorboard.add_scalar(tag, value, iteration)
-        self._append(
-            {"iteration": iteration, "losses": _floats(losses), "bytes_per_iteration": per_iteration}
-        )
+            for tag, value in monitor_scalars(sketches).items():
+                self.tensorboard.add_scalar(tag, value, iteration)
+        row = {"iteration": iteration, "losses": _floats(losses), "bytes_per_iteration": per_iteration}
+        self._append(row | monitor_scalars(sketches))
 
     def before_evaluate(self, split: str) -> None:
         """Keep the traffic of an evaluation apart."""
@@ -101,11 +106,10 @@ class Reporter:
 
     def _bytes_per_iteration(self) -> dict[str, dict[str, dict[str, float]]]:
         totals = _flat_totals(self.runtime.ledger.totals())
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         difference = torch.tensor(
             [now - before for now, before in zip(totals, self._logged_totals, strict=True)],
             dtype=torch.float64,
-            device=device,
+            device=_reduction_device(),
         )
         dist.all_reduce(difference)
         values = (difference / dist.get_world_size() / max(1, self._iterations_since_log)).tolist()
@@ -120,6 +124,15 @@ class Reporter:
             if used:
                 result[channel] = used
         return result
+
+    def _sketches(self) -> torch.Tensor | None:
+        """What TAGC's sketches could not recover since the last log line, summed over the ranks."""
+        monitor = getattr(self.runtime.gradient_sync, "monitor", None)
+        if monitor is None:
+            return None
+        reading = monitor.take().to(_reduction_device())
+        dist.all_reduce(reading)
+        return reading
 
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         if self.runtime.tensor_parallel_codec is None or "small" in self._said:
@@ -166,6 +179,12 @@ def read_history(path: Path) -> list[dict]:
             row = json.loads(line)
             rows[row["iteration"], row.get("split")] = row
     return sorted(rows.values(), key=lambda row: row["iteration"])
+
+
+def _reduction_device() -> torch.device:
+    """Where tensors live that all ranks reduce."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def log_line(iteration: int, train_iters: int, per_iteration: dict) -> str:

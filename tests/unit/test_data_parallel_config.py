@@ -10,6 +10,7 @@ from megatron.compression.data_parallel.checks import check_data_parallel, idle_
 from megatron.compression.data_parallel.topology import group_by_node
 
 ON = {"dp_compression": "sdp4bit"}
+TAGC = {"dp_compression": "tagc"}
 MEGATRON = Namespace(
     use_distributed_optimizer=True,
     bf16=True,
@@ -36,6 +37,14 @@ def test_the_preset() -> None:
     assert not plain.quantized_weights and plain.quantized_gradients
     weights = _check({**ON, "quantized_weights": True})
     assert weights.quantized_weights and not weights.quantized_gradients
+
+
+def test_tagc_keeps_error_feedback() -> None:
+    """In fp32 unless it is asked for in 8 bits; weights are compressed only on request."""
+    plain = _check(TAGC)
+    assert plain.dp_error_feedback == "fp32" and not plain.quantized_weights
+    assert _check({**TAGC, "dp_error_feedback": "int8"}).dp_error_feedback == "int8"
+    assert _check({**TAGC, "quantized_weights": True, "wq_group_size": 512}).quantized_weights
 
 
 def test_flags_of_the_authors() -> None:
@@ -65,6 +74,13 @@ def test_flags_of_the_authors() -> None:
         ({**ON, "dp_intra_node_size": 0}, "--dp-intra-node-size 0 must be"),
         ({**ON, "dp_error_feedback_average": 0.5}, "without --dp-error-feedback"),
         ({**ON, "dp_error_feedback": "fp32", "dp_error_feedback_average": 2.0}, r"must lie in \(0, 1\]"),
+        ({**ON, "tagc_sparsity": 0.9}, "--tagc-sparsity given without TAGC"),
+        ({"tagc_cell_bits": 32}, "add --dp-compression tagc"),
+        ({**TAGC, "gq_group_size_inter": 64}, "--gq-group-size-inter given, but --dp-compression tagc"),
+        ({**TAGC, "tagc_sparsity": 0.3}, r"--tagc-sparsity 0.3 must lie in \[0.5, 0.98\]"),
+        ({**TAGC, "tagc_sketch_ratio": 0.5}, "--tagc-sketch-ratio 0.5 must lie in"),
+        ({**TAGC, "tagc_cell_bits": 8}, "--tagc-cell-bits 8 must be 16 or 32"),
+        ({**TAGC, "tagc_layers": "mlp,norm"}, "--tagc-layers mlp,norm: 'norm' is unknown"),
     ],
 )
 def test_impossible_settings(settings: dict, message: str) -> None:

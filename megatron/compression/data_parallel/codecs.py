@@ -1,6 +1,7 @@
 """From the settings to what compresses gradients and weights."""
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, WeightCodec
 from megatron.compression.data_parallel.config import DataParallelCompression
@@ -12,7 +13,11 @@ from megatron.compression.data_parallel.sdp4bit import (
     GroupGradientCodec,
     PlainWeightCodec,
 )
+from megatron.compression.data_parallel.tagc import TagcGradientSync, TagcSettings
+from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
+from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
 from megatron.compression.data_parallel.weights import ExactWeightCodec
+from taco_kernels.homomorphic import EXACT_LOAD, SketchConfig
 from taco_kernels.sdp4bit import GroupFormat
 
 GradientSyncFactory = Callable[[GradientBucket], GradientSync]
@@ -26,7 +31,11 @@ def data_parallel_codecs(
     Args:
         settings: ``resolved``, so that nothing stands for its parts any more.
     """
-    gradients = sdp4bit_gradients(settings) if settings.quantized_gradients else None
+    gradients = None
+    if settings.dp_compression == "tagc":
+        gradients = TagcGradients(settings)
+    elif settings.quantized_gradients:
+        gradients = sdp4bit_gradients(settings)
     weights = None
     if settings.quantized_weights:
         kind = DifferenceWeightCodec if settings.weight_difference else PlainWeightCodec
@@ -51,6 +60,37 @@ def sdp4bit_gradients(settings: DataParallelCompression) -> GradientSyncFactory:
     return build
 
 
+class TagcGradients:
+    """Builds TAGC's gradient sums.
+
+    Args:
+        settings: ``resolved``.
+    """
+
+    def __init__(self, settings: DataParallelCompression) -> None:
+        self.monitor = TagcMonitor()
+        """Of all buckets; the reporter reads it."""
+        self._flags = settings
+        keep = 1 - settings.tagc_sparsity
+        ratio = settings.tagc_sketch_ratio or EXACT_LOAD / keep
+        sketch = SketchConfig(ratio=ratio, cell_bits=settings.tagc_cell_bits)
+        self.settings = TagcSettings(keep, parse_tagc_layers(settings.tagc_layers), sketch)
+
+    def __call__(self, bucket: GradientBucket) -> TagcGradientSync:
+        return TagcGradientSync(bucket, self.settings, partial(error_feedback, self._flags), self.monitor)
+
+    def describe(self) -> str:
+        """For the log."""
+        sketch, flags = self.settings.sketch, self._flags
+        line = (
+            f"{flags.tagc_sparsity:g} of the gradients of {' and '.join(sorted(self.settings.layers))} left "
+            f"out, the others summed as sketches of {sketch.cell_bits / sketch.ratio + 1:.2f} bits a value"
+        )
+        if flags.gradients_quantization_start_iteration:
+            line += f", from iteration {flags.gradients_quantization_start_iteration}"
+        return line
+
+
 def describe_data_parallel(settings: DataParallelCompression) -> str:
     """For the log: what travels how."""
     parts = []
@@ -67,6 +107,8 @@ def describe_data_parallel(settings: DataParallelCompression) -> str:
         if settings.gradients_quantization_start_iteration:
             line += f", from iteration {settings.gradients_quantization_start_iteration}"
         parts.append(line)
+    if settings.dp_compression == "tagc":
+        parts.append(TagcGradients(settings).describe())
     if settings.dp_error_feedback != "none":
         parts.append(f"error feedback in {settings.dp_error_feedback}")
     return f"data parallelism uses {settings.dp_compression}: {'; '.join(parts)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.compression.config_errors import CompressionConfigError, changed_flags, flag_name
+from megatron.compression.data_parallel.tagc_config import check_tagc
 
 BITS = (4, 8)
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -24,10 +25,11 @@ class DataParallelCompression:
     names those of its authors.
     """
 
-    dp_compression: Literal["none", "sdp4bit"] = "none"
+    dp_compression: Literal["none", "sdp4bit", "tagc"] = "none"
     """Compression of data-parallel traffic: sdp4bit = 4-bit weight differences, and gradients in 8 bits
     inside a node and 4 bits between nodes. Alone it means --quantized-weights (with
-    --use-distributed-optimizer) and --quantized-gradients."""
+    --use-distributed-optimizer) and --quantized-gradients. tagc = the largest gradients only, summed as
+    sketches, with error feedback; --quantized-weights can be added."""
 
     quantized_weights: bool = False
     """SDP4Bit: gather the quantised difference between the updated and the current weights instead of the
@@ -75,11 +77,29 @@ class DataParallelCompression:
 
     dp_error_feedback: Literal["none", "fp32", "int8"] = "none"
     """Remember what the compression of a gradient lost and add it to the next one: fp32, or int8 (LoCo's
-    moving average in 8 bits). Saved in checkpoints."""
+    moving average in 8 bits). Saved in checkpoints. With tagc fp32 is the default, and it cannot be left
+    out."""
 
     dp_error_feedback_average: float = 1.0
     """Weight of the newest error in the moving average that error feedback keeps, in (0, 1]. 1 keeps the
     newest error only, and so nothing is ever lost; LoCo takes less."""
+
+    tagc_sparsity: float = 0.8
+    """TAGC: share of the summed gradients that is left out of an iteration, from 0.5 to 0.98. Each rank sends
+    its largest values, at most the rest of them, and fewer where the ranks' choices differ so much that
+    together they would not fit the sketch."""
+
+    tagc_layers: str = "mlp,embedding"
+    """TAGC: weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
+    attention, separated by commas, or all. The others go uncompressed, and so do biases and norms."""
+
+    tagc_sketch_ratio: float | None = None
+    """TAGC: gradient values a cell of the sketch; by default what --tagc-sparsity needs to be recovered
+    exactly, 3.85 at 0.8. A larger one sends fewer bytes and fewer values."""
+
+    tagc_cell_bits: int = 16
+    """TAGC: bits of a cell of the sketch, 16 or 32: precision of what is sent, to 15 or 24 bits less log2 of
+    the ranks below the largest of 1024 neighbours. The rest stays in error feedback."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -110,6 +130,7 @@ class DataParallelCompression:
             raise CompressionConfigError(
                 "--dp-error-feedback-average given without --dp-error-feedback fp32 or int8"
             )
+        check_tagc(self)
         if not self.enabled and (idle := changed_flags(self)):
             raise CompressionConfigError(
                 f"{', '.join(idle)} given, but data-parallel compression is off; add --dp-compression sdp4bit"
@@ -121,7 +142,9 @@ class DataParallelCompression:
         return self.dp_compression != "none"
 
     def resolved(self, use_distributed_optimizer: bool) -> "DataParallelCompression":
-        """``--dp-compression sdp4bit`` alone, spelled out as the parts that it means."""
+        """What ``--dp-compression`` alone leaves to be understood, spelled out: parts, error feedback."""
+        if self.dp_compression == "tagc" and self.dp_error_feedback == "none":
+            return replace(self, dp_error_feedback="fp32")
         if self.dp_compression != "sdp4bit" or self.quantized_weights or self.quantized_gradients:
             return self
         return replace(self, quantized_weights=use_distributed_optimizer, quantized_gradients=True)

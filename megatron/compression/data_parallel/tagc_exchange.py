@@ -1,0 +1,70 @@
+"""The exchanges of a TAGC reduction, counted: compressed parts, and what goes uncompressed beside them."""
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.data_parallel.bucket import GradientBucket
+from megatron.compression.data_parallel.topology import INTER, INTRA
+from megatron.compression.telemetry import bytes_sent
+
+
+def start_maximum(notes: torch.Tensor, bucket: GradientBucket) -> dist.Work:
+    """Start the elementwise maximum of uint8 ``notes`` over the group, in place."""
+    topology = bucket.topology
+    work = dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=topology.group, async_op=True)
+    sent = bytes_sent("all_reduce", notes.numel(), topology.world_size)
+    for link, part in topology.split("all_reduce", sent).items():
+        if part:
+            bucket.ledger.record("dp.gradient", "compressed", "all_reduce", part, 0, link)
+    return work
+
+
+def start_all_reduce(values: torch.Tensor, bucket: GradientBucket) -> dist.Work:
+    """Start the exact sum of what is not compressed, in place and in its own type."""
+    topology = bucket.topology
+    work = dist.all_reduce(values, group=topology.group, async_op=True)
+    topology.record_uncompressed(bucket.ledger, "dp.gradient", "excluded", "all_reduce", values.nbytes)
+    return work
+
+
+def start_to_owners(
+    payloads: list[torch.Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
+) -> tuple[torch.Tensor, dist.Work]:
+    """Start sending every rank of a group its payload, of a size that may differ from rank to rank.
+
+    Args:
+        payloads: uint8, by rank of the group.
+        exact_bytes: how much of each payload is uncompressed.
+        bucket: topology and ledger.
+        link: the group: None = all ranks, intra = this node's, inter = those with this rank's index.
+
+    Returns:
+        uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle. What goes to one rank has
+        the same size from every rank.
+    """
+    topology = bucket.topology
+    group = {None: topology.group, INTRA: topology.intra, INTER: topology.inter}[link]
+    sizes, rank = [payload.numel() for payload in payloads], group.rank()
+    received = payloads[0].new_empty((group.size(), sizes[rank]))
+    work = dist.all_to_all_single(
+        received.view(-1),
+        torch.cat(payloads),
+        output_split_sizes=[sizes[rank]] * group.size(),
+        input_split_sizes=sizes,
+        group=group,
+        async_op=True,
+    )
+    compressed = [size - exact for size, exact in zip(sizes, exact_bytes, strict=True)]
+    for kind, parts in (("compressed", compressed), ("excluded", exact_bytes)):
+        sent = {INTRA: 0, INTER: 0}
+        for other, part in enumerate(parts):
+            if other != rank:
+                same_node = link == INTRA or (
+                    link is None and other // topology.local == rank // topology.local
+                )
+                sent[INTRA if same_node else INTER] += part
+        for where, part in sent.items():
+            if part:
+                plain = part if kind == "excluded" else 0
+                bucket.ledger.record("dp.gradient", kind, "all_to_all", part, plain, where)
+    return received, work

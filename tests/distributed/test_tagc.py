@@ -1,0 +1,265 @@
+"""TAGC over real process groups: conservation to the bit, bytes, non-finite gradients, training."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from taco_kernels.homomorphic import Layout, SketchConfig
+from tests.distributed.forked import pretrain
+from tests.distributed.launch import tiny_flags
+from tests.distributed.spawn import spawn
+
+LAYERS = frozenset({"mlp", "embedding"})
+SHAPES = [  # in the order of a bucket; 60 values of padding at the end
+    ("decoder.layers.0.mlp.linear_fc1.weight", (256, 64)),
+    ("decoder.layers.0.mlp.linear_fc1.bias", (256,)),
+    ("decoder.layers.0.self_attention.linear_qkv.weight", (192, 64)),
+    ("decoder.layers.0.mlp.linear_fc2.weight", (64, 256)),
+    ("embedding.word_embeddings.weight", (500, 64)),
+]
+
+
+def settings_of(cell_bits: int = 16):
+    """The default flags."""
+    from megatron.compression.data_parallel.tagc import TagcSettings
+
+    return TagcSettings(0.2, LAYERS, SketchConfig(ratio=3.85, cell_bits=cell_bits))
+
+
+def make_sync(sharded: bool, dtype: torch.dtype, cell_bits: int = 16, node_size: int | None = None):
+    """A sync over a made-up bucket, and its ledger and monitor."""
+    from megatron.compression.data_parallel import tagc, tagc_layers
+    from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
+    from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+    from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
+    from megatron.compression.data_parallel.topology import find_topology
+    from megatron.compression.telemetry import Ledger
+
+    tagc_layers.SMALLEST = 8192
+    spans, start = [], 0
+    for name, shape in SHAPES:
+        parameter = torch.nn.Parameter(torch.zeros(shape))
+        spans.append(ParameterSpan(name, parameter, start, start + parameter.numel()))
+        start += parameter.numel()
+    flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype)
+    topology = find_topology(dist.group.WORLD, node_size)
+    bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
+    return tagc.TagcGradientSync(bucket, settings_of(cell_bits), ErrorFeedback, TagcMonitor())
+
+
+def fill(sync, step: int, rank: int, alike: float = 0.5) -> torch.Tensor:
+    """New gradients, partly the same on all ranks; zeros outside of parameters. Returns them in fp32."""
+    flat = sync.bucket.gradients
+    for key, part in ((step, alike), (1000 + 10 * step + rank, 1 - alike)):
+        g = torch.Generator().manual_seed(key)
+        values = torch.randn(flat.numel(), generator=g) * torch.randn(flat.numel(), generator=g).exp() * part
+        flat.copy_(values if key == step else flat.float() + values)
+    inside = torch.zeros(flat.numel(), dtype=torch.bool)
+    for span in sync.bucket.spans:
+        inside[span.start : span.end] = True
+    flat.masked_fill_(~inside, 0.0)
+    return flat.float().clone()
+
+
+def total_of(x: torch.Tensor) -> torch.Tensor:
+    """float64 sum over ranks."""
+    total = x.double()
+    dist.all_reduce(total)
+    return total
+
+
+def compressed_mask(sync) -> torch.Tensor:
+    """Which values go through sketches."""
+    mask = torch.zeros(sync.bucket.numel, dtype=torch.bool)
+    for share in sync.shares:
+        for begin, end in share.compressed:
+            mask[begin:end] = True
+    return mask
+
+
+def _sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None:
+    for sharded, dtype, cell_bits in (
+        (True, torch.float32, 32),
+        (True, torch.bfloat16, 16),
+        (False, torch.float32, 16),
+        (False, torch.bfloat16, 32),
+    ):
+        sync = make_sync(sharded, dtype, cell_bits, node_size)
+        flat, mask = sync.bucket.gradients, compressed_mask(sync)
+        shard = torch.zeros(flat.numel(), dtype=torch.bool)
+        size = flat.numel() // world_size
+        shard[rank * size : (rank + 1) * size] = True
+        mine = shard if sharded else torch.ones_like(shard)
+        for step in range(2):
+            before = sync.state()["error_feedback"].clone()
+            gradients = fill(sync, step, rank)
+            sync.start().wait()
+            after = sync.state()["error_feedback"]
+            # nothing is lost: what has arrived and what is remembered make up what there was
+            there = total_of(gradients) + total_of(before)
+            remembered = total_of(after)
+            arrived = flat.double()
+            ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22
+            bound = total_of(gradients.abs()) * ulp + (there - remembered).abs() * ulp + 1e-6
+            assert bool(((arrived - (there - remembered)).abs() <= bound)[mine].all())
+            assert not after[~mask].any() and bool(after[mask].any())
+            kept = (flat != 0)[mine & mask].float().mean()
+            assert 0.1 < kept < 0.2, kept
+            if not sharded:
+                copies = [torch.empty_like(flat) for _ in range(world_size)]
+                dist.all_gather(copies, flat)
+                assert all(torch.equal(copy, flat) for copy in copies)
+        _, union, leftovers, room = sync.monitor.take().tolist()
+        assert leftovers == 0 and 0.7 < union / room < 1
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
+def test_nothing_is_lost_and_replicas_agree(world_size: int, node_size: int | None) -> None:
+    spawn(_sum_worker, world_size, node_size)
+
+
+def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
+    sync = make_sync(True, torch.float32)
+    fill(sync, 0, rank)
+    sent = []
+    original = dist.all_to_all_single
+
+    def recorded(output, source, output_split_sizes=None, input_split_sizes=None, **more):
+        sent.append(sum(n for owner, n in enumerate(input_split_sizes) if owner != rank))
+        assert source.numel() == sum(input_split_sizes)
+        return original(output, source, output_split_sizes, input_split_sizes, **more)
+
+    dist.all_to_all_single = recorded
+    sync.start().wait()
+    dist.all_to_all_single = original
+    kinds = {"compressed": 0, "excluded": 0}
+    for row in sync.bucket.ledger.rows():
+        if row["operation"] == "all_to_all":
+            kinds[row["kind"]] += row["sent_bytes"]
+    assert sum(kinds.values()) == sum(sent)
+    wires = sum(
+        Layout(settings_of().sketch, share.compressed_numel).wire_bytes
+        for owner, share in enumerate(sync.shares)
+        if owner != rank and share.compressed
+    )
+    assert kinds["compressed"] == wires
+    exact = sum(4 * share.exact_numel for owner, share in enumerate(sync.shares) if owner != rank)
+    assert 0 <= kinds["excluded"] - exact < 64 * world_size
+    return {
+        "wires": wires,
+        "values": sum(share.compressed_numel for o, share in enumerate(sync.shares) if o != rank),
+    }
+
+
+def _non_finite_worker(rank: int, world_size: int, sharded: bool) -> None:
+    sync = make_sync(sharded, torch.float32)
+    fill(sync, 0, rank)
+    sync.start().wait()
+    before = sync.state()["error_feedback"].clone()
+    fill(sync, 1, rank)
+    if rank == 1:
+        sync.bucket.gradients[100] = float("inf")
+    sync.start().wait()
+    seen = torch.tensor([float(not sync.bucket.gradients[:64].isfinite().all())])
+    seen += float(not sync.bucket.gradients[64:128].isfinite().all())
+    dist.all_reduce(seen)
+    assert seen.item() > 0, "a non-finite gradient shows in the result"
+    after = sync.state()["error_feedback"]
+    part = slice(*sync.shares[0].compressed[0])
+    assert after.isfinite().all() and torch.equal(after[part], before[part])
+    fill(sync, 2, rank)
+    sync.start().wait()
+    mine = sync.bucket.shard if sharded else sync.bucket.gradients
+    assert mine.isfinite().all()
+
+
+def _state_worker(rank: int, world_size: int) -> None:
+    for sharded in (True, False):
+        first = make_sync(sharded, torch.float32)
+        for step in range(2):
+            fill(first, step, rank)
+            first.start().wait()
+        state = {slot: value.clone() for slot, value in first.state().items()}
+        resumed = make_sync(sharded, torch.float32)
+        resumed.load_state(state)
+        results = []
+        for sync in (first, resumed):
+            fill(sync, 2, rank)
+            sync.start().wait()
+            results.append((sync.bucket.gradients.clone(), sync.state()["error_feedback"]))
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+        resumed.load_state({})
+        assert not resumed.state()["error_feedback"].any()
+
+
+def _single_step_worker(rank: int, world_size: int) -> dict[str, int]:
+    for sharded in (True, False):
+        _non_finite_worker(rank, world_size, sharded)
+    _state_worker(rank, world_size)
+    return _bytes_worker(rank, world_size)
+
+
+def test_bytes_non_finite_gradients_and_a_resumed_state() -> None:
+    """The ledger counts what is sent, a NaN shows and poisons nothing, a resumed sum has the same bits."""
+    for sizes in spawn(_single_step_worker, 2):
+        assert 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6, "16 / 3.85 + 1 bits a value"
+
+
+def _training_worker(rank: int, world_size: int, iterations: int) -> list[list[float]]:
+    from megatron.compression.data_parallel import tagc_layers
+    from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
+
+    tagc_layers.SMALLEST = 2048
+    start(rank)
+    everything = []
+    tagc = Setup(settings={"dp_compression": "tagc"}, bucket_size=50_000)
+    plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
+    for setup, count in ((tagc, iterations), (plain, iterations // 3)):
+        training, losses = train(rank, setup, count)
+        assert same_everywhere(training.digest())
+        kinds = {(row["channel"], row["kind"]) for row in training.runtime.ledger.rows()}
+        assert ("dp.gradient", "compressed") in kinds and ("dp.gradient", "excluded") in kinds
+        assert ("dp.gradient", "off") not in kinds
+        values, union, leftovers, _ = training.runtime.gradient_sync.monitor.take().tolist()
+        assert values > 0 and union > 0 and leftovers < 0.001 * union
+        everything.append(losses)
+    return everything
+
+
+def test_training_learns_and_weights_agree_after_50_iterations() -> None:
+    for sharded, plain in spawn(_training_worker, 2, 50):
+        for losses in (sharded, plain):
+            assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+FLAGS = (
+    *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--dp-compression", "tagc", "--tagc-layers", "all"),
+)
+
+
+def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
+    changes = {"train_iters": "6", "micro_batch_size": micro_batch, "hidden_size": "128"}
+    tiny = tiny_flags(*FLAGS, *flags, **changes)
+    return pretrain(*tiny, ranks=ranks, directory=tmp_path)
+
+
+def test_resume(tmp_path) -> None:
+    """Six iterations at once, and four and two; then two on four ranks instead of two."""
+    saved = tmp_path / "checkpoints"
+    whole = _run(tmp_path, 2, "--save", str(saved), "--save-interval", "4")
+    assert "data parallelism uses tagc: 0.8 of the gradients of attention and embedding" in whole.output
+    assert "values recovered exactly" in whole.output
+    shutil.rmtree(saved / "iter_0000006")
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    resumed = _run(tmp_path, 2, "--load", str(saved))
+    assert "every rank took back its own" in resumed.output
+    assert [rank.parameters for rank in resumed.ranks] == [rank.parameters for rank in whole.ranks]
+    assert resumed.ranks[0].parameters == resumed.ranks[1].parameters, "replicas"
+    wider = _run(tmp_path, 4, "--load", str(saved), micro_batch="1")
+    assert "the sum over the 2 ranks that saved it was spread over 4 ranks" in wider.output
+    assert len({str(rank.parameters) for rank in wider.ranks}) == 1, "replicas"
+    assert abs(wider.losses[6] - whole.losses[6]) < 0.1
