@@ -7,6 +7,7 @@ the string under it is the flag's help.
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 TACO_FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
+TACO_ROUNDINGS = ("nearest", "stochastic", "dither")
 TACO_GROUP_SIZES = (32, 64, 128, 256, 512)
 NAMED_LAYERS = ("embedding", "output")
 """What ``--taco-layers`` calls the layers outside the transformer's numbered ones."""
@@ -56,20 +58,20 @@ def parse_layers(text: str) -> frozenset[int | str] | None:
     return frozenset(layers)
 
 
-def hop_formats(flag: str, text: str) -> tuple[str, str]:
-    """``int6,int8`` -> the formats of hop 1 and hop 2; a single name is that of both.
+def hop_names(flag: str, text: str, allowed: Sequence[str]) -> tuple[str, str]:
+    """``int6,int8`` -> the names for hop 1 and hop 2; a single name is that of both.
 
     Raises:
-        CompressionConfigError: an unknown format, or more than two; names ``flag``.
+        CompressionConfigError: a name that is not ``allowed``, or more than two; names ``flag``.
     """
     names = text.split(",")
     for name in names:
-        if name not in TACO_FORMATS:
+        if name not in allowed:
             what = name if len(names) == 1 else f"{text}: {name}"
-            raise CompressionConfigError(f"{flag} {what} is unknown; choose one of {', '.join(TACO_FORMATS)}")
+            raise CompressionConfigError(f"{flag} {what} is unknown; choose one of {', '.join(allowed)}")
     if len(names) > 2:
         raise CompressionConfigError(
-            f"{flag} {text} names {len(names)} formats; give one, or two: of hop 1 and of hop 2"
+            f"{flag} {text} has {len(names)} names; give one, or two: for hop 1 and for hop 2"
         )
     return names[0], names[-1]
 
@@ -108,9 +110,10 @@ class TensorParallelCompression:
     taco_scales: Literal["dual", "single"] = "dual"
     """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
 
-    taco_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    taco_rounding: str = "nearest"
     """Rounding to the grid: nearest (the paper's), stochastic (unbiased), or dither (subtractive: unbiased
-    with no more error than nearest; integer formats only)."""
+    with no more error than nearest; integer formats only). Two, as in nearest,dither: for hop 1 and hop 2 of
+    --taco-format."""
 
     taco_min_message_mb: float = 8.0
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
@@ -150,7 +153,7 @@ class TensorParallelCompression:
         if self.tp_compression == "auto":
             self._resolve_auto()
         formats = {
-            flag_name(field): hop_formats(flag_name(field), text)
+            flag_name(field): hop_names(flag_name(field), text, TACO_FORMATS)
             for field in ("taco_format", "taco_backward_format")
             if (text := getattr(self, field)) is not None
         }
@@ -159,17 +162,19 @@ class TensorParallelCompression:
                 f"--taco-group-size {self.taco_group_size} is not possible; it must be a power of two "
                 f"from 32 to 512: {', '.join(map(str, TACO_GROUP_SIZES))}"
             )
-        for flag, (first, second) in formats.items():
-            both = first if first == second else f"{first},{second}"
-            if self.taco_rounding == "dither" and not (first.startswith("int") and second.startswith("int")):
+        roundings = hop_names("--taco-rounding", self.taco_rounding, TACO_ROUNDINGS)
+        for flag, hops in formats.items():
+            for number_format, rounding in zip(hops, roundings, strict=True):
+                if rounding == "dither" and not number_format.startswith("int"):
+                    raise CompressionConfigError(
+                        f"--taco-rounding dither needs a uniform grid, not {flag} {number_format}; "
+                        "choose an int format, or --taco-rounding stochastic"
+                    )
+            if self.taco_transport == "symmetric" and len({*zip(hops, roundings, strict=True)}) > 1:
                 raise CompressionConfigError(
-                    f"--taco-rounding dither needs a uniform grid, not {flag} {both}; "
-                    "choose an int format, or --taco-rounding stochastic"
-                )
-            if self.taco_transport == "symmetric" and first != second:
-                raise CompressionConfigError(
-                    f"--taco-transport symmetric has no kernel for an all-reduce in two formats ({flag} "
-                    f"{both}); give one format, or --taco-transport auto or collective"
+                    "--taco-transport symmetric has no kernel for an all-reduce whose hops differ ("
+                    f"{flag} {','.join(hops)}, --taco-rounding {','.join(roundings)}); make them alike, or "
+                    "give --taco-transport auto or collective"
                 )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(

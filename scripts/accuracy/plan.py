@@ -7,8 +7,13 @@ from scripts.accuracy.settings import SETTINGS
 
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
 """Where in the schedule the branches start."""
-MAIN = ("none", "paper", "int6-dither", "int8-dither", "int5-dither", "int6-nearest", "int4-dither")
-REST = ("none-tp2", "int8-nearest", "fp8-plain", "fp8-tensor", "int5-nearest", "int4-nearest")
+MAIN = ("none", "paper", "int6-dither", "int8-dither", "int5-dither", "int4-dither", "int6-nearest")
+REST = (
+    *("none-tp2", "int8-nearest", "int4-nearest", "int5-nearest", "fp8-plain", "fp8-tensor"),
+    "int6-stochastic-hop2",
+)
+SLICED = ("paper-sp", "int6-dither-sp", "int5-dither-sp", "int4-dither-sp")
+"""From scratch with sequence parallelism, when all else is done."""
 BRANCHES = (
     *("none-tp2", "paper", "int8-dither", "int6-dither", "int5-dither", "int4-dither", "int6-nearest"),
     *("int8-nearest", "int4-nearest", "paper-forward", "paper-backward", "paper-hop1", "paper-hop2"),
@@ -98,8 +103,8 @@ def make_plan(
         return whole
     if name == "campaign":
         rest = scratch(REST, range(seeds), steps) if settings is None else []
-        first = branches(branch_settings or BRANCHES, [1000], branch_steps)
-        second = branches(branch_settings or BRANCHES, list(orders)[1:], branch_steps)
-        again = repeat(first[0])
-        return [*whole[:1], *whole[1:], again, *first, *rest, *second]
+        sliced = scratch(SLICED, range(seeds), steps) if settings is None else []
+        first, *others = (branches(branch_settings or BRANCHES, [order], branch_steps) for order in orders)
+        others = [job for jobs in others for job in jobs]
+        return [*whole, repeat(first[0]), *rest[: len(REST)], *first, *rest[len(REST) :], *sliced, *others]
     raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")

@@ -44,16 +44,16 @@ def taco_flags(setting: Setting) -> list[str]:
         return []
     if not all(isinstance(codec, CodecConfig) and codec.hadamard for codec in codecs) or setting.remove_mean:
         raise ValueError(f"{setting.name} cannot be said with the --taco flags")
-    shared = {(codec.group_size, codec.scales, codec.rounding) for codec in codecs}
-    if len(shared) > 1:
-        raise ValueError(f"{setting.name}: the hops differ in more than the format")
-    formats = [codec.format for codec in codecs]
+    shared = {(codec.group_size, codec.scales) for codec in codecs}
+    formats, roundings = [codec.format for codec in codecs], [codec.rounding for codec in codecs]
+    if len(shared) > 1 or roundings[:2] != roundings[2:]:
+        raise ValueError(f"{setting.name}: the hops differ in more than format and rounding")
     flags = ["--taco", "--taco-min-message-mb", "0", "--taco-format", ",".join(formats[:2])]
     if formats[2:] != formats[:2]:
         flags += ["--taco-backward-format", ",".join(formats[2:])]
-    [(group_size, scales, rounding)] = shared
-    flags += ["--taco-group-size", str(group_size), "--taco-scales", scales, "--taco-rounding", rounding]
-    return flags
+    [(group_size, scales)] = shared
+    flags += ["--taco-group-size", str(group_size), "--taco-scales", scales]
+    return [*flags, "--taco-rounding", ",".join(roundings[:2])]
 
 
 def write_dataset(tokens: np.ndarray, prefix: Path, eos: int, vocabulary: int) -> None:

@@ -18,10 +18,10 @@ CODECS = {
         "scales": "single",
         "rounding": "stochastic",
     },
-    ("int5:128:single:dither", "int8:128:single:dither"): {
+    ("int5:128:single", "int8:128:single:dither"): {
         "format": "int5,int8",
         "scales": "single",
-        "rounding": "dither",
+        "rounding": "nearest,dither",
     },
 }
 

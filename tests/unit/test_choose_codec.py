@@ -66,7 +66,9 @@ def test_flags_of_settings():
     assert taco_flags(SETTINGS["none"]) == []
     flags = taco_flags(SETTINGS["int6-int4-dither"])
     assert flags[flags.index("--taco-format") + 1] == "int6,int4" and "--taco-backward-format" not in flags
-    assert flags[flags.index("--taco-rounding") + 1] == "dither"
-    for name in ("paper-forward", "int6-meanfree", "fp8-plain", "fp8-tensor", "int6-dither-hop2"):
+    assert flags[flags.index("--taco-rounding") + 1] == "dither,dither"
+    flags = taco_flags(SETTINGS["int6-stochastic-hop2"])
+    assert flags[flags.index("--taco-rounding") + 1] == "nearest,stochastic"
+    for name in ("paper-forward", "int6-meanfree", "fp8-plain", "fp8-tensor"):
         with pytest.raises(ValueError, match=name):
             taco_flags(SETTINGS[name])

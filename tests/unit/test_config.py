@@ -89,13 +89,21 @@ def test_auto_is_the_recommended_setting(arguments) -> None:
         arguments.compression_config_from_args(_parse(arguments, "--taco", "--tp-compression", "auto"))
 
 
-def test_two_formats_are_those_of_the_hops() -> None:
-    """Codec and name say both; one format written twice is one."""
+def test_two_names_are_for_the_hops() -> None:
+    """Codec and name say both formats, both roundings; one format written twice is one."""
     settings = TensorParallelCompression(tp_compression="taco", taco_format="int6,int8")
     codec = tensor_parallel_codec(settings, settings.taco_format)
     first, second = hop_codecs(codec)
     assert (first.config.format, second.config.format) == ("int6", "int8")
     assert "int6 then int8" in codec.name
+    settings = TensorParallelCompression(
+        tp_compression="taco", taco_format="fp8-e4m3,int6", taco_rounding="nearest,dither"
+    )
+    codec = tensor_parallel_codec(settings, settings.taco_format)
+    first, second = hop_codecs(codec)
+    assert (first.config.rounding, second.config.rounding) == ("nearest", "dither")
+    assert codec.rounds_randomly and second.rounds_randomly and not first.rounds_randomly
+    assert "nearest then dither rounding" in codec.name
     settings = TensorParallelCompression(tp_compression="taco", taco_format="int6,int6")
     codec = tensor_parallel_codec(settings, settings.taco_format)
     assert hop_codecs(codec) == (codec, codec) and codec.second is None
@@ -114,7 +122,14 @@ def test_off_by_default(arguments) -> None:
         ({"taco_format": "fp9"}, "--taco-format fp9", "fp8-e4m3"),
         ({"taco_format": "int6,fp9"}, "--taco-format int6,fp9", "fp8-e4m3"),
         ({"taco_format": "int6,int8,int8"}, "--taco-format int6,int8,int8", "give one, or two"),
-        ({"taco_format": "int6,fp8-e4m3", "taco_rounding": "dither"}, "--taco-format int6,fp8", "stochastic"),
+        ({"taco_format": "int6,fp8-e4m3", "taco_rounding": "dither"}, "--taco-format fp8-e4m3", "stochastic"),
+        ({"taco_rounding": "up"}, "--taco-rounding up", "stochastic"),
+        ({"taco_rounding": "nearest,dither"}, "--taco-rounding dither", "not --taco-format fp8-e4m3"),
+        (
+            {"taco_format": "int6", "taco_rounding": "nearest,dither", "taco_transport": "symmetric"},
+            "--taco-transport symmetric",
+            "make them alike",
+        ),
         ({"taco_format": "int6,int8", "taco_transport": "symmetric"}, "--taco-transport symmetric", "auto"),
         ({"tp_compression": "auto", "taco_format": "int4"}, "--taco-format int4", "--tp-compression taco"),
         ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),

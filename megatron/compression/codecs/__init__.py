@@ -1,7 +1,5 @@
 """Codecs by name."""
 
-from dataclasses import replace
-
 from megatron.compression.codecs.base import Codec, hop_codecs
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.codecs.message import MessageCodec, WholeMessage
@@ -26,7 +24,7 @@ def build_codec(name: str, **settings) -> Codec:
     Args:
         name: ``taco`` or ``identity``.
         settings: for taco the fields of ``taco_kernels.CodecConfig`` (format, group_size, scales, ...); the
-            format may name two, ``int6,int8``: of the first hop and of the second.
+            format and the rounding may name two, ``int6,int8``: for the first hop and the second.
 
     Raises:
         ValueError: an unknown name, or a setting the codec refuses.
@@ -34,9 +32,12 @@ def build_codec(name: str, **settings) -> Codec:
     if name == "taco":
         from taco_kernels import CodecConfig
 
-        first, _, second = settings.pop("format", CodecConfig.format).partition(",")
-        config = CodecConfig(format=first, **settings)
-        return TacoCodec(config, replace(config, format=second) if second not in ("", first) else None)
+        hops = [{}, {}]
+        for name in ("format", "rounding"):
+            first, _, second = settings.pop(name, getattr(CodecConfig, name)).partition(",")
+            hops[0][name], hops[1][name] = first, second or first
+        first, second = (CodecConfig(**settings, **hop) for hop in hops)
+        return TacoCodec(first, second if second != first else None)
     if name == "identity":
         return IdentityCodec(**settings)
     raise ValueError(f"unknown codec {name!r}; choose taco or identity")

@@ -23,11 +23,14 @@ class TacoCodec:
 
     @property
     def name(self) -> str:
-        """Formats, group size, scales and rounding."""
-        config = self.config
-        formats = config.format + (f" then {self.second.format}" if self.second else "")
-        name = f"taco {formats} group {config.group_size} {config.scales} scale"
-        return name if config.rounding == "nearest" else f"{name}, {config.rounding} rounding"
+        """Formats, group size, scales and roundings."""
+        hops = self.config, self.second or self.config
+        formats, roundings = (
+            " then ".join(dict.fromkeys(getattr(hop, field) for hop in hops))
+            for field in ("format", "rounding")
+        )
+        name = f"taco {formats} group {self.config.group_size} {self.config.scales} scale"
+        return name if roundings == "nearest" else f"{name}, {roundings} rounding"
 
     @property
     def hops(self) -> "tuple[TacoCodec, TacoCodec]":
@@ -39,7 +42,7 @@ class TacoCodec:
     @property
     def rounds_randomly(self) -> bool:
         """See ``Codec.rounds_randomly``."""
-        return self.config.rounding != "nearest"
+        return any(hop.rounding != "nearest" for hop in (self.config, self.second or self.config))
 
     def chunk_numel(self, numel: int, chunks: int = 1) -> int:
         """See ``Codec.chunk_numel``: a multiple of the group size."""
