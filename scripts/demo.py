@@ -57,7 +57,9 @@ def prepare_data(
     """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
     tokenizer = directory / "tokenizer.model"
     paths = {"tokenizer": str(tokenizer)}
-    if not (directory / "train.jsonl").exists():
+    indexes = [directory / f"{split}_text_document.idx" for split in ("train", "valid")]
+    complete = tokenizer.exists() and all(index.exists() for index in indexes)  # the text may be gone
+    if not (complete or (directory / "train.jsonl").exists()):
         script("make_corpus.py", "--source", source, "--output-dir", directory, "--max-mb", max_mb)
     if not tokenizer.exists():
         train_text = directory / "train.jsonl"

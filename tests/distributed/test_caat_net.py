@@ -148,15 +148,38 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10, msg=f"{rank} {name}")
 
 
-def test_gradients_are_those_of_the_emulated_function() -> None:
+GRADIENT_CASES = [
+    (0.5, {}, False),
+    (0.3, {**QWEN_LIKE, **RECOMPUTE}, False),
+    (1.0, {}, True),
+    (1.0, {}, False),
+]
+
+
+def two_ranks_worker(rank: int, world_size: int) -> dict:
+    """Everything that two ranks do here, in one process each: starting them takes longer."""
+    start_model_parallel(world_size)
+    return {
+        "gradients": [_gradients(rank, world_size, *case) for case in GRADIENT_CASES],
+        "traffic": [_train(rank, world_size, *case) for case in TRAFFIC_CASES],
+        "generation": _generate(rank, world_size),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict]:
+    """Each rank's results."""
+    return spawn(two_ranks_worker, 2)
+
+
+def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
     """Every parameter's gradient in fp64, replicated ones on all ranks, against autograd in one process.
 
     With all channels shared it is the ordinary model's, to rounding.
     """
-    cases = [(0.5, {}, False), (0.3, {**QWEN_LIKE, **RECOMPUTE}, False), (1.0, {}, True), (1.0, {}, False)]
-    halves, qwen, forced, ordinary = zip(*spawn(gradient_worker, 2, cases), strict=True)
-    check_against_emulation(halves, *cases[0][:2])
-    check_against_emulation(qwen, *cases[1][:2])
+    halves, qwen, forced, ordinary = zip(*(rank["gradients"] for rank in two_ranks), strict=True)
+    check_against_emulation(halves, *GRADIENT_CASES[0][:2])
+    check_against_emulation(qwen, *GRADIENT_CASES[1][:2])
     # Behind an exchange: fc1's weight gradients, and qkv's but the first; with recomputation fc1's alone.
     assert [rank["behind"] for rank in halves] == [[True] * (2 * LAYERS - 1)] * 2
     assert [rank["behind"] for rank in qwen] == [[True] * LAYERS] * 2
@@ -166,23 +189,24 @@ def test_gradients_are_those_of_the_emulated_function() -> None:
             torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_gradients_of_four_ranks() -> None:
-    """The same at W = 4, where a quarter of the channels is shared."""
-    cases = [(0.25, {}, False)]
-    check_against_emulation([rank[0] for rank in spawn(gradient_worker, 4, cases)], *cases[0][:2])
+FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
+INT8 = {"taco_format": "int8", "taco_scales": "single"}
+TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
 
 
-def traffic_worker(rank: int, world_size: int, cases: list[tuple[float, dict]]) -> list[dict]:
-    """Two bf16 training iterations a case, with the bytes that c10d was given.
-
-    Returns:
-        Bytes by operation, the ledger's rows, hashes of what ranks hold in common and of their streams.
-    """
+def traffic_worker(rank: int, world_size: int) -> list[dict]:
+    """``_train`` for each case."""
     start_model_parallel(world_size)
-    return [_train(rank, world_size, *case) for case in cases]
+    return [_train(rank, world_size, *case) for case in TRAFFIC_CASES]
 
 
 def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
+    """Two bf16 training iterations, with the bytes that c10d was given.
+
+    Returns:
+        Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
+        stream's channels behind the last layer.
+    """
     from megatron.compression.tensor_parallel.caat_net_gradients import sum_rank_local_gradients
 
     runtime = caat_runtime(fraction, **settings)
@@ -219,13 +243,10 @@ def _sent(rows: list[dict], *channels: str) -> int:
     return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
 
 
-def check_traffic(world_size: int, backend: str = "gloo") -> None:
+def check_traffic(by_rank: list[list[dict]]) -> None:
     """The hand count of the bytes, that c10d was given just these, and what ranks still have in common."""
-    iterations = 2
-    fp8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
-    int8 = {"taco_format": "int8", "taco_scales": "single"}
-    cases = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, fp8), (0.5, int8)]
-    results = list(zip(*spawn(traffic_worker, world_size, cases, backend=backend), strict=True))
+    iterations, world_size, cases = 2, len(by_rank), TRAFFIC_CASES
+    results = list(zip(*by_rank, strict=True))
     full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
@@ -251,14 +272,13 @@ def check_traffic(world_size: int, backend: str = "gloo") -> None:
             assert first["private"].numel() == 0 or not torch.equal(first["private"], other["private"])
 
 
-def test_traffic_and_replicas() -> None:
+def test_traffic_and_replicas(two_ranks) -> None:
     """See ``check_traffic``."""
-    check_traffic(2)
+    check_traffic([rank["traffic"] for rank in two_ranks])
 
 
-def generation_worker(rank: int, world_size: int) -> dict:
+def _generate(rank: int, world_size: int) -> dict:
     """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
-    start_model_parallel(world_size)
     from megatron.compression.generation import generate_greedily, next_token_logits
 
     runtime = caat_runtime(0.5)
@@ -288,9 +308,9 @@ def generation_worker(rank: int, world_size: int) -> dict:
     }
 
 
-def test_generation() -> None:
+def test_generation(two_ranks) -> None:
     """Same text twice and on all ranks; logits as in training; its traffic counted and the hand count."""
-    first, second = spawn(generation_worker, 2)
+    first, second = (rank["generation"] for rank in two_ranks)
     assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
     assert len(set(first["tokens"])) > 1
     torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)

@@ -1,11 +1,12 @@
 """CAAT-Net in Megatron's loop: every layout trains the same function, and checkpoints belong to it."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import start, tiny_flags
 
 ITERATIONS = 4
 HALF = ("--caat-net-sync-fraction", "0.5")
@@ -90,6 +91,18 @@ def test_resume_is_bitwise(runs: Runs) -> None:
     assert set(run.losses) == {3, 4}
     for rank, resumed in zip(runs.plain.ranks, run.ranks, strict=True):
         assert resumed.parameters == rank.parameters
+
+
+def test_text_from_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    """scripts/generate.py at the same tensor-parallel size: tokens, and what they took."""
+    flags = tiny_flags(*TP2, *HALF, "--load", str(runs.saved), "--prompt", "3 1 4", "--max-new-tokens", "4")
+    out = tmp_path / "text.json"
+    start("scripts/generate.py", *flags, "--json", str(out), processes=2).finish(timeout=240)
+    result = json.loads(out.read_text())
+    assert result["iteration"] == ITERATIONS
+    assert len(result["tokens"]) == 4 and result["text"].split() == [str(one) for one in result["tokens"]]
+    values = (3 + 4 + 5 + 6) * 32 * (1 + 2 * 2 * 0.5)  # the embedding in whole, two layers' outputs by half
+    assert result["bytes_sent_per_token"]["tp.forward"] == 4 * values / 4  # fp32, by four tokens
 
 
 def test_fraction_1_is_the_ordinary_run(runs: Runs) -> None:

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_caat_net import check_against_emulation, check_traffic, gradient_worker
+from tests.distributed.test_caat_net import (
+    check_against_emulation,
+    check_traffic,
+    gradient_worker,
+    traffic_worker,
+)
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 WORLD_SIZES = [
@@ -25,4 +30,4 @@ def test_gradients(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_traffic_and_replicas(world_size: int) -> None:
     """The hand count of the bytes; ranks agree on what they share, bit for bit."""
-    check_traffic(world_size, backend="nccl")
+    check_traffic(spawn(traffic_worker, world_size, backend="nccl"))
