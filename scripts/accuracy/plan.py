@@ -18,7 +18,8 @@ BRANCHES = (
     *("none-tp2", "paper", "int8-dither", "int6-dither", "int5-dither", "int4-dither", "int6-nearest"),
     *("int8-nearest", "int4-nearest", "paper-forward", "paper-backward", "paper-hop1", "paper-hop2"),
     *("fp8-plain", "fp8-tensor", "int6-dither-hop2", "int6-stochastic-hop2", "int6-meanfree"),
-    *("paper-meanfree", "int6-stochastic", "fp8-stochastic"),
+    *("paper-meanfree", "int6-stochastic", "fp8-stochastic", "int5-stochastic-hop2", "int4-int6-dither"),
+    "int4-int8-dither",
     *("none-sp", "paper-sp", "int8-dither-sp", "int6-dither-sp", "int5-dither-sp", "int4-dither-sp"),
     *("int6-nearest-sp", "int4-nearest-sp"),
 )
