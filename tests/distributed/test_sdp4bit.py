@@ -12,7 +12,8 @@ from tests.distributed.transport_audit import TransportAudit
 ON = {"dp_compression": "sdp4bit"}
 
 
-def _replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
+def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Train with and without the distributed optimizer, comparing weights on the way; first and last loss."""
     start(rank)
     outcomes = []
     for setup, iterations in (
@@ -34,12 +35,13 @@ def _replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 def test_replicas_stay_identical() -> None:
     """Three ranks: with the distributed optimizer and overlap for 50 iterations, and under plain DDP."""
-    for outcomes in spawn(_replica_worker, 3):
+    for outcomes in spawn(replica_worker, 3):
         (first, last), (plain_first, plain_last) = outcomes
         assert last < first - 1.0 and plain_last < plain_first - 0.5, "it must really have trained"
 
 
-def _bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
+def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
+    """An iteration's ledger, checked against what c10d was given; and the values in the buckets."""
     start(rank)
     settings = {**ON, "dp_intra_node_size": node_size, "gradients_quantization_start_iteration": 1}
     results = {}
@@ -80,20 +82,25 @@ def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
     )
 
 
+def check_bytes(results: dict) -> None:
+    """Bits a value of two nodes of two ranks."""
+    rows, values = results["sharded"]["rows"], results["sharded"]["values"]
+    # Inside a node each rank sends half of all values away, between nodes a quarter (half of its half).
+    assert 8.25 <= 8 * _sent(rows, "dp.gradient", "intra", "all_to_all") / (values / 2) <= 8.3
+    assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
+    weights = sum(_sent(rows, "dp.weight", link, "all_gather") for link in ("intra", "inter"))
+    assert 4.0 < 8 * weights / (values * 3 / 4) <= 4.05
+    plain = sum(row["plain_bytes"] for row in rows if row["channel"] == "dp.gradient")
+    assert plain == values * 4 * 3 // 4, "what a fp32 reduce-scatter would have sent"
+    rows, values = results["plain"]["rows"], results["plain"]["values"]
+    gathered = sum(_sent(rows, "dp.gradient", link, "all_gather") for link in ("intra", "inter"))
+    assert 4.25 <= 8 * gathered / (values * 3 / 4) <= 4.4
+
+
 def test_bytes_between_nodes_and_inside() -> None:
     """Two nodes of two ranks: bits a value, of what c10d was really given."""
-    for results in spawn(_bytes_worker, 4, 2):
-        rows, values = results["sharded"]["rows"], results["sharded"]["values"]
-        # Inside a node each rank sends half of all values away, between nodes a quarter (half of its half).
-        assert 8.25 <= 8 * _sent(rows, "dp.gradient", "intra", "all_to_all") / (values / 2) <= 8.3
-        assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
-        weights = sum(_sent(rows, "dp.weight", link, "all_gather") for link in ("intra", "inter"))
-        assert 4.0 < 8 * weights / (values * 3 / 4) <= 4.05
-        plain = sum(row["plain_bytes"] for row in rows if row["channel"] == "dp.gradient")
-        assert plain == values * 4 * 3 // 4, "what a fp32 reduce-scatter would have sent"
-        rows, values = results["plain"]["rows"], results["plain"]["values"]
-        gathered = sum(_sent(rows, "dp.gradient", link, "all_gather") for link in ("intra", "inter"))
-        assert 4.25 <= 8 * gathered / (values * 3 / 4) <= 4.4
+    for results in spawn(bytes_worker, 4, 2):
+        check_bytes(results)
 
 
 def _damage(model: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """A tiny GPT under Megatron's DDP and optimizer, inside a spawned rank: data-parallel training in process."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,8 +136,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def start(rank: int) -> None:
-    """Megatron's groups, all ranks in one data-parallel group."""
+    """Megatron's groups, all ranks in one data-parallel group; on a GPU, kernels that repeat their bits."""
     host.install()
+    if torch.cuda.is_available():
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
     start_model_parallel(1)
 
 
