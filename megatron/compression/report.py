@@ -40,6 +40,7 @@ def summarize(report: dict) -> dict:
             for channel, (sent_, plain_) in by_channel.items()
             if sent_ or plain_
         },
+        "bytes_between_nodes": _between_nodes(training),
         "tp_bytes_per_iteration": sent,
         "tp_uncompressed_bytes_per_iteration": plain,
         "tp_ratio": plain / sent if sent else None,
@@ -60,6 +61,17 @@ def _total(by_channel: dict[str, tuple[float, float]], prefix: str) -> tuple[flo
     """(sent, plain) of all channels that begin with ``prefix``."""
     pairs = [pair for channel, pair in by_channel.items() if channel.startswith(prefix)]
     return sum(sent for sent, _ in pairs), sum(plain for _, plain in pairs)
+
+
+def _between_nodes(training: list[dict]) -> dict[str, dict[str, float]]:
+    """Mean bytes that crossed nodes, by channel; empty where nobody tells them apart."""
+    result: dict[str, dict[str, float]] = {}
+    for row in training:
+        for channel, pair in row.get("bytes_between_nodes", {}).items():
+            mean = result.setdefault(channel, {"sent": 0.0, "uncompressed": 0.0})
+            mean["sent"] += pair["sent"] / len(training)
+            mean["uncompressed"] += pair["plain"] / len(training)
+    return result
 
 
 def _split(report: dict, split: str) -> list[dict]:
@@ -99,9 +111,13 @@ def _markdown(report: dict, plots: list[str]) -> str:
         "",
     ]
     lines += ["| channel | sent (MB) | uncompressed (MB) | ratio |", "|---|---|---|---|"]
-    for channel, pair in summary["bytes_per_iteration"].items():
-        ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
-        lines.append(f"| {channel} | {pair['sent'] / 1e6:.3f} | {pair['uncompressed'] / 1e6:.3f} | {ratio} |")
+    for channel, total in summary["bytes_per_iteration"].items():
+        crossed = summary["bytes_between_nodes"].get(channel)
+        for name, pair in ((channel, total), (f"{channel}, between nodes", crossed)):
+            if pair is not None:
+                ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
+                sent, plain = pair["sent"] / 1e6, pair["uncompressed"] / 1e6
+                lines.append(f"| {name} | {sent:.3f} | {plain:.3f} | {ratio} |")
     lines += [
         "",
         "| dimension | sent (MB) | uncompressed (MB) | ratio | share of all |",

@@ -12,7 +12,7 @@ from megatron.compression.config import CompressionConfigError
 from megatron.compression.data_parallel.tagc_monitor import monitor_line, monitor_scalars
 from megatron.compression.report import write_report
 from megatron.compression.runtime import CompressionRuntime
-from megatron.compression.telemetry import CHANNELS, KINDS
+from megatron.compression.telemetry import CHANNELS, KINDS, Ledger
 
 HISTORY_FILE = "history.jsonl"
 MB = 1e6
@@ -47,7 +47,7 @@ class Reporter:
         directory = runtime.config.report.compression_report
         self.directory = Path(directory) if directory else None
         self._iterations_since_log = 0
-        self._logged_totals = _flat_totals(runtime.ledger.totals())
+        self._logged_totals = _flat_totals(runtime.ledger)
         self._last_iteration = 0
         self._split = "valid"
         self._said: set[str] = set()
@@ -58,11 +58,11 @@ class Reporter:
         self._last_iteration = iteration
         if iteration % self.log_interval:
             return
-        per_iteration = self._bytes_per_iteration()
+        per_iteration, between_nodes = self._bytes_per_iteration()
         sketches = self._sketches()
         if dist.get_rank() != dist.get_world_size() - 1:
             return
-        print(log_line(iteration, self.train_iters, per_iteration), flush=True)
+        print(log_line(iteration, self.train_iters, per_iteration, between_nodes), flush=True)
         if sketches is not None and self.runtime.gradient_kind() == "compressed":
             print(f" compression: {monitor_line(sketches)}", flush=True)
         self._say_what_stays_uncompressed(per_iteration)
@@ -72,6 +72,7 @@ class Reporter:
             for tag, value in monitor_scalars(sketches).items():
                 self.tensorboard.add_scalar(tag, value, iteration)
         row = {"iteration": iteration, "losses": _floats(losses), "bytes_per_iteration": per_iteration}
+        row |= {"bytes_between_nodes": between_nodes} if between_nodes else {}
         self._append(row | monitor_scalars(sketches))
 
     def before_evaluate(self, split: str) -> None:
@@ -104,8 +105,9 @@ class Reporter:
         }
         write_report(report, self.directory)
 
-    def _bytes_per_iteration(self) -> dict[str, dict[str, dict[str, float]]]:
-        totals = _flat_totals(self.runtime.ledger.totals())
+    def _bytes_per_iteration(self) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, dict]]:
+        """By channel and kind, and by channel what of it is known to have crossed nodes."""
+        totals = _flat_totals(self.runtime.ledger)
         difference = torch.tensor(
             [now - before for now, before in zip(totals, self._logged_totals, strict=True)],
             dtype=torch.float64,
@@ -123,7 +125,9 @@ class Reporter:
             }
             if used:
                 result[channel] = used
-        return result
+        crossed = zip(CHANNELS, pairs, strict=True)
+        between = {channel: {"sent": sent, "plain": plain} for channel, (sent, plain) in crossed if plain}
+        return result, between
 
     def _sketches(self) -> torch.Tensor | None:
         """What TAGC's sketches could not recover since the last log line, summed over the ranks."""
@@ -187,7 +191,7 @@ def _reduction_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def log_line(iteration: int, train_iters: int, per_iteration: dict) -> str:
+def log_line(iteration: int, train_iters: int, per_iteration: dict, between_nodes: dict | None = None) -> str:
     """Our line behind Megatron's: megabytes sent by one GPU in one iteration, by channel."""
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
     line = f" [{now}] communication {iteration:8d}/{train_iters:8d} |"
@@ -195,6 +199,9 @@ def log_line(iteration: int, train_iters: int, per_iteration: dict) -> str:
         sent, plain = channel_total(kinds)
         line += f" {channel} (MB): {sent / MB:.3f}"
         line += f" of {plain / MB:.3f} |" if sent != plain else " |"
+        if between_nodes and channel in between_nodes:
+            pair = between_nodes[channel]
+            line += f" between nodes: {pair['sent'] / MB:.3f} of {pair['plain'] / MB:.3f} |"
     sent, plain = tensor_parallel_total(per_iteration)
     if sent and plain != sent:
         line += f" tensor-parallel ratio: {plain / sent:.3f} |"
@@ -226,8 +233,10 @@ def tensor_parallel_total(per_iteration: dict) -> tuple[float, float]:
     return sum(sent for sent, _ in totals), sum(plain for _, plain in totals)
 
 
-def _flat_totals(totals: dict) -> list[int]:
-    return [value for channel in CHANNELS for kind in KINDS for value in totals[channel][kind]]
+def _flat_totals(ledger: Ledger) -> list[int]:
+    totals, between = ledger.totals(), ledger.between_nodes()
+    kinds = [value for channel in CHANNELS for kind in KINDS for value in totals[channel][kind]]
+    return kinds + [value for channel in CHANNELS for value in between[channel]]
 
 
 def _floats(losses: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -155,3 +155,20 @@ def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
     check_report_directory(str(tmp_path), resuming=True)
     with pytest.raises(CompressionConfigError, match="is a file"):
         check_report_directory(str(tmp_path / "history.jsonl"), resuming=False)
+
+
+def test_what_crosses_nodes_is_told_apart() -> None:
+    """Totals count both links; the log line and the report show what left the node."""
+    ledger = Ledger()
+    ledger.record("dp.gradient", "compressed", "all_to_all", 100, 0, "intra")
+    ledger.record("dp.gradient", "compressed", "all_to_all", 30, 0, "inter")
+    ledger.record("dp.gradient", "compressed", "instead_of_reduce_scatter", 0, 240, "intra")
+    ledger.record("dp.gradient", "compressed", "instead_of_reduce_scatter", 0, 120, "inter")
+    assert ledger.totals()["dp.gradient"]["compressed"] == (130, 360)
+    assert ledger.between_nodes()["dp.gradient"] == (30, 120)
+    kinds = {"dp.gradient": {"compressed": {"sent": 2e6, "plain": 8e6}}}
+    between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
+    line = log_line(3, 10, kinds, between)
+    assert "dp.gradient (MB): 2.000 of 8.000 | between nodes: 0.500 of 2.000 |" in line
+    with pytest.raises(KeyError, match="unknown ledger"):
+        ledger.record("dp.gradient", "compressed", "all_to_all", 1, 1, "sideways")
