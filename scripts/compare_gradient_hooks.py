@@ -7,8 +7,8 @@ Gradients are those of a small GPT on its own tokens, different on each rank, ta
 training; --copies repeats them up to the size of a real bucket for the timing. Every method averages the same
 bucket over all ranks: the error is relative to the fp64 average, of one call. PowerSGD and error feedback
 make up for theirs over calls: the second error is of the mean of ten calls on the same gradients. Bytes are
-what one rank sends, as c10d was given it (PowerSGD: as it counts itself). Our sums are whole all-reduces here, as under plain DDP; the
-distributed optimizer needs their first half only.
+what one rank sends, as c10d was given it (PowerSGD: as it counts itself). Our sums are whole all-reduces
+here, as under plain DDP; the distributed optimizer needs their first half only.
 """
 
 import argparse
