@@ -170,12 +170,6 @@ class TensorParallelCompression:
                         f"--taco-rounding dither needs a uniform grid, not {flag} {number_format}; "
                         "choose an int format, or --taco-rounding stochastic"
                     )
-            if self.taco_transport == "symmetric" and len({*zip(hops, roundings, strict=True)}) > 1:
-                raise CompressionConfigError(
-                    "--taco-transport symmetric has no kernel for an all-reduce whose hops differ ("
-                    f"{flag} {','.join(hops)}, --taco-rounding {','.join(roundings)}); make them alike, or "
-                    "give --taco-transport auto or collective"
-                )
         if not (math.isfinite(self.taco_min_message_mb) and self.taco_min_message_mb >= 0):
             raise CompressionConfigError(
                 f"--taco-min-message-mb {self.taco_min_message_mb} must be a number of MiB >= 0"

@@ -56,9 +56,14 @@ def two_shot_kernel(
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
     HALF: tl.constexpr,
+    D: tl.constexpr,
+    DHALF: tl.constexpr,
     E: tl.constexpr,
 ):
-    """out = sum of every rank's x, in W pieces of ``groups`` groups; HALF is C for half a tile."""
+    """out = sum of every rank's x, in W pieces of ``groups`` groups.
+
+    C encodes what the ranks have, D the sums; HALF and DHALF are the same for half a tile.
+    """
     program = tl.program_id(0)
     lane, split, lanes = program // E.SPLITS, program % E.SPLITS, tl.num_programs(0) // E.SPLITS
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
@@ -89,8 +94,8 @@ def two_shot_kernel(
             group = rank * groups + (lane + (i - 1) * lanes) * C.R
             for half in range(2):  # a whole tile of sums does not fit in the registers
                 row = half * HALF.R
-                h, b = reduced_groups(slots, row, full, group + row, random, again, E, HALF)
-                store_to_all(h, b, row, full, table, slot, rank, E.W, HALF)
+                h, b = reduced_groups(slots, row, full, group + row, random, again, E, HALF, DHALF)
+                store_to_all(h, b, row, full, table, slot, rank, E.W, DHALF)
         if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
             publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
@@ -104,7 +109,7 @@ def two_shot_kernel(
             for k in range(E.W // E.SPLITS):
                 piece = (split + i - 2) % E.W if E.SPLITS > 1 else (rank + k) % E.W
                 slot = slot_of(memory, returned(program, done + i - 2, piece, E))
-                value = decoded_slot(slot, piece * groups + first, again, matrix, C)
+                value = decoded_slot(slot, piece * groups + first, again, matrix, D)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
@@ -138,9 +143,11 @@ def one_shot_kernel(
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
     HALF: tl.constexpr,
+    D: tl.constexpr,
+    DHALF: tl.constexpr,
     E: tl.constexpr,
 ):
-    """out = sum of every rank's x, as one piece of ``groups`` groups; HALF is C for half a tile."""
+    """out = sum of every rank's x, as one piece of ``groups`` groups; constants as in ``two_shot_kernel``."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
@@ -167,11 +174,11 @@ def one_shot_kernel(
             own = slot_of(memory, returned(program, done + i - 1, rank, E))
             for half in range(2):
                 row = half * HALF.R
-                h, b = reduced_groups(slots, row, full, first + row, random, again, E, HALF)
-                encode_groups(h, b, own, row, full, HALF)
+                h, b = reduced_groups(slots, row, full, first + row, random, again, E, HALF, DHALF)
+                encode_groups(h, b, own, row, full, DHALF)
             matrix = load_matrix(from_wire, C)
             tl.debug_barrier()  # between the writes of own and its reads
-            value = decoded_slot(own, first, again, matrix, C)
+            value = decoded_slot(own, first, again, matrix, D)
             write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
     publish(table, program, rank, done + steps, done + steps, E)
     tl.store(steps_done + program, done + steps)

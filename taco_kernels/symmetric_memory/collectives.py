@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from taco_kernels.layout import CodecConfig, Stream, check_stream
+from taco_kernels.layout import CodecConfig, Stream, check_same_groups, check_stream
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
 from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
@@ -38,6 +38,7 @@ def all_reduce(
     random: Stream | None = None,
     algorithm: str = "auto",
     out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
 
@@ -49,9 +50,13 @@ def all_reduce(
             ``stream + W``; the same on every rank.
         algorithm: one of ALGORITHMS; the result is the same, the speed is not.
         out: contiguous, of x's shape and dtype; allocated if None.
+        config_out: of the second encode, where it is another one (of the same groups).
     """
     lane.check()
+    config_out = config_out or config
+    check_same_groups(config, config_out)
     check_stream(random, config, "random")
+    check_stream(random, config_out, "random")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
     if algorithm == "auto":
@@ -65,10 +70,10 @@ def all_reduce(
     message = (x.numel(), values, values, groups)
     tiles = triton.cdiv(groups * config.group_size, tile_of(config))
     if algorithm == "one-shot":
-        _launch(one_shot_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
+        _launch(one_shot_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, config_out)
     else:
         splits = choose_splits(tiles, lane)
-        _launch(two_shot_kernel, lane, tiles, splits, x, out, message, rows, tail, random, config)
+        _launch(two_shot_kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, config_out)
     return out
 
 
@@ -147,21 +152,24 @@ def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded:
     out = _output(out, full, x, dtype)
     message = (lane.world_size * shard, shard, shard, groups)
     tiles = triton.cdiv(groups * config.group_size, tile_of(config))
-    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, encoded)
+    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, encoded=encoded)
     return out
 
 
-def all_reduce_stores(numel: int, nbytes: int, config: CodecConfig, world_size: int) -> dict[str, int]:
+def all_reduce_stores(
+    numel: int, nbytes: int, config: CodecConfig, world_size: int, config_out: CodecConfig | None = None
+) -> dict[str, int]:
     """Bytes that a rank stores in its peers' memory in an all-reduce, by the exchange that they stand for.
 
     Args:
         numel, nbytes: values and bytes of the uncompressed tensor.
-        config, world_size: as for the call, whose ``algorithm`` is auto.
+        config, world_size, config_out: as for the call, whose ``algorithm`` is auto.
     """
     if choose_algorithm(nbytes) == "one-shot":
         return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
-    piece = _tile_bytes(config.chunk_numel(numel, world_size), config)
-    return dict.fromkeys(("all_to_all", "all_gather"), (world_size - 1) * piece)
+    hops = {"all_to_all": config, "all_gather": config_out or config}
+    piece = config.chunk_numel(numel, world_size)
+    return {name: (world_size - 1) * _tile_bytes(piece, hop) for name, hop in hops.items()}
 
 
 def reduce_scatter_stores(numel: int, config: CodecConfig, world_size: int) -> dict[str, int]:
@@ -197,11 +205,14 @@ def _walkable(x: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, tuple
     return x, rows
 
 
-def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, encoded=None):
+def _launch(
+    kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, config_out=None, encoded=None
+):
     """Start ``kernel`` on ``tiles`` tiles a piece."""
     launch.check_groups(message[3] * lane.world_size)
+    shape = lane.world_size, lane.programs, splits
     to_wire, from_wire, constants = _constants(
-        kernel, config, out.dtype, out.device, lane.world_size, lane.programs, splits, rows[4], tail, encoded
+        kernel, config, config_out, out.dtype, out.device, shape, rows[4], tail, encoded
     )
     steps = triton.cdiv(tiles, lane.programs // splits)
     programs = triton.cdiv(tiles, steps) * splits  # as few as need no more steps
@@ -224,24 +235,26 @@ def _launch(kernel, lane, tiles, splits, x, out, message, rows, tail, random, co
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel, config, dtype, device, world_size, programs, splits, strided, tail, encoded):
+def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
     properties = launch.device_of(device.index)
 
-    def spec(tile: int) -> Spec:
+    def spec(config: CodecConfig, tile: int) -> Spec:
         groups = tile // config.group_size
         return make_spec(config, groups, properties.hardware_fp8, properties.interpret)
 
-    full = spec(tile_of(config))
+    tile = tile_of(config)
+    full = spec(config, tile)
     constants = dict(
         FLAGS=make_flags(strided, tail, 1),
         OUT_FLAGS=make_flags(False, tail, 1),
         C=full,
-        E=exchange(world_size, programs, splits),
+        E=exchange(*shape),
         **OPTIONS,
     )
     if kernel in (one_shot_kernel, two_shot_kernel):
-        constants["HALF"] = spec(tile_of(config) // 2)
+        constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
+        constants["DHALF"] = spec(config_out, tile // 2)
     if encoded is not None:
         constants["ENCODED"] = encoded
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes

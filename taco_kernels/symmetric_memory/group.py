@@ -136,9 +136,10 @@ class SymmetricGroup:
         random: Stream | None = None,
         algorithm: str = "auto",
         out: torch.Tensor | None = None,
+        config_out: CodecConfig | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_reduce``."""
-        return collectives.all_reduce(self.lane(), x, config, random, algorithm, out)
+        return collectives.all_reduce(self.lane(), x, config, random, algorithm, out, config_out)
 
     def reduce_scatter(
         self,
@@ -172,9 +173,11 @@ class SymmetricGroup:
         """See ``collectives.all_gather_encoded``."""
         return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, random, out)
 
-    def all_reduce_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
+    def all_reduce_stores(
+        self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None
+    ) -> dict[str, int]:
         """See ``collectives.all_reduce_stores``."""
-        return collectives.all_reduce_stores(x.numel(), x.nbytes, config, self.world_size)
+        return collectives.all_reduce_stores(x.numel(), x.nbytes, config, self.world_size, config_out)
 
     def reduce_scatter_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
         """See ``collectives.reduce_scatter_stores``."""

@@ -59,17 +59,17 @@ def store_to_all(h, b, row, full, table, offset, rank, W: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: tl.constexpr):
+def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G], and random bytes.
 
-    ``group`` is the first group's number in the message.
+    ``group`` is the first group's number in the message. C is the slots' format, D what the bytes are for.
     """
     key, stream, block = random
     block += (group - row).to(tl.int64) * (C.G // 16)
     h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, (key, stream, block), E.W, C)
     b = 0
-    if not C.NEAREST:
-        b = random_tile(again, 0, group, C)
+    if not D.NEAREST:
+        b = random_tile(again, 0, group, D)
     return h, b
 
 

@@ -31,9 +31,13 @@ def on_all_ranks(lanes: list[Lane], call) -> list[torch.Tensor]:
 
 
 def expected_all_reduce(
-    xs: list[torch.Tensor], config: CodecConfig, random: Stream | None = None
+    xs: list[torch.Tensor],
+    config: CodecConfig,
+    random: Stream | None = None,
+    config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """The two-shot with the codec's own kernels."""
+    config_out = config_out or config
     world_size, x = len(xs), xs[0]
     piece = config.chunk_numel(x.numel(), world_size)
     wires = [encode(x, config, world_size, _plus(random, rank)) for rank, x in enumerate(xs)]
@@ -44,10 +48,11 @@ def expected_all_reduce(
             piece,
             _plus(random, 0, p * piece),
             _plus(random, world_size, p * piece),
+            config_out=config_out,
         )
         for p in range(world_size)
     ]
-    return decode(torch.stack(own), config, x.shape, x.dtype, _plus(random, world_size))
+    return decode(torch.stack(own), config_out, x.shape, x.dtype, _plus(random, world_size))
 
 
 def expected_reduce_scatter(

@@ -81,6 +81,35 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("config", "config_out"),
+    [
+        (CodecConfig("int6", scales="single"), CodecConfig("int6", scales="single", rounding="stochastic")),
+        (CodecConfig("int4", scales="single"), CodecConfig("int8", scales="single", rounding="dither")),
+        (CodecConfig("fp8-e4m3"), CodecConfig("int5", scales="single")),
+    ],
+)
+def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
+    """The second encode has a format, scales and a rounding of its own."""
+    from taco_kernels.symmetric_memory import collectives
+
+    random = Stream(77, 5, 0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    xs = [torch.randn(130, 640, generator=generator, device="cuda").bfloat16() for _ in range(4)]
+    lanes = ranks.simulated_lanes(4, programs=24)
+    expected = ranks.expected_all_reduce(xs, config, random, config_out)
+    for algorithm in ("two-shot", "one-shot"):
+        results = ranks.on_all_ranks(
+            lanes,
+            lambda r, lane, a=algorithm: collectives.all_reduce(
+                lane, xs[r], config, random, a, config_out=config_out
+            ),
+        )
+        for result in results:
+            assert torch.equal(bits(result), bits(expected))
+
+
+@pytest.mark.gpu
 def test_strided_input() -> None:
     """Rows of a wider tensor are read where they lie."""
     from taco_kernels.symmetric_memory import collectives

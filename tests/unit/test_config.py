@@ -125,12 +125,6 @@ def test_off_by_default(arguments) -> None:
         ({"taco_format": "int6,fp8-e4m3", "taco_rounding": "dither"}, "--taco-format fp8-e4m3", "stochastic"),
         ({"taco_rounding": "up"}, "--taco-rounding up", "stochastic"),
         ({"taco_rounding": "nearest,dither"}, "--taco-rounding dither", "not --taco-format fp8-e4m3"),
-        (
-            {"taco_format": "int6", "taco_rounding": "nearest,dither", "taco_transport": "symmetric"},
-            "--taco-transport symmetric",
-            "make them alike",
-        ),
-        ({"taco_format": "int6,int8", "taco_transport": "symmetric"}, "--taco-transport symmetric", "auto"),
         ({"tp_compression": "auto", "taco_format": "int4"}, "--taco-format int4", "--tp-compression taco"),
         ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),
         ({"taco_group_size": 1024}, "--taco-group-size 1024", "512"),

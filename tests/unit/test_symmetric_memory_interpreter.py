@@ -109,6 +109,10 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
         summed = expected.expected_all_reduce(xs, config, random)
         for algorithm in ("two-shot", "one-shot", "two-shot"):
             same(collectives.all_reduce(lane, x, config, random, algorithm), summed)
+        other = CodecConfig("int8", config.group_size, "single", config.rounding)
+        summed = expected.expected_all_reduce(xs, config, random, other)
+        for algorithm in ("one-shot", "two-shot"):
+            same(collectives.all_reduce(lane, x, config, random, algorithm, config_out=other), summed)
         gathered = expected.expected_all_gather(xs, config, random)
         same(collectives.all_gather(lane, x, config, random), gathered)
         wire = expected.encoded_slice(x, rank, config, random)

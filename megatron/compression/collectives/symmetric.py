@@ -31,14 +31,14 @@ class SymmetricTransport(TorchTransport):
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec) -> bool:
-        """Whether this transport has kernels for a codec's collectives: not where its hops differ."""
-        return isinstance(codec, TacoCodec) and codec.second is None
+        """Whether this transport has kernels for a codec's collectives."""
+        return isinstance(codec, TacoCodec)
 
     def fused_all_reduce(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:
         """The whole of ``all_reduce``."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.symmetric.all_reduce(x, codec.config, Stream(key, 0), out=out)
-        self._report_stored(self.symmetric.all_reduce_stores(x, codec.config))
+        self.symmetric.all_reduce(x, codec.config, Stream(key, 0), out=out, config_out=codec.second)
+        self._report_stored(self.symmetric.all_reduce_stores(x, codec.config, codec.second))
         return completed(out)
 
     def fused_reduce_scatter(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:

@@ -1,7 +1,6 @@
 """Gives every tensor-parallel layer of a built model its site."""
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -11,7 +10,6 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import print_rank_0
 
-from megatron.compression.codecs import hop_codecs
 from megatron.compression.collectives import TransportError
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
@@ -66,15 +64,6 @@ def _prepare_transports(chunk: torch.nn.Module, runtime: CompressionRuntime) -> 
                 raise CompressionConfigError(str(error)) from None
             if line is not None:
                 print_rank_0(f"compression: {line}")
-                _name_split_hops(module.site.group, runtime)
-
-
-def _name_split_hops(group: dist.ProcessGroup, runtime: CompressionRuntime) -> None:
-    """Say which all-reduces the group's symmetric memory has no kernel for."""
-    for codec in filter(None, (runtime.tensor_parallel_codec, runtime.backward_codec)):
-        first, second = hop_codecs(codec)
-        if first is not second and runtime.transports.transport(group).fuses(first):
-            print_rank_0(f"compression: all-reduces with {codec.name} travel over torch.distributed")
 
 
 def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
