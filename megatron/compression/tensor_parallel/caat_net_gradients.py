@@ -12,14 +12,15 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from megatron.compression.telemetry import Ledger
 
 _MARK = "sees_rank_local_data"
+_OF_OWN_HEADS = ("q_layernorm", "k_layernorm", "softmax_offset")
 
 
 def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
     """Mark the replicated parameters of a GPT model's transformer block, final norm included.
 
     Those are norms and the biases of row-parallel layers. The embeddings come before the streams begin, and
-    the output layer is sharded. Norms of queries and keys work on a rank's own heads in every model:
-    megatron-core sums their gradients.
+    the output layer is sharded. What works on a rank's own heads does so in every model: megatron-core sums
+    the gradients of the norms of queries and keys, and each rank has its own offsets of the softmax.
 
     Args:
         chunk: a GPT model, not wrapped.
@@ -27,7 +28,7 @@ def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
     """
     for name, parameter in chunk.decoder.named_parameters():
         sharded = getattr(parameter, "tensor_model_parallel", False)
-        if not sharded and "q_layernorm" not in name and "k_layernorm" not in name:
+        if not sharded and not any(part in name for part in _OF_OWN_HEADS):
             setattr(parameter, _MARK, rank_local)
 
 
