@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[128])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual"])
     parser.add_argument("--roundings", nargs="+", choices=ROUNDINGS, default=["nearest"])
+    parser.add_argument(
+        "--second-roundings",
+        nargs="+",
+        choices=ROUNDINGS,
+        help="rounding of decode_sum_encode's second hop (default: that of the senders)",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument(
         "--senders", type=int, default=4, help="wires that decode_sum and decode_sum_encode add up"
@@ -58,15 +65,15 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def operations(
-    numel: int, dtype: torch.dtype, config: CodecConfig, senders: int
+    numel: int, dtype: torch.dtype, config: CodecConfig, senders: int, config_out: CodecConfig
 ) -> dict[str, tuple[list[Callable[[], object]], int, float]]:
     """Per operation: calls on rotating buffers, bytes read and written by one, and its relative L2 error.
 
     The errors of encode and decode are those of the round trip, that of decode_sum is against the sum of
-    separate decodes, that of decode_sum_encode against decode_sum.
+    separate decodes, that of decode_sum_encode, which writes ``config_out``, against decode_sum.
     """
     stream = [Stream(key=1, stream=w) if config.rounding != "nearest" else None for w in range(senders)]
-    second = Stream(key=2, stream=0) if config.rounding != "nearest" else None
+    second = Stream(key=2, stream=0) if config_out.rounding != "nearest" else None
     first, shape, fp32 = stream[0], (numel,), torch.float32
     size, wire = numel * dtype.itemsize, config.wire_bytes(numel)
     count = buffers_for(size + wire)
@@ -80,7 +87,7 @@ def operations(
     round_trip = relative_error(ops.decode(wires[0], config, shape, fp32, first), xs[0])
     separate = sum(ops.decode(many[0][w : w + 1], config, shape, fp32, stream[w]) for w in range(senders))
     total = ops.decode_sum(many[0], config, shape, fp32, first)
-    again = ops.decode_sum_encode(many[0], config, numel, first, second)
+    again = ops.decode_sum_encode(many[0], config, numel, first, second, config_out=config_out)
 
     def encode(i: int) -> torch.Tensor:
         return ops.encode(xs[i], config, 1, first, wires[i])
@@ -92,7 +99,7 @@ def operations(
         return ops.decode_sum(many[i], config, shape, dtype, first, outs[i])
 
     def decode_sum_encode(i: int) -> torch.Tensor:
-        return ops.decode_sum_encode(many[i], config, numel, first, second, wires[i][0])
+        return ops.decode_sum_encode(many[i], config, numel, first, second, wires[i][0], config_out)
 
     def calls(operation: Callable[[int], torch.Tensor], n: int) -> list[Callable[[], object]]:
         return [partial(operation, i) for i in range(n)]
@@ -104,7 +111,7 @@ def operations(
         "decode_sum_encode": (
             calls(decode_sum_encode, len(many)),
             (senders + 1) * wire,
-            relative_error(ops.decode(again[None], config, shape, fp32, second), total),
+            relative_error(ops.decode(again[None], config_out, shape, fp32, second), total),
         ),
     }
 
@@ -123,24 +130,32 @@ def run(options: argparse.Namespace) -> None:
                 MiB=mib, dtype=dtype_name, format="-", G=0, scales="-", rounding="-", operation="copy"
             )
             rows.append({**copy, "us": us, "GB/s": rate, "of copy": 1.0, "error": 0.0})
-            for config in configs(options):
-                for name, (calls, moved, error) in operations(numel, dtype, config, options.senders).items():
+            for config, config_out in configs(options):
+                measured = operations(numel, dtype, config, options.senders, config_out)
+                for name, (calls, moved, error) in measured.items():
+                    rounding = config.rounding
+                    if config_out != config and name == "decode_sum_encode":
+                        rounding += f",{config_out.rounding}"
                     us = microseconds(calls)
                     row = dict(MiB=mib, dtype=dtype_name, format=config.format, G=config.group_size)
-                    row.update(
-                        scales=config.scales, rounding=config.rounding, operation=name, us=us, error=error
-                    )
+                    row.update(scales=config.scales, rounding=rounding, operation=name, us=us, error=error)
                     rows.append({**row, "GB/s": moved / us / 1e3, "of copy": moved / us / 1e3 / rate})
     report(rows, COLUMNS, options.json)
 
 
-def configs(options: argparse.Namespace) -> list[CodecConfig]:
-    """The codecs to measure; dither only for the formats that have it."""
-    return [
+def configs(options: argparse.Namespace) -> list[tuple[CodecConfig, CodecConfig]]:
+    """The codecs to measure, of both hops; dither only for the formats that have it."""
+    first = [
         CodecConfig(format, group_size, scales, rounding, not options.no_hadamard)
         for format in options.formats
         for group_size in options.group_sizes
         for scales in options.scales
         for rounding in options.roundings
         if not (rounding == "dither" and format.startswith("fp8"))
+    ]
+    return [
+        (config, replace(config, rounding=rounding))
+        for config in first
+        for rounding in options.second_roundings or [config.rounding]
+        if not (rounding == "dither" and config.is_float)
     ]
