@@ -40,6 +40,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "caat_net", help="for everything")
+    parser.add_argument("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0, 0.5, 0.25])
     parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3"], help="none or --taco-format's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
@@ -129,7 +130,8 @@ def main() -> None:
     options = parse_args()
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
-    data = prepare_data(options.output / "data", "site-packages", options.corpus_mb, options.vocabulary)
+    folder = options.data.resolve() if options.data else options.output / "data"
+    data = prepare_data(folder, "site-packages", options.corpus_mb, options.vocabulary)
     results_file = options.output / RESULTS
     results = json.loads(results_file.read_text()) if results_file.exists() else []
     for seed in options.seeds:

@@ -189,6 +189,13 @@ def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
             torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
+def test_gradients_of_four_ranks() -> None:
+    """The same at W = 4, where a quarter of the channels is shared."""
+    case = (0.25, {}, False)
+    ranks = spawn(gradient_worker, 4, [case])
+    check_against_emulation([rank[0] for rank in ranks], *case[:2])
+
+
 FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
 INT8 = {"taco_format": "int8", "taco_scales": "single"}
 TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
