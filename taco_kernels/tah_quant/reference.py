@@ -196,8 +196,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     return wire
 
 
-def code_values(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """fp32[tiles, T]: codes of high tiles, and the middles of the cells of low ones."""
+def code_values(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes fp32[tiles, T], those of low tiles with zeros for the dropped bits, and which tiles are low."""
     size, extra_bits = layout.config.tile_size, layout.config.extra_bits
 
     def planes(kind: str, widths: Sequence[int]) -> torch.Tensor:
@@ -207,12 +207,12 @@ def code_values(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
 
     codes = planes("base", layout.base_planes)
     if not extra_bits:
-        return codes
-    high = unpack_widths(section(wire, "widths", layout), layout)
-    rest = codes.new_full((layout.high_tiles + 1, size), (2**extra_bits - 1) / 2)
+        return codes, torch.zeros(layout.tiles, dtype=torch.bool, device=wire.device)
+    slots = tile_slots(unpack_widths(section(wire, "widths", layout), layout), layout)
+    rest = codes.new_zeros(layout.high_tiles + 1, size)
     if layout.high_tiles:
         rest[:-1] = planes("extra", layout.extra_planes)
-    return codes * 2**extra_bits + rest[tile_slots(high, layout)]
+    return codes * 2**extra_bits + rest[slots], slots == layout.high_tiles
 
 
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -225,9 +225,10 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     check_wire(wire, layout)
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
-    size, codes = config.tile_size, code_values(wire, layout)
+    size, (codes, low) = config.tile_size, code_values(wire, layout)
     zeros = section(wire, "zeros", layout).clone().view(torch.float16).float()
     steps = section(wire, "steps", layout).clone().view(torch.float16).float()
+    zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)  # the middle of a cell
     y = zeros[:, None] + steps[:, None] * codes
     if config.transform != "none":  # on the codes, which is exact; a constant is all in element 0
         pivots = section(wire, "pivots", layout)

@@ -20,7 +20,7 @@ class Difference(NamedTuple):
     codes: float
     """Share of codes that differ, in tiles of like widths and pivots."""
     cells: float
-    """Largest difference of such codes, in steps."""
+    """Largest difference of such codes, in cells of their tile."""
     padding: bool
     """Whether all else, the zeros between sections, is alike."""
 
@@ -53,11 +53,9 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
     else:
         same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
     widths = high(a) != high(b)
-    comparable = both & same
-    if config.extra_bits:
-        slots = [reference.tile_slots(high(wire), layout) < layout.high_tiles for wire in (a, b)]
-        comparable &= slots[0] == slots[1]
-    apart = (reference.code_values(a, layout) - reference.code_values(b, layout)).abs()[comparable]
+    (codes_a, low_a), (codes_b, low_b) = reference.code_values(a, layout), reference.code_values(b, layout)
+    apart = (codes_a - codes_b).abs()[both & same & (low_a == low_b)]
+    apart = apart / torch.where(low_a, 2.0**config.extra_bits, 1.0)[both & same & (low_a == low_b), None]
     return Difference(
         widths=int(widths.sum()),
         pivots=int((~same).sum()),

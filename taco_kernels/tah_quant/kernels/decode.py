@@ -6,7 +6,14 @@ The inverse transform runs on the codes, exactly: the zero point, a constant, is
 import triton
 import triton.language as tl
 
-from taco_kernels.tah_quant.kernels.tiles import gather_bits, load_bits, swapped, tile_pointers, tile_slots
+from taco_kernels.tah_quant.kernels.tiles import (
+    from_nibble_words,
+    load_bits,
+    load_nibbles,
+    swapped,
+    tile_pointers,
+    tile_slots,
+)
 from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
 
 
@@ -14,17 +21,26 @@ from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffl
 def decode_tiles(x, base, extra, steps, zeros, pivots, slots, first, counts, matrix, C: tl.constexpr):
     """Decode tiles first...; ``counts`` is (tiles, high tiles, tiles of a unit, of a row, channels)."""
     tiles, high_tiles, per_unit, per_row, channels = counts
-    codes = load_bits(base, first, tiles, C.LOW, C)
-    values = codes.to(tl.float32)
-    if C.EXTRA > 0:
-        slot = tile_slots(slots, first, tiles, per_unit, C)
-        rest = gather_bits(extra, slot, high_tiles, C.EXTRA, C).to(tl.float32)
-        rest = tl.where((slot >= 0)[:, None], rest, (2**C.EXTRA - 1) * 0.5)
-        values = values * (2**C.EXTRA) + rest
     row = first + tl.arange(0, C.R)
     inside = row < tiles
     zero = tl.load(zeros + row, mask=inside, other=0.0).to(tl.float32)
     step = tl.load(steps + row, mask=inside, other=0.0).to(tl.float32)
+    if C.EXTRA > 0:
+        slot = tile_slots(slots, first, tiles, per_unit, C)
+        high = slot >= 0
+        zero = tl.where(high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5))
+    if C.LOW + C.EXTRA <= 4:
+        a, b = load_nibbles(base, row, inside, tiles, C.EXTRA, C.LOW, C)
+        if C.EXTRA > 0:
+            c, d = load_nibbles(extra, slot, high, high_tiles, 0, C.EXTRA, C)
+            a, b = a | c, b | d
+        codes = from_nibble_words(a, b, C)
+    else:
+        codes = load_bits(base, row, inside, tiles, C.LOW, C) << C.EXTRA
+        if C.EXTRA > 0:
+            codes = codes | load_bits(extra, slot, high, high_tiles, C.EXTRA, C)
+    # 2^23 + c in fp32 has c in its low mantissa bits
+    values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     y = zero[:, None] + step[:, None] * values
     if C.TRANSFORM:
         byte = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)

@@ -7,7 +7,7 @@ extra bits are sent.
 import triton
 import triton.language as tl
 
-from taco_kernels.tah_quant.kernels.tiles import starts, store_bits, tile_pointers
+from taco_kernels.tah_quant.kernels.tiles import nibble_words, starts, store_bits, store_words, tile_pointers
 from taco_kernels.triton.hadamard import sylvester, transform, unshuffle
 from taco_kernels.triton.rounding import MAGIC
 
@@ -87,9 +87,15 @@ def encode_tiles(x, base, extra, steps, zeros, pivots, sums, first, counts, matr
     inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), tl.where(positive, step, 1.0))
     inverse = tl.broadcast_to(tl.where(positive, inverse, 0.0)[:, None], [C.R, C.G])
     codes = tl.fma(plain - zero[:, None], inverse, MAGIC).to(tl.int32, bitcast=True) & C.LEVELS
-    store_bits(codes >> C.EXTRA, base, first, tiles, 16, C.LOW, C)
-    if C.EXTRA > 0:
-        store_bits(codes & (2**C.EXTRA - 1), extra, first, tiles, 1, C.EXTRA, C)
+    if C.LOW + C.EXTRA <= 4:
+        a, b = nibble_words(codes, C)
+        store_words(a, b, base, first, tiles, 16, C.EXTRA, C.LOW, C)
+        if C.EXTRA > 0:
+            store_words(a, b, extra, first, tiles, 1, 0, C.EXTRA, C)
+    else:
+        store_bits(codes >> C.EXTRA, base, first, tiles, 16, C.LOW, C)
+        if C.EXTRA > 0:
+            store_bits(codes & (2**C.EXTRA - 1), extra, first, tiles, 1, C.EXTRA, C)
 
 
 @triton.jit
