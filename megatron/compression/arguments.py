@@ -15,6 +15,7 @@ from megatron.compression.config import (
     TensorParallelCompression,
 )
 from megatron.compression.data_parallel.checks import check_data_parallel
+from megatron.compression.presets import HELP_3D, expand_3d
 from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
 _GROUPS = {
@@ -29,8 +30,10 @@ _GROUPS = {
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
 
-    Every flag but ``--taco`` is a field of a dataclass in config.py.
+    Every flag but ``--taco`` and ``--compression-3d`` is a field of a dataclass in config.py.
     """
+    everything = parser.add_argument_group("compression (all dimensions)")
+    everything.add_argument("--compression-3d", action="store_true", help=HELP_3D)
     for name, config_class in _GROUPS.items():
         group = ArgumentGroupFactory(config_class).build_group(
             parser, title=f"compression ({name.replace('_', ' ')})"
@@ -71,6 +74,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
                 "--taco is the paper's setting and --tp-compression auto another one; drop one of the two"
             )
         args.tp_compression = "taco"
+    if args.compression_3d:
+        expand_3d(args)
     if args.dp_compression == "none" and (args.quantized_weights or args.quantized_gradients):
         args.dp_compression = "sdp4bit"  # as in the scripts of its authors
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}

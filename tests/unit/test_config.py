@@ -51,6 +51,19 @@ def test_taco_is_the_papers_settings(arguments) -> None:
     assert same.tensor_parallel == config
 
 
+def test_compression_3d_is_three_codecs(arguments) -> None:
+    """One flag for all dimensions; a dimension's own flag beside it wins."""
+    parse = lambda *flags: arguments.compression_config_from_args(  # noqa: E731
+        _parse(arguments, "--compression-3d", *flags, num_distributed_optimizer_instances=1)
+    )
+    config = parse()
+    assert config.tensor_parallel == TensorParallelCompression(tp_compression="taco")
+    assert config.data_parallel.dp_compression == "sdp4bit" and config.data_parallel.quantized_gradients
+    assert config.pipeline_parallel == PipelineParallelCompression(pp_compression="tah-quant")
+    mixed = parse("--pp-compression", "int8", "--taco-format", "int6")
+    assert mixed.pipeline_parallel.pp_compression == "int8" and mixed.tensor_parallel.taco_format == "int6"
+
+
 def test_every_field_is_a_flag(arguments) -> None:
     """Each flag reaches its field."""
     flags = {
