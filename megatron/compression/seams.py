@@ -240,8 +240,12 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
     replace(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), wrap)
 
 
-def on_replicated_gradient_sync(record: Callable[[int, int], None]) -> None:
+def on_replicated_gradient_sync(
+    record: Callable[[int, int], None], after: Callable[[list], None] | None = None
+) -> None:
     """Call ``record(buffer_bytes, world_size)`` for the gradients of norms and biases summed over TP ranks.
+
+    Then ``after(chunks)``: all gradients of the chunks are reduced.
 
     Why: under sequence parallelism (and for QK norms) each rank has seen only its part of the data;
     ``finalize_model_grads`` sums these small gradients itself. Not reached: Megatron-FSDP.
@@ -254,6 +258,8 @@ def on_replicated_gradient_sync(record: Callable[[int, int], None]) -> None:
             all_reduce_gradients(model, config, tp_group)
             if tp_group is not None and tp_group.size() > 1:
                 record(_replicated_gradient_bytes(model, config), tp_group.size())
+            if after is not None:
+                after(model)
 
         return wrapper
 

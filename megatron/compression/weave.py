@@ -12,6 +12,7 @@ from megatron.compression.data_parallel.bind import bind_data_parallel, record_u
 from megatron.compression.data_parallel.checkpoint import GradientState
 from megatron.compression.data_parallel.checks import idle_reason as data_parallel_idle_reason
 from megatron.compression.data_parallel.codecs import describe_data_parallel
+from megatron.compression.data_parallel.replicas import align_gradients
 from megatron.compression.data_parallel.weights import copy_masters
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
@@ -83,7 +84,9 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
     if runtime.gradient_sync is not None:
         state = GradientState(args, runtime.gradient_syncs)
         seams.around_checkpoint_state(state.add_to, state.loaded)
-    seams.on_replicated_gradient_sync(partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"))
+    seams.on_replicated_gradient_sync(
+        partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"), align_gradients
+    )
     exchange = PipelineExchange(
         runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)
     )

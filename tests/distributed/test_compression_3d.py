@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.launch import tiny_flags
+from tests.distributed.test_matrix import check_replicas
 
 FLAGS = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
     --use-distributed-optimizer --compression-3d --taco-min-message-mb 0"""
@@ -20,6 +21,7 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
     whole = pretrain(*flags, *first, ranks=8, directory=tmp_path)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     check_channels(whole)
+    check_replicas(whole)
     summary = json.loads((report / "report.json").read_text())["summary"]
     assert list(summary["dimensions"]) == ["tensor parallel", "data parallel", "pipeline parallel", "all"]
     assert all(row["ratio"] > 1.5 for row in summary["dimensions"].values())

@@ -3,11 +3,13 @@
 import logging
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.compression.data_parallel.bucket import GradientBucket, spans_of
 from megatron.compression.data_parallel.bucket_group import CompressedBucketGroup
 from megatron.compression.data_parallel.in_flight import InFlight
+from megatron.compression.data_parallel.replicas import Replicas, replicated_ranges
 from megatron.compression.data_parallel.topology import Topology, find_topology
 from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights
 from megatron.compression.runtime import CompressionRuntime
@@ -49,6 +51,8 @@ def _bind_group(group, names, runtime: CompressionRuntime, in_flight: InFlight) 
     group.__class__ = CompressedBucketGroup
     group.runtime, group.topology, group.in_flight = runtime, topology, in_flight
     group.gradient_syncs, group.weights = [], []
+    group.gradient_replicas, group.weight_replicas = [], []
+    tensor_ranks = parallel_state.get_tensor_model_parallel_group()
     for bucket in group.buckets:
         if runtime.gradient_sync is not None:
             average = 1 / ranks.size() if config.average_in_collective else 1.0
@@ -63,6 +67,11 @@ def _bind_group(group, names, runtime: CompressionRuntime, in_flight: InFlight) 
             sync = runtime.gradient_sync(view)
             group.gradient_syncs.append(sync)
             runtime.gradient_syncs.append((sync, view))
+            first, values = 0, view.gradients
+            if sharded:
+                first, values = topology.rank * view.shard.numel(), view.shard
+            ranges = replicated_ranges(view.spans, first, first + values.numel(), gradients=True)
+            group.gradient_replicas.append(Replicas(values, ranges, tensor_ranks, runtime.ledger))
     # fp32 parameters have no master apart from themselves, so there is no difference to send.
     masters = sharded and all(b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets)
     if runtime.weight_codec is not None and masters:
@@ -70,6 +79,9 @@ def _bind_group(group, names, runtime: CompressionRuntime, in_flight: InFlight) 
             weights = BucketWeights(bucket.param_data, runtime.weight_codec, topology, runtime.ledger)
             setattr(bucket, ATTRIBUTE, weights)
             group.weights.append(weights)
+            ranges = replicated_ranges(spans_of(bucket, names))
+            flat = bucket.param_data.view(-1)
+            group.weight_replicas.append(Replicas(flat, ranges, tensor_ranks, runtime.ledger))
 
 
 def topology_of(ranks: torch.distributed.ProcessGroup, runtime: CompressionRuntime) -> Topology:

@@ -5,6 +5,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron.compression.data_parallel.bucket import GradientSync
 from megatron.compression.data_parallel.in_flight import InFlight, Works
+from megatron.compression.data_parallel.replicas import AlignedWork, Replicas
 from megatron.compression.data_parallel.topology import Topology
 from megatron.compression.data_parallel.weights import BucketWeights
 from megatron.compression.runtime import CompressionRuntime
@@ -23,6 +24,10 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """One a bucket; empty: gradients are not compressed."""
     weights: list[BucketWeights]
     """One a bucket; empty: weights are not compressed."""
+    gradient_replicas: list[Replicas]
+    """One a bucket of ``gradient_syncs``; see replicas.align_gradients."""
+    weight_replicas: list[Replicas]
+    """One a bucket of ``weights``."""
     in_flight: InFlight
     """Shared by the groups of a model chunk."""
     uncompressed_kind: str = "off"
@@ -77,6 +82,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         if self.param_gather_handle is not None:
             raise RuntimeError("a weight gather of this bucket group is still under way")
         works = Works([weights.start() for weights in self.weights])
+        works = AlignedWork(works, self.weight_replicas)
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = works
         else:
