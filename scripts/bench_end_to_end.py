@@ -12,6 +12,7 @@ iterations, from Megatron's log. The regimes are NCCL's own switches:
 
 A setting is a codec (``none``, ``int8:single``), with ``caat0.5+`` before it for a CAAT-Net that synchronises
 half of the channels. A CAAT-Net is another model: its iterations compare in time, not in loss.
+``int8:chunks2`` is int8 with --taco-overlap-chunks 2.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,19 +55,22 @@ MODEL = [
 ]
 
 
-def parse_setting(text: str) -> tuple[float, dict | None]:
-    """Sync fraction and codec of ``none``, ``int8:single``, ``caat0.5+none``, ``caat0.5+int8:dither``."""
+def parse_setting(text: str) -> tuple[float, dict | None, int]:
+    """Sync fraction, codec and chunks of ``none``, ``int8:single:chunks2``, ``caat0.5+int8:dither``."""
     fraction = 1.0
     if text.startswith("caat"):
         number, _, text = text.removeprefix("caat").partition("+")
         fraction = float(number)
     if text == "none":
-        return fraction, None
+        return fraction, None, 1
     number_format, *options = text.split(":")
-    setting = {"format": number_format}
+    setting, chunks = {"format": number_format}, 1
     for option in options:
-        setting["scales" if option in ("single", "dual") else "rounding"] = option
-    return fraction, setting
+        if option.startswith("chunks"):
+            chunks = int(option.removeprefix("chunks"))
+        else:
+            setting["scales" if option in ("single", "dual") else "rounding"] = option
+    return fraction, setting, chunks
 
 
 def worker() -> None:
@@ -82,17 +88,31 @@ def worker() -> None:
     from megatron.compression.codecs import build_codec
     from megatron.compression.config import CaatNetSettings
     from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
+    from scripts._kernel_times import KernelTimes
 
     settings = json.loads(os.environ[SETTINGS])
-    codecs = [None if s is None else build_codec("taco", **s) for _, s in settings["codecs"]]
-    fractions = [CaatNetSettings(caat_net_sync_fraction=fraction) for fraction, _ in settings["codecs"]]
+    codecs = [None if s is None else build_codec("taco", **s) for _, s, _ in settings["codecs"]]
+    fractions = [CaatNetSettings(caat_net_sync_fraction=fraction) for fraction, _, _ in settings["codecs"]]
+    kernel_times, profiles = KernelTimes(), []
 
     class SwitchingForwardStep(entrypoint.ForwardStep):
-        bound = CaatNetSettings()
+        bound, iteration = CaatNetSettings(), -1
 
         def __call__(self, data_iterator, model):
-            block = get_args().curr_iteration // settings["iterations"]
+            block, iteration = divmod(get_args().curr_iteration, settings["iterations"])
+            if settings["profile"] and iteration != self.iteration and int(os.environ["RANK"]) == 0:
+                if iteration == settings["iterations"] - 2:
+                    kernel_times.start()
+                elif iteration == settings["iterations"] - 1:
+                    profiles.append(kernel_times.stop())
+                    Path(settings["profile"]).write_text(json.dumps(profiles))
+            self.iteration = iteration
             self.runtime.tensor_parallel_codec = codecs[block]
+            config = self.runtime.config
+            tensor_parallel = replace(
+                config.tensor_parallel, taco_overlap_chunks=settings["codecs"][block][2]
+            )
+            self.runtime.config = replace(config, tensor_parallel=tensor_parallel)
             if self.bound != fractions[block]:
                 bind_caat_net(unwrap_model(model), fractions[block], self.runtime.ledger)
                 self.bound = fractions[block]
@@ -115,11 +135,17 @@ def worker() -> None:
 
 def run_regime(regime: str, options, codecs: list[str], upstream_layers: bool) -> list[dict]:
     """One launch; returns a row for each setting."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return _run_regime(regime, options, codecs, upstream_layers, scratch)
+
+
+def _run_regime(regime, options, codecs, upstream_layers, scratch) -> list[dict]:
     iterations = options.iterations if regime != "ethernet" else max(WARM_UP + 2, options.iterations // 2)
     settings = {
         "codecs": [parse_setting(text) for text in codecs],
         "iterations": iterations,
         "upstream_layers": upstream_layers,
+        "profile": os.path.join(scratch, "profile.json") if options.profile else None,
     }
     environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1", **REGIMES[regime])
     environment[SETTINGS] = json.dumps(settings)
@@ -140,7 +166,8 @@ def run_regime(regime: str, options, codecs: list[str], upstream_layers: bool) -
         return []
     rows = []
     for block, codec in enumerate(codecs):
-        lines = found[block * iterations + WARM_UP : (block + 1) * iterations]
+        profiled = 2 if options.profile else 0  # with them, the last two iterations are not like the others
+        lines = found[block * iterations + WARM_UP : (block + 1) * iterations - profiled]
         rows.append(
             {
                 "regime": regime,
@@ -152,6 +179,10 @@ def run_regime(regime: str, options, codecs: list[str], upstream_layers: bool) -
                 "last_loss": float(lines[-1][3]),
             }
         )
+    if options.profile:
+        for row, times in zip(rows, json.loads(Path(settings["profile"]).read_text()), strict=True):
+            row["kernel_ms"] = times
+            print(regime, row["codec"], times)
     return rows
 
 
@@ -170,6 +201,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10, help="iterations of a block (half on ethernet)")
     parser.add_argument(
         "--upstream-layers", action="store_true", help="also megatron-core's own layers, once"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="kernel times of one iteration of each setting, on rank 0"
     )
     parser.add_argument("--json", type=Path, help="write the rows here")
     options, options.extra = parser.parse_known_args()

@@ -46,17 +46,27 @@ class Codec(Protocol):
         ...
 
     def decode(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Invert ``encode``: uint8 ``[chunks, bytes]`` to a tensor of ``shape`` and ``dtype``."""
+        """Invert ``encode``: uint8 ``[chunks, bytes]`` to ``shape`` and ``dtype``, in ``out`` if given."""
         ...
 
     def decode_sum(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum the same piece from W senders, uint8 ``[W, bytes]``, in fp32 in the order of the rows.
 
-        ``random`` is sender 0's; sender w's stream is ``random.stream + w``.
+        ``random`` is sender 0's; sender w's stream is ``random.stream + w``. The result is ``out`` if given.
         """
         ...
 

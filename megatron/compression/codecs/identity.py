@@ -31,18 +31,30 @@ class IdentityCodec:
         return values.view(chunks, size).view(torch.uint8).view(chunks, 4 * size)
 
     def decode(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Codec.decode``."""
         numel = torch.Size(shape).numel()
-        return wires.reshape(-1).view(torch.float32)[:numel].to(dtype).reshape(shape)
+        values = wires.reshape(-1).view(torch.float32)[:numel].reshape(shape)
+        return values.to(dtype) if out is None else out.copy_(values)
 
     def decode_sum(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Codec.decode_sum``."""
         numel = torch.Size(shape).numel()
-        return self._sum(wires)[:numel].to(dtype).reshape(shape)
+        total = self._sum(wires)[:numel].reshape(shape)
+        return total.to(dtype) if out is None else out.copy_(total)
 
     def decode_sum_encode(
         self,

@@ -57,16 +57,26 @@ class TacoCodec:
         return taco_kernels.encode(x, self.config, chunks, random)
 
     def decode(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Codec.decode``."""
-        return taco_kernels.decode(wires, self.config, shape, dtype, random)
+        return taco_kernels.decode(wires, self.config, shape, dtype, random, out)
 
     def decode_sum(
-        self, wires: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self,
+        wires: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        random: Stream | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Codec.decode_sum``; summed in the Hadamard domain, one inverse transform."""
-        return taco_kernels.decode_sum(wires, self.config, shape, dtype, random)
+        return taco_kernels.decode_sum(wires, self.config, shape, dtype, random, out)
 
     def decode_sum_encode(
         self,

@@ -12,10 +12,11 @@ from megatron.compression.collectives.uncompressed import (
     uncompressed_all_reduce,
     uncompressed_reduce_scatter,
 )
-from megatron.compression.collectives.work import CompressedWork
+from megatron.compression.collectives.work import CompressedWork, JoinedWork
 
 __all__ = [
     "CompressedWork",
+    "JoinedWork",
     "SymmetricTransport",
     "TorchTransport",
     "TransportError",

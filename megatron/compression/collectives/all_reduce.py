@@ -9,7 +9,12 @@ from taco_kernels import Stream
 
 
 def all_reduce(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+    x: torch.Tensor,
+    codec: Codec,
+    transport: TorchTransport,
+    async_op: bool = False,
+    key: int = 0,
+    out: torch.Tensor | None = None,
 ):
     """Sum ``x`` over the ranks of the transport's group.
 
@@ -24,15 +29,17 @@ def all_reduce(
         async_op: return a handle after the first exchange has been started.
         key: seed of a randomly rounding codec's numbers, the same on every rank. Hop 1 draws from one stream
             a sender, hop 2 from one more; elements are numbered through the whole tensor.
+        out: where to put the result: contiguous, of ``x``'s shape and dtype.
 
     Returns:
         The sum, of ``x``'s shape and dtype; with ``async_op`` a ``CompressedWork`` that gives it.
     """
     world_size, rank = transport.world_size, transport.rank
     if world_size == 1 or x.numel() == 0:
-        return completed(x) if async_op else x
+        result = x if out is None else out.copy_(x)
+        return completed(result) if async_op else result
     if transport.fuses(codec):
-        handle = transport.fused_all_reduce(x, codec, key)
+        handle = transport.fused_all_reduce(x, codec, key, out)
         return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype
     piece = codec.chunk_numel(x.numel(), world_size)
@@ -46,7 +53,8 @@ def all_reduce(
             received, piece, Stream(key, 0, offset), Stream(key, world_size, offset)
         )
         gathered, work = transport.all_gather(own, async_op=async_op)
-        return CompressedWork(work, lambda: second.decode(gathered, shape, dtype, Stream(key, world_size)))
+        random = Stream(key, world_size)
+        return CompressedWork(work, lambda: second.decode(gathered, shape, dtype, random, out))
 
     handle = CompressedWork(work, sum_own_piece, exchanges=2)
     return handle if async_op else handle.wait()

@@ -9,7 +9,12 @@ from taco_kernels import Stream
 
 
 def reduce_scatter(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, async_op: bool = False, key: int = 0
+    x: torch.Tensor,
+    codec: Codec,
+    transport: TorchTransport,
+    async_op: bool = False,
+    key: int = 0,
+    out: torch.Tensor | None = None,
 ):
     """Sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
 
@@ -19,6 +24,7 @@ def reduce_scatter(
         transport: carries the payload.
         async_op: return a handle after the exchange has been started.
         key: seed of a randomly rounding codec's numbers, as in ``all_reduce``'s first hop.
+        out: where to put the result, contiguous.
 
     Returns:
         ``[n, ...]`` of ``x``'s dtype, or with ``async_op`` a ``CompressedWork``.
@@ -35,10 +41,10 @@ def reduce_scatter(
         )
     shape = (x.shape[0] // world_size, *x.shape[1:])
     if world_size == 1 or x.numel() == 0:
-        result = x.reshape(shape)
+        result = x.reshape(shape) if out is None else out.copy_(x.reshape(shape))
         return completed(result) if async_op else result
     if transport.fuses(codec):
-        handle = transport.fused_reduce_scatter(x, codec, key)
+        handle = transport.fused_reduce_scatter(x, codec, key, out)
         return handle if async_op else handle.wait()
     dtype = x.dtype
     shard = x.numel() // world_size
@@ -51,6 +57,6 @@ def reduce_scatter(
     received, work = transport.all_to_all(wires, async_op=async_op)
 
     def finish() -> torch.Tensor:
-        return codec.decode_sum(received, shape, dtype, Stream(key, 0, rank * piece))
+        return codec.decode_sum(received, shape, dtype, Stream(key, 0, rank * piece), out)
 
     return CompressedWork(work, finish) if async_op else finish()

@@ -34,18 +34,19 @@ class SymmetricTransport(TorchTransport):
         """Whether this transport has kernels for a codec's collectives."""
         return isinstance(codec, TacoCodec)
 
-    def fused_all_reduce(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:
+    def fused_all_reduce(
+        self, x: torch.Tensor, codec: TacoCodec, key: int, out: torch.Tensor | None = None
+    ) -> CompressedWork:
         """The whole of ``all_reduce``."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.symmetric.all_reduce(x, codec.config, Stream(key, 0), out=out, config_out=codec.second)
+        out = self.symmetric.all_reduce(x, codec.config, Stream(key, 0), out=out, config_out=codec.second)
         self._report_stored(self.symmetric.all_reduce_stores(x, codec.config, codec.second))
         return completed(out)
 
-    def fused_reduce_scatter(self, x: torch.Tensor, codec: TacoCodec, key: int) -> CompressedWork:
+    def fused_reduce_scatter(
+        self, x: torch.Tensor, codec: TacoCodec, key: int, out: torch.Tensor | None = None
+    ) -> CompressedWork:
         """The whole of ``reduce_scatter``."""
-        shape = (x.shape[0] // self.world_size, *x.shape[1:])
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        self.symmetric.reduce_scatter(x, codec.config, Stream(key, 0), out=out)
+        out = self.symmetric.reduce_scatter(x, codec.config, Stream(key, 0), out=out)
         self._report_stored(self.symmetric.reduce_scatter_stores(x, codec.config))
         return completed(out)
 

@@ -6,9 +6,11 @@ import torch.distributed as dist
 from megatron.compression.collectives.work import CompressedWork
 
 
-def uncompressed_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
-    """Start to sum ``x`` over the group in its own dtype; ``x`` is left as it is."""
-    total = x.clone(memory_format=torch.contiguous_format)
+def uncompressed_all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> CompressedWork:
+    """Start to sum ``x`` over the group in its own dtype, into ``out`` if given; ``x`` is left as it is."""
+    total = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
     return CompressedWork(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
@@ -39,9 +41,11 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork
     return CompressedWork(work, sum_own_piece, exchanges=2)
 
 
-def uncompressed_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
+def uncompressed_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> CompressedWork:
     """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
-    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
     return CompressedWork(work, lambda: shard)
 

@@ -50,6 +50,11 @@ class CompressedWork:
         else:
             self._work, self._finish, self._result = None, None, outcome
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._result is not None
+
     def wait(self) -> torch.Tensor:
         """Complete the collective and return its result; a second call returns the same tensor."""
         while self._result is None:
@@ -60,3 +65,27 @@ class CompressedWork:
 def completed(result: torch.Tensor) -> CompressedWork:
     """A handle of a collective with nothing left to do."""
     return CompressedWork(None, lambda: result)
+
+
+class JoinedWork(CompressedWork):
+    """Several collectives under way at once; each ``advance`` moves all of them on by one exchange.
+
+    Args:
+        works: in the order in which they were started.
+        result: what they fill between them.
+    """
+
+    def __init__(self, works: list[CompressedWork], result: torch.Tensor) -> None:
+        super().__init__(None, lambda: result, max(work.exchanges for work in works))
+        self._works = works
+
+    def advance(self) -> None:
+        """One exchange of each, in turn: one's codec kernels run behind the others' exchanges."""
+        for work in self._works:
+            work.advance()
+
+    def wait(self) -> torch.Tensor:
+        """Complete all of them."""
+        while any(not work.complete for work in self._works):
+            self.advance()
+        return self._finish()

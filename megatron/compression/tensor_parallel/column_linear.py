@@ -6,6 +6,7 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 
 import torch
 
+from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
@@ -19,9 +20,9 @@ from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient):
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks):
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
-        ctx.exchange, ctx.gradient = exchange, gradient
+        ctx.exchange, ctx.gradient, ctx.chunks = exchange, gradient, chunks
         ctx.x_shape = x.shape
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
@@ -41,18 +42,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         site, gathered = ctx.site, None
         if ctx.sequence_parallel and ctx.gradient is not None:
             gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
+        stand_in_for_sum = None
+        if ctx.needs_input_grad[0]:
+            ctx.exchange.work = product_in_chunks(
+                grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
+            )
+            stand_in_for_sum = weight.new_zeros(()).expand(ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
-        if grad_input is None:
-            pass
-        elif ctx.sequence_parallel:
-            world_size = site.group.size()
-            grad_input = grad_input.view(ctx.x_shape[0] * world_size, *ctx.x_shape[1:])
-            ctx.exchange.work = site.reduce_scatter(grad_input, "tp.backward")
-            grad_input = grad_input[: ctx.x_shape[0]]  # of the right shape; the sum is yet to arrive
-        else:
-            grad_input = grad_input.view(ctx.x_shape)
-            ctx.exchange.work = site.all_reduce(grad_input, "tp.backward")
         if ctx.gradient is not None:
 
             def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +58,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             ctx.gradient.provide(inputs)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         grad_weight = None if ctx.gradient is None else stand_in(weight)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return stand_in_for_sum, grad_weight, grad_bias, *(None,) * 5
 
 
 def column_parallel_linear(
@@ -72,6 +68,7 @@ def column_parallel_linear(
     site: TensorParallelSite,
     sequence_parallel: bool,
     handover: Handover | None = None,
+    chunks: int = 1,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` with this rank's rows of the weight.
 
@@ -87,6 +84,7 @@ def column_parallel_linear(
         site: where it communicates.
         sequence_parallel: whether ``x`` is a slice of the sequence.
         handover: shared with the row-parallel layer that takes this layer's output.
+        chunks: pieces of the sequence in which the input gradient is computed and summed.
 
     Returns:
         ``[s, b, h_out / W]``.
@@ -99,4 +97,4 @@ def column_parallel_linear(
         if weight.requires_grad:
             gradient = WeightGradient(exchange)
             weight = put_off(weight, gradient)
-    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient)
+    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient, chunks)

@@ -73,8 +73,9 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
         message_bytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
         channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
         if self.site.compresses(message_bytes, *channels):
+            chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
             return column_parallel_linear(
-                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover
+                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover, chunks
             )
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)

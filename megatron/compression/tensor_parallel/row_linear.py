@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, stand_in
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
@@ -11,16 +12,7 @@ class _RowParallelLinear(torch.autograd.Function):
     def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient):
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.sequence_parallel, ctx.gradient = site, sequence_parallel, gradient
-        start = site.reduce_scatter if sequence_parallel else site.all_reduce
-        if chunks == 1:
-            return start(torch.matmul(x, weight.t()), "tp.forward").wait()
-        under_way = []
-        for part in _sequence_chunks(x, chunks, site.group.size() if sequence_parallel else 1):
-            partial_sum = torch.matmul(part, weight.t())
-            if under_way:
-                under_way[-1].advance()
-            under_way.append(start(partial_sum, "tp.forward"))
-        return torch.cat([work.wait() for work in under_way])
+        return product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks).wait()
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -39,12 +31,6 @@ class _RowParallelLinear(torch.autograd.Function):
         return grad_input, grad_weight, None, None, None, None
 
 
-def _sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Tensor]:
-    """Cut ``[s, b, h]`` so that each chunk holds the same part of every rank's slice of the sequence."""
-    slices = x.view(ranks, x.shape[0] // ranks, *x.shape[1:])
-    return [part.reshape(-1, *x.shape[1:]) for part in slices.tensor_split(chunks, dim=1) if part.shape[1]]
-
-
 def row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -54,8 +40,6 @@ def row_parallel_linear(
     handover: Handover | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T`` summed over the ranks; in chunks, one's exchange runs behind the next one's GEMM.
-
-    Chunks need memory for one more output while they are put together.
 
     Args:
         x: ``[s, b, h_in / W]``.

@@ -66,14 +66,16 @@ class TensorParallelSite:
         """Count a collective that megatron-core does itself."""
         self._count(channel, self.choose(channel, message_bytes).kind, operation, message_bytes)
 
-    def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
-        """Start to sum over the group; ``wait`` gives the sum. ``tensor`` is left as it is."""
+    def all_reduce(
+        self, tensor: torch.Tensor, channel: str, out: torch.Tensor | None = None
+    ) -> CompressedWork:
+        """Start to sum over the group; ``wait`` gives the sum (in ``out`` if given). ``tensor`` stays."""
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "all_reduce", tensor.nbytes)
-            return uncompressed_all_reduce(tensor, self.group)
+            return uncompressed_all_reduce(tensor, self.group, out)
         transport, key = self._transport(channel, "all_reduce", tensor.nbytes), self.draw_key()
-        work = all_reduce(tensor, codec, transport, async_op=True, key=key)
+        work = all_reduce(tensor, codec, transport, async_op=True, key=key, out=out)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "all_reduce", tensor.float, uncompressed_all_reduce)
 
@@ -91,14 +93,16 @@ class TensorParallelSite:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return CompressedWork(work, lambda: tensor)
 
-    def reduce_scatter(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
-        """Start to sum ``[W * n, ...]`` over the group; ``wait`` gives this rank's ``[n, ...]``."""
+    def reduce_scatter(
+        self, tensor: torch.Tensor, channel: str, out: torch.Tensor | None = None
+    ) -> CompressedWork:
+        """Start to sum ``[W * n, ...]``; ``wait`` gives this rank's ``[n, ...]``, in ``out`` if given."""
         codec, kind = self.choose(channel)
         if codec is None:
             self._count(channel, kind, "reduce_scatter", tensor.nbytes)
-            return uncompressed_reduce_scatter(tensor, self.group)
+            return uncompressed_reduce_scatter(tensor, self.group, out)
         transport, key = self._transport(channel, "reduce_scatter", tensor.nbytes), self.draw_key()
-        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key)
+        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key, out=out)
         self._guard(channel, tensor, codec, key)
         return self._probed(work, channel, "reduce_scatter", tensor.float, uncompressed_reduce_scatter)
 
