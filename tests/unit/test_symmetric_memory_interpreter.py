@@ -16,8 +16,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+if TYPE_CHECKING:  # triton reads TRITON_INTERPRET as it is imported
+    from torch import Tensor
+
+    from taco_kernels import CodecConfig, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,21 +74,62 @@ def use_python_flags() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
-def rank_main(rank: int, world_size: int, directory: str) -> None:
-    """Run every collective on this rank and compare with the codec's own kernels on all ranks' tensors."""
+class Case(NamedTuple):
+    """Tensors of all ranks, and what the codec's own kernels make of them."""
+
+    config: "CodecConfig"
+    other: "CodecConfig"
+    """Of an all-reduce's second hop, for `summed_other`."""
+    random: "Stream | None"
+    xs: "list[Tensor]"
+    summed: "Tensor"
+    summed_other: "Tensor"
+    gathered: "Tensor"
+    scattered: "list[Tensor]"
+    wires: "list[Tensor]"
+    """Each rank's slice, encoded."""
+
+
+def make_cases(world_size: int) -> list[Case]:
+    """What the ranks, which are forked afterwards, send and expect."""
     import torch
 
     from taco_kernels import CodecConfig, Stream
-    from taco_kernels.symmetric_memory import collectives
-    from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
     from taco_kernels.triton import launch
     from tests.gpu import simulated_ranks as expected
 
-    use_python_flags()
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles and steps even here
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         setattr(expected, name, getattr(launch, name))
+    cases = []
+    # several tiles a program with two ranks; with three so few that the programs share a tile number
+    settings = (
+        (CodecConfig("int6", 128, "dual", "nearest"), (6, 700), torch.float32),
+        (CodecConfig("int8", 64, "single", "dither"), (6, 300), torch.float16),
+        (CodecConfig("int4", 512, "dual", "stochastic"), (6, 170), torch.bfloat16),
+    )
+    for config, shape, dtype in settings[:1] if world_size == 2 else settings[1:]:
+        random = None if config.rounding == "nearest" else Stream(7, 2**32 - 1, 0)
+        generator = torch.Generator().manual_seed(0)
+        xs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world_size)]
+        summed = expected.expected_all_reduce(xs, config, random)
+        other = CodecConfig("int8", config.group_size, "single", config.rounding)
+        summed_other = expected.expected_all_reduce(xs, config, random, other)
+        gathered = expected.expected_all_gather(xs, config, random)
+        scattered = expected.expected_reduce_scatter(xs, config, random)
+        wires = [expected.encoded_slice(x, rank, config, random) for rank, x in enumerate(xs)]
+        cases.append(Case(config, other, random, xs, summed, summed_other, gathered, scattered, wires))
+    return cases
+
+
+def rank_main(rank: int, world_size: int, directory: str, cases: list[Case]) -> None:
+    """Run every collective on this rank and compare with what is expected of it."""
+    import torch
+
+    from taco_kernels.symmetric_memory import collectives
+    from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
+
     size = lane_bytes(world_size, world_size)
     memories = []
     for peer in range(world_size):
@@ -90,34 +137,19 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
             memories.append(mmap.mmap(file.fileno(), size))
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     lane = make_lanes(addresses, rank, torch.device("cpu"), 1, world_size, timeout=200.0)[0]
-
-    # several tiles a program with two ranks; with three so few that the programs share a tile number
-    cases = (
-        (CodecConfig("int6", 128, "dual", "nearest"), (6, 700), torch.float32),
-        (CodecConfig("int8", 64, "single", "dither"), (6, 300), torch.float16),
-        (CodecConfig("int4", 512, "dual", "stochastic"), (6, 170), torch.bfloat16),
-    )
-    for config, shape, dtype in cases[:1] if world_size == 2 else cases[1:]:
-        random = None if config.rounding == "nearest" else Stream(7, 2**32 - 1, 0)
-        generator = torch.Generator().manual_seed(0)
-        xs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world_size)]
+    for config, other, random, xs, summed, summed_other, gathered, scattered, wires in cases:
         x = xs[rank]
 
         def same(result, wanted, config=config) -> None:
             assert torch.equal(result, wanted), (rank, config, (result - wanted).abs().max())
 
-        summed = expected.expected_all_reduce(xs, config, random)
-        for algorithm in ("two-shot", "one-shot", "two-shot"):
+        for algorithm in ("two-shot", "one-shot"):
             same(collectives.all_reduce(lane, x, config, random, algorithm), summed)
-        other = CodecConfig("int8", config.group_size, "single", config.rounding)
-        summed = expected.expected_all_reduce(xs, config, random, other)
-        for algorithm in ("one-shot", "two-shot"):
-            same(collectives.all_reduce(lane, x, config, random, algorithm, config_out=other), summed)
-        gathered = expected.expected_all_gather(xs, config, random)
+        for algorithm in ("one-shot", "two-shot"):  # slots that were used before
+            same(collectives.all_reduce(lane, x, config, random, algorithm, config_out=other), summed_other)
         same(collectives.all_gather(lane, x, config, random), gathered)
-        wire = expected.encoded_slice(x, rank, config, random)
-        same(collectives.all_gather_encoded(lane, wire, shape, dtype, config, random), gathered)
-        scattered = expected.expected_reduce_scatter(xs, config, random)
+        encoded = collectives.all_gather_encoded(lane, wires[rank], x.shape, x.dtype, config, random)
+        same(encoded, gathered)
         same(collectives.reduce_scatter(lane, x, config, random), scattered[rank])
     print("ok", flush=True)
 
@@ -125,13 +157,17 @@ def rank_main(rank: int, world_size: int, directory: str) -> None:
 def main(world_size: int) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.lane import lane_bytes
+    from tests.unit.interpreter import patch_language_once
 
+    use_python_flags()
+    patch_language_once()
+    cases = make_cases(world_size)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(world_size):
             (Path(directory) / str(rank)).write_bytes(bytes(lane_bytes(world_size, world_size)))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=rank_main, args=(rank, world_size, directory))
+            context.Process(target=rank_main, args=(rank, world_size, directory, cases))
             for rank in range(world_size)
         ]
         for process in processes:
