@@ -251,7 +251,7 @@ def test_resume(tmp_path) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
     saved = tmp_path / "checkpoints"
     whole = _run(tmp_path, 2, "--save", str(saved), "--save-interval", "4")
-    assert "data parallelism uses tagc: 0.8 of the gradients of attention and embedding" in whole.output
+    assert "tagc: each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
     assert "values recovered exactly" in whole.output
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")

@@ -75,11 +75,11 @@ def test_flags_of_the_authors() -> None:
         ({**ON, "dp_error_feedback_average": 0.5}, "without --dp-error-feedback"),
         ({**ON, "dp_error_feedback": "fp32", "dp_error_feedback_average": 2.0}, r"must lie in \(0, 1\]"),
         ({**ON, "tagc_sparsity": 0.9}, "--tagc-sparsity given without TAGC"),
-        ({"tagc_cell_bits": 32}, "add --dp-compression tagc"),
+        ({"tagc_bits": 32}, "add --dp-compression tagc"),
         ({**TAGC, "gq_group_size_inter": 64}, "--gq-group-size-inter given, but --dp-compression tagc"),
         ({**TAGC, "tagc_sparsity": 0.3}, r"--tagc-sparsity 0.3 must lie in \[0.5, 0.98\]"),
         ({**TAGC, "tagc_sketch_ratio": 0.5}, "--tagc-sketch-ratio 0.5 must lie in"),
-        ({**TAGC, "tagc_cell_bits": 8}, "--tagc-cell-bits 8 must be 16 or 32"),
+        ({**TAGC, "tagc_bits": 8}, "--tagc-bits 8 must be 16 or 32"),
         ({**TAGC, "tagc_layers": "mlp,norm"}, "--tagc-layers mlp,norm: 'norm' is unknown"),
     ],
 )

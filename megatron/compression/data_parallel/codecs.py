@@ -1,5 +1,6 @@
 """From the settings to what compresses gradients and weights."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -19,6 +20,8 @@ from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
 from megatron.compression.data_parallel.weights import ExactWeightCodec
 from taco_kernels.homomorphic import EXACT_LOAD, SketchConfig
 from taco_kernels.sdp4bit import GroupFormat
+
+logger = logging.getLogger(__name__)
 
 GradientSyncFactory = Callable[[GradientBucket], GradientSync]
 
@@ -70,21 +73,34 @@ class TagcGradients:
     def __init__(self, settings: DataParallelCompression) -> None:
         self.monitor = TagcMonitor()
         """Of all buckets; the reporter reads it."""
-        self._flags = settings
-        keep = 1 - settings.tagc_sparsity
-        ratio = settings.tagc_sketch_ratio or EXACT_LOAD / keep
-        sketch = SketchConfig(ratio=ratio, cell_bits=settings.tagc_cell_bits)
-        self.settings = TagcSettings(keep, parse_tagc_layers(settings.tagc_layers), sketch)
+        self._said = False
+        self._flags = settings.resolved(False)
+        self.layers = parse_tagc_layers(settings.tagc_layers)
 
     def __call__(self, bucket: GradientBucket) -> TagcGradientSync:
-        return TagcGradientSync(bucket, self.settings, partial(error_feedback, self._flags), self.monitor)
+        settings = TagcSettings(1 - self._flags.tagc_sparsity, self.layers, self.sketch(bucket))
+        return TagcGradientSync(bucket, settings, partial(error_feedback, self._flags), self.monitor)
+
+    def sketch(self, bucket: GradientBucket) -> SketchConfig:
+        """With room for the union of the ranks' choices, were they independent; said once."""
+        flags, ranks = self._flags, bucket.topology.world_size
+        union = 1 - flags.tagc_sparsity**ranks
+        sketch = SketchConfig(flags.tagc_sketch_ratio or EXACT_LOAD / union, cell_bits=flags.tagc_bits)
+        bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
+        line = f"sketches of {ranks} ranks: {sketch.ratio:.2f} values a cell, {bits:.2f} bits a value"
+        if bits >= own:
+            line += f", more than the {own} of a gradient: raise --tagc-sparsity or --tagc-sketch-ratio"
+        if not self._said:
+            self._said = True
+            logger.log(logging.WARNING if bits >= own else logging.INFO, line)
+        return sketch
 
     def describe(self) -> str:
         """For the log."""
-        sketch, flags = self.settings.sketch, self._flags
+        flags = self._flags
         line = (
-            f"{flags.tagc_sparsity:g} of the gradients of {' and '.join(sorted(self.settings.layers))} left "
-            f"out, the others summed as sketches of {sketch.cell_bits / sketch.ratio + 1:.2f} bits a value"
+            f"each rank leaves out {flags.tagc_sparsity:g} of its gradients of "
+            f"{' and '.join(sorted(self.layers))}; the others are summed as sketches"
         )
         if flags.gradients_quantization_start_iteration:
             line += f", from iteration {flags.gradients_quantization_start_iteration}"

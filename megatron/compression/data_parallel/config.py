@@ -85,19 +85,19 @@ class DataParallelCompression:
     newest error only, and so nothing is ever lost; LoCo takes less."""
 
     tagc_sparsity: float = 0.8
-    """TAGC: share of the summed gradients that is left out of an iteration, from 0.5 to 0.98. Each rank sends
-    its largest values, at most the rest of them, and fewer where the ranks' choices differ so much that
-    together they would not fit the sketch."""
+    """TAGC: share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest,
+    which wait in error feedback."""
 
     tagc_layers: str = "mlp,embedding"
     """TAGC: weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
     attention, separated by commas, or all. The others go uncompressed, and so do biases and norms."""
 
     tagc_sketch_ratio: float | None = None
-    """TAGC: gradient values a cell of the sketch; by default what --tagc-sparsity needs to be recovered
-    exactly, 3.85 at 0.8. A larger one sends fewer bytes and fewer values."""
+    """TAGC: gradient values a cell of the sketch; by default what the union of the ranks' choices needs to be
+    recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks agree on
+    sending fewer values, as many as their union has room for."""
 
-    tagc_cell_bits: int = 16
+    tagc_bits: int = 16
     """TAGC: bits of a cell of the sketch, 16 or 32: precision of what is sent, to 15 or 24 bits less log2 of
     the ranks below the largest of 1024 neighbours. The rest stays in error feedback."""
 

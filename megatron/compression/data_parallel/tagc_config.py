@@ -64,6 +64,6 @@ def check_tagc(settings) -> None:
     ratio = settings.tagc_sketch_ratio
     if ratio is not None and not 1 <= ratio <= 64:
         raise CompressionConfigError(f"--tagc-sketch-ratio {ratio} must lie in [1, 64] values a cell")
-    if settings.tagc_cell_bits not in (16, 32):
-        raise CompressionConfigError(f"--tagc-cell-bits {settings.tagc_cell_bits} must be 16 or 32")
+    if settings.tagc_bits not in (16, 32):
+        raise CompressionConfigError(f"--tagc-bits {settings.tagc_bits} must be 16 or 32")
     parse_tagc_layers(settings.tagc_layers)
