@@ -40,8 +40,11 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
     shape, distance = x.shape, 1
     while distance < shape[-1]:
-        low, high = x.reshape(*shape[:-1], shape[-1] // (2 * distance), 2, distance).unbind(-2)
-        x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
+        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * distance), 2, distance)
+        both = torch.empty(pairs.shape, dtype=x.dtype, device=x.device)
+        torch.add(pairs[..., 0, :], pairs[..., 1, :], out=both[..., 0, :])
+        torch.sub(pairs[..., 0, :], pairs[..., 1, :], out=both[..., 1, :])
+        x = both.view(shape)
         distance *= 2
     return x
 
