@@ -31,6 +31,7 @@ CODECS = {
     "sdp4bit, nodes of 1": {**ON, "dp_intra_node_size": 1},
     "sdp4bit, nodes of 2": {**ON, "dp_intra_node_size": 2},
     "sdp4bit, nodes of 1, int8 feedback": {**ON, "dp_intra_node_size": 1, "dp_error_feedback": "int8"},
+    "sdp4bit, nodes of 1, one communicator": {**ON, "dp_intra_node_size": 1, "dp_communicators": 1},
     "weights only": {**ON, "quantized_gradients": False},
 }
 MODEL = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
@@ -80,7 +81,7 @@ class Switch:
         settings = DataParallelCompression(**CODECS[name])
         size = settings.dp_intra_node_size
         if size not in self.prepared:
-            self.prepared[size] = find_topology(group.topology.group, size)
+            self.prepared[size] = find_topology(group.topology.group, size, settings.dp_communicators)
         group.topology = self.prepared[size]
         gradients, weights = data_parallel_codecs(settings)
         views = [replace(view, topology=group.topology) for view in group.bench_views]

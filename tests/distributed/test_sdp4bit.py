@@ -18,7 +18,14 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
     outcomes = []
     for setup, iterations in (
         (Setup(settings=ON), 50),
-        (Setup(settings={**ON, "dp_error_feedback": "int8"}, distributed_optimizer=False), 10),
+        # three ranks on nodes of two have no two hops; four have
+        (
+            Setup(
+                settings={**ON, "dp_error_feedback": "int8", "dp_intra_node_size": 2},
+                distributed_optimizer=False,
+            ),
+            10,
+        ),
     ):
         training = Training(rank, setup)
         losses = []
@@ -28,6 +35,8 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
                 training.settle()
                 assert same_everywhere(training.digest()), (setup, iteration)
         outcomes.append((losses[0], losses[-1]))
+        topology = training.groups[0].topology
+        assert topology.regular == (world_size == 4 or "dp_intra_node_size" not in setup.settings)
         kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
         assert kinds == {"compressed"}
     return outcomes

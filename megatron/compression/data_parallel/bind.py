@@ -1,7 +1,5 @@
 """Hangs data-parallel compression on the DDP wrappers of a model (a ``post_wrap_hook``)."""
 
-import logging
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -14,8 +12,6 @@ from megatron.compression.data_parallel.topology import Topology, find_topology
 from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.telemetry import Ledger
-
-logger = logging.getLogger(__name__)
 
 
 def bind_data_parallel(chunks: list, runtime: CompressionRuntime) -> list:
@@ -30,9 +26,11 @@ def bind_data_parallel(chunks: list, runtime: CompressionRuntime) -> list:
     """
     if not runtime.config.data_parallel.enabled:
         return chunks
-    for number, chunk in enumerate(chunks):
+    for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             raise TypeError(f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}")
+        topology_of(chunk.intra_dp_cp_group, runtime)  # all ranks, also those without a bucket
+    for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
         in_flight = InFlight()
@@ -85,11 +83,14 @@ def _bind_group(group, names, runtime: CompressionRuntime, in_flight: InFlight) 
 
 
 def topology_of(ranks: torch.distributed.ProcessGroup, runtime: CompressionRuntime) -> Topology:
-    """The topology of a data-parallel group, found once a group."""
+    """The topology of a data-parallel group, found once a group; the first time collectively."""
     if ranks not in runtime.topologies:
-        topology = find_topology(ranks, runtime.config.data_parallel.dp_intra_node_size)
+        settings = runtime.config.data_parallel
+        topology = find_topology(ranks, settings.dp_intra_node_size, settings.dp_communicators)
         runtime.topologies[ranks] = topology
-        logger.info("data-parallel group: %s", topology.describe())
+        if torch.distributed.get_rank() == 0:
+            line = topology.describe() + topology.describe_communicators()
+            print(f" compression: a data-parallel group is {line}", flush=True)
     return runtime.topologies[ranks]
 
 

@@ -71,6 +71,11 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
                 check_for_large=self.ddp_config.check_for_large_grads,
             )
 
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Complete this group's reduction; the second exchanges of all others are on their way meanwhile."""
+        self.in_flight.advance()
+        super().finish_grad_sync(force_all_reduce)
+
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the updated weights: compressed after an optimizer step, as they are at any other time."""
         if not self.weights or any(weights.pending is None for weights in self.weights):

@@ -19,7 +19,13 @@ _REFUSED = {
     "nccl_ub": "registers the buffers that its own collectives use",
 }
 _WEIGHTS = ("weight_quantization_bits", "wq_group_size", "weight_difference")
-_NEITHER = ("dp_compression", "quantized_weights", "quantized_gradients", "dp_intra_node_size")
+_NEITHER = (
+    "dp_compression",
+    "quantized_weights",
+    "quantized_gradients",
+    "dp_intra_node_size",
+    "dp_communicators",
+)
 
 
 def check_data_parallel(settings: DataParallelCompression, args: Namespace) -> None:

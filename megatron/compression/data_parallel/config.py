@@ -75,6 +75,10 @@ class DataParallelCompression:
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real topology, by
     LOCAL_WORLD_SIZE. Splits one host into several nodes for a trial."""
 
+    dp_communicators: int = 0
+    """Communicators that carry each payload between nodes (or in the only exchange), a share on each: one
+    alone does not fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere."""
+
     dp_error_feedback: Literal["none", "fp32", "int8"] = "none"
     """Remember what the compression of a gradient lost and add it to the next one: fp32, or int8 (LoCo's
     moving average in 8 bits). Saved in checkpoints. With tagc fp32 is the default, and it cannot be left
@@ -119,6 +123,7 @@ class DataParallelCompression:
             ("gradient_alltoall_pipeline", 1),
             ("gradients_quantization_start_iteration", 0),
             ("dp_intra_node_size", 1),
+            ("dp_communicators", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < lowest:

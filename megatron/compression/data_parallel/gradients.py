@@ -76,7 +76,7 @@ class CodedGradientSync:
         bucket: what to sum.
         intra: codec inside a node.
         inter: codec between nodes.
-        pieces: in how many pieces at most the bucket travels.
+        pieces: in how many pieces at most the bucket travels, where one exchange can run behind another.
         feedback: remembers what the compression that matters lost: the one before the exchange between nodes,
             or before the only exchange. None forgets it.
     """
@@ -98,6 +98,8 @@ class CodedGradientSync:
         self.name = (
             f"{intra.name} inside nodes, {inter.name} between" if topology.two_hops else self.last.name
         )
+        if bucket.sharded and not topology.two_hops:
+            pieces = 1  # there is no second exchange to run behind the first
         size = -(-self.shard_numel // pieces)
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         starts = range(0, self.shard_numel, size)

@@ -45,3 +45,9 @@ class InFlight:
             older.advance()
         self._works = deque(older for older in self._works if not older.done)
         self._works.append(works)
+
+    def advance(self) -> None:
+        """Move all of them on: their second exchanges run while the first one's result is waited for."""
+        for works in self._works:
+            works.advance()
+        self._works = deque(works for works in self._works if not works.done)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron.compression.collectives.choice import TCP_COMMUNICATORS, over_tcp
 from megatron.compression.telemetry import Ledger, bytes_sent
 
 INTRA, INTER = "intra", "inter"
@@ -39,6 +40,9 @@ class Topology:
     """The ranks of this node; None where there is one node, or one rank a node."""
     inter: dist.ProcessGroup | None = None
     """The ranks with this rank's index, one a node; None like ``intra``."""
+    more: tuple[dist.ProcessGroup, ...] = ()
+    """Further groups with the ranks of ``inter`` (of ``group`` where there is one exchange), to share its
+    payloads."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
 
@@ -105,13 +109,19 @@ class Topology:
             return f"{self.local} ranks on one node"
         return f"{self.nodes} nodes of {self.local} rank{'s' if self.local > 1 else ''}"
 
+    def describe_communicators(self) -> str:
+        """For the log, empty where there is one."""
+        return f", {1 + len(self.more)} communicators" if self.more else ""
 
-def find_topology(group: dist.ProcessGroup, node_size: int | None = None) -> Topology:
-    """The topology of ``group``, with its process groups. Collective over the group.
+
+def find_topology(group: dist.ProcessGroup, node_size: int | None = None, communicators: int = 1) -> Topology:
+    """The topology of ``group``, with its process groups. Collective over all ranks of the job.
 
     Args:
         node_size: members that count as one node, in the group's order; None takes the real nodes, by
             LOCAL_WORLD_SIZE (one node where it is not set).
+        communicators: how many share a payload between nodes, or in the only exchange; 0 decides by the kind
+            of link.
     """
     ranks = dist.get_process_group_ranks(group)
     if node_size is not None:
@@ -120,12 +130,26 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None) -> Top
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         node_of_rank = [rank // per_node for rank in ranks]
     shape = group_by_node(node_of_rank)
-    if shape is None:
-        return Topology(group, len(ranks), 1, regular=False)
-    nodes, local = shape
-    if nodes == 1 or local == 1:
-        return Topology(group, nodes, local)
+    nodes, local = shape or (len(ranks), 1)
     node, index = divmod(group.rank(), local)
-    intra = dist.new_group(ranks[node * local : (node + 1) * local], use_local_synchronization=True)
-    inter = dist.new_group(ranks[index::local], use_local_synchronization=True)
-    return Topology(group, nodes, local, intra, inter)
+    inside, between = ranks[node * local : (node + 1) * local], ranks[index::local]
+    two_hops = nodes > 1 and local > 1
+    count = communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+    shared = between if two_hops else ranks
+    created = _new_groups(([inside, between] if two_hops else []) + [shared] * (count - 1))
+    intra, inter = created[:2] if two_hops else (None, None)
+    more = tuple(created[2:] if two_hops else created)
+    return Topology(group, nodes, local, intra, inter, more, regular=shape is not None)
+
+
+def _new_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
+    """Process groups of these ranks. Collective over all ranks of the job, each with its own wishes.
+
+    (Groups that only their members create have names made of counts that may differ between ranks; the
+    members would wait for each other forever.)
+    """
+    everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, wanted)
+    keys = {(number, tuple(ranks)) for wishes in everyone for number, ranks in enumerate(wishes)}
+    created = {key: dist.new_group(list(key[1])) for key in sorted(keys)}
+    return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
