@@ -81,7 +81,10 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
     sharded = getattr(args, "use_distributed_optimizer", False)
     parts["data_parallel"] = parts["data_parallel"].resolved(sharded)
-    args.dp_error_feedback = parts["data_parallel"].dp_error_feedback  # checkpoints say what was kept
+    for name in ("dp_error_feedback", "quantized_weights", "quantized_gradients"):
+        setattr(
+            args, name, getattr(parts["data_parallel"], name)
+        )  # checkpoints and reports say what was used
     config = CompressionConfig(**parts)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
         setattr(args, name, getattr(config.tensor_parallel, name))
