@@ -81,10 +81,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
     sharded = getattr(args, "use_distributed_optimizer", False)
     parts["data_parallel"] = parts["data_parallel"].resolved(sharded)
-    for name in ("dp_error_feedback", "quantized_weights", "quantized_gradients"):
-        setattr(
-            args, name, getattr(parts["data_parallel"], name)
-        )  # checkpoints and reports say what was used
+    for name in ("dp_error_feedback", "quantized_weights", "quantized_gradients"):  # for checkpoints, reports
+        setattr(args, name, getattr(parts["data_parallel"], name))
     config = CompressionConfig(**parts)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
         setattr(args, name, getattr(config.tensor_parallel, name))
