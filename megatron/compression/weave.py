@@ -152,7 +152,7 @@ def _settings(args: Namespace) -> dict:
         "quantized_gradients gradient_quantization_bits_intra gq_group_size_intra "
         "gradient_quantization_bits_inter gq_group_size_inter hadamard_transform gradient_alltoall_pipeline "
         "gradients_quantization_start_iteration dp_intra_node_size dp_communicators dp_error_feedback "
-        "dp_error_feedback_average tagc_sparsity tagc_layers tagc_sketch_ratio tagc_bits "
+        "dp_error_feedback_average tagc_sparsity tagc_wire tagc_layers tagc_sketch_ratio tagc_bits "
         "accumulate_allreduce_grads_in_fp32 overlap_grad_reduce overlap_param_gather "
         "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size num_layers hidden_size "
         "num_attention_heads seq_length micro_batch_size global_batch_size train_iters params_dtype seed "

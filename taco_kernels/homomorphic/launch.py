@@ -46,6 +46,7 @@ def encode(
 ) -> torch.Tensor:
     """See reference.encode."""
     shards, narrow = len(x), layout.config.cell_bits == 16
+    thresholds, exponents = thresholds.contiguous(), exponents.contiguous()
     wires = torch.zeros((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
     words = wires[:, layout.cell_bytes : layout.cell_bytes + 4 * layout.words].view(torch.int32)
     if narrow:

@@ -16,6 +16,9 @@ CLASSES = 250
 """Candidate shares: ``keep * 2^(-i / 24)``, i from 0 to CLASSES - 1, so down to keep / 1300."""
 STEPS_AN_OCTAVE = 24
 MOST_SAMPLES = 16384
+"""Of those that are sent."""
+MOST_LOCAL_SAMPLES = 65536
+"""Of those that are not."""
 CONFIDENCE = 3.0
 """Standard deviations of the sampled density that are held back."""
 
@@ -26,9 +29,8 @@ def sample_count(numel: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def sample_positions(numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64: one position in each of ``sample_count(numel)`` equal strata, scattered to avoid any period."""
-    count = sample_count(numel)
+def sample_positions(numel: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64: one position in each of ``count`` <= numel equal strata, scattered to avoid any period."""
     number = torch.arange(count, dtype=torch.int64)
     begin, end = number * numel // count, (number + 1) * numel // count
     scattered = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 8  # multiplicative hashing, 24 bits
@@ -53,7 +55,7 @@ def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor
         fp32 ``[S, CLASSES]``, falling; and uint8 ``[S, samples]``: how many of the thresholds a value
         reaches.
     """
-    positions = sample_positions(x.shape[1], x.device)
+    positions = sample_positions(x.shape[1], sample_count(x.shape[1]), x.device)
     sample = x[:, positions].abs()
     ordered = sample.sort(dim=1, descending=True).values
     thresholds = ordered[:, _ranks(x.shape[1], keep, x.device)]
@@ -82,3 +84,16 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
     fits = union + CONFIDENCE * deviation <= density
     chosen = (fits.sum(1) - 1).clamp(min=0)
     return thresholds.gather(1, chosen[:, None])[:, 0]
+
+
+def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
+    """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``.
+
+    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything.
+    """
+    numel = x.shape[1]
+    count = min(numel, MOST_LOCAL_SAMPLES)
+    spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)
+    rank = max(1, math.floor((share - CONFIDENCE * spread) * count)) - 1
+    sample = x[:, sample_positions(numel, count, x.device)].abs()
+    return sample.sort(dim=1, descending=True).values[:, rank]

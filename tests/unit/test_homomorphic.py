@@ -6,7 +6,7 @@ import torch
 from taco_kernels import homomorphic as lhc
 from taco_kernels.homomorphic import reference
 from taco_kernels.homomorphic.hashing import row_hashes
-from taco_kernels.homomorphic.selection import sample_positions
+from taco_kernels.homomorphic.selection import sample_count, sample_positions
 from taco_kernels.philox import philox
 
 SEED = 1234567890123
@@ -206,7 +206,7 @@ def test_selection_with_zeros_and_non_finite_values() -> None:
     thresholds, classes = lhc.candidates(x, 0.2)
     # all alike: every choice keeps all of them, so the smallest; encode never sends zeros
     assert lhc.choose(thresholds, classes, layout.exact_density).tolist() == [0.0]
-    x[0, sample_positions(layout.numel)[:40]] = float("nan")
+    x[0, sample_positions(layout.numel, sample_count(layout.numel))[:40]] = float("nan")
     x[0, 100:120] = 3.0
     threshold = lhc.choose(*lhc.candidates(x, 0.2), layout.exact_density)
     assert threshold.shape == (1,)

@@ -14,9 +14,10 @@ from megatron.compression.data_parallel.sdp4bit import (
     GroupGradientCodec,
     PlainWeightCodec,
 )
-from megatron.compression.data_parallel.tagc import TagcGradientSync, TagcSettings
+from megatron.compression.data_parallel.tagc import TagcGradientSync
 from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
 from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
+from megatron.compression.data_parallel.tagc_parts import TagcSettings
 from megatron.compression.data_parallel.weights import ExactWeightCodec
 from taco_kernels.homomorphic import EXACT_LOAD, SketchConfig
 from taco_kernels.sdp4bit import GroupFormat
@@ -78,7 +79,10 @@ class TagcGradients:
         self.layers = parse_tagc_layers(settings.tagc_layers)
 
     def __call__(self, bucket: GradientBucket) -> TagcGradientSync:
-        settings = TagcSettings(1 - self._flags.tagc_sparsity, self.layers, self.sketch(bucket))
+        flags = self._flags
+        sketch = self.sketch(bucket) if flags.tagc_wire == "sketch" else SketchConfig()
+        keep = 1 - flags.tagc_sparsity
+        settings = TagcSettings(keep, self.layers, flags.tagc_wire, sketch, flags.tagc_bits)
         return TagcGradientSync(bucket, settings, partial(error_feedback, self._flags), self.monitor)
 
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
@@ -100,8 +104,9 @@ class TagcGradients:
         flags = self._flags
         line = (
             f"each rank leaves out {flags.tagc_sparsity:g} of its gradients of "
-            f"{' and '.join(sorted(self.layers))}; the others are summed as sketches"
+            f"{' and '.join(sorted(self.layers))}; the others travel "
         )
+        line += "as sketches" if flags.tagc_wire == "sketch" else f"packed, {flags.tagc_bits} bits each"
         if flags.gradients_quantization_start_iteration:
             line += f", from iteration {flags.gradients_quantization_start_iteration}"
         return line

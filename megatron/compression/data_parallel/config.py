@@ -92,6 +92,10 @@ class DataParallelCompression:
     """TAGC: share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest,
     which wait in error feedback."""
 
+    tagc_wire: Literal["sketch", "packed"] = "sketch"
+    """TAGC: how the values travel: sketch = the paper's, which adds up inside a node before it goes between
+    nodes; packed = end to end with a bitmap, a third of the bytes and one exchange at 0.8 and 4 ranks."""
+
     tagc_layers: str = "mlp,embedding"
     """TAGC: weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
     attention, separated by commas, or all. The others go uncompressed, and so do biases and norms."""
@@ -102,8 +106,8 @@ class DataParallelCompression:
     sending fewer values, as many as their union has room for."""
 
     tagc_bits: int = 16
-    """TAGC: bits of a cell of the sketch, 16 or 32: precision of what is sent, to 15 or 24 bits less log2 of
-    the ranks below the largest of 1024 neighbours. The rest stays in error feedback."""
+    """TAGC: bits of a cell of the sketch or of a packed value, 16 or 32: precision of what is sent, counted
+    from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback keeps the rest."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -48,13 +48,23 @@ class ErrorFeedback:
 
     def compensated(self, piece: int, values: torch.Tensor) -> torch.Tensor:
         """fp32 ``[rows, n]``: ``values`` (any float type) plus what is remembered for this piece."""
-        return self._read(piece).add_(values)
+        return self._held[piece] + values if self.store is None else self._read(piece).add_(values)
 
     def remember(self, piece: int, lost: torch.Tensor) -> None:
         """Take in the error of this piece's compression, fp32 ``[rows, n]``, which is used up."""
         before = self._read(piece)
         newest = lost if self.average == 1 else torch.lerp(before, lost, self.average)
         self._held[piece] = self._kept(torch.where(torch.isfinite(newest), newest, before))
+
+    def replace(self, piece: int, lost: torch.Tensor, spoiled: torch.Tensor) -> None:
+        """Remember ``lost`` as it is, fp32 ``[rows, n]``, unless ``spoiled``, a bool scalar on the device."""
+        self._held[piece] = torch.where(spoiled, self._held[piece], self._kept(lost))
+
+    def add(self, piece: int, row: int, lost: torch.Tensor) -> None:
+        """Add to what one row remembers, fp32 ``[n]``; what is not finite is left out."""
+        held = self._read(piece)
+        held[row] += torch.where(torch.isfinite(lost), lost, 0.0)
+        self._held[piece] = self._kept(held)
 
     def values(self) -> torch.Tensor:
         """Everything remembered, fp32 ``[rows, shard]``."""

@@ -12,62 +12,17 @@ Without the distributed optimizer a third exchange gathers the summed sketches, 
 same bits everywhere.
 """
 
-from dataclasses import dataclass
-
 import torch
 
-from megatron.compression.collectives.work import CompressedWork
+from megatron.compression.collectives.work import CompressedWork, completed
 from megatron.compression.data_parallel.bucket import GradientBucket
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.tagc_exchange import start_all_reduce, start_maximum, start_to_owners
 from megatron.compression.data_parallel.tagc_layers import Segment, Share, shares_of
 from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
+from megatron.compression.data_parallel.tagc_parts import PackedPart, SketchPart, TagcSettings
 from megatron.compression.data_parallel.topology import INTER, INTRA
-from taco_kernels import homomorphic as lhc
-from taco_kernels.homomorphic.layout import ALIGNMENT, NON_FINITE
-
-SEED = 0x7A6C
-
-
-@dataclass(frozen=True)
-class TagcSettings:
-    """What the flags say, in the terms of the sketch."""
-
-    keep: float
-    """Largest share of its values that a rank sends."""
-    layers: frozenset[str]
-    """See tagc_layers.LAYERS."""
-    sketch: lhc.SketchConfig
-
-
-class _Part:
-    """The shares of one size: their rows are handled together."""
-
-    def __init__(
-        self, owners: list[int], numel: int, settings: TagcSettings, senders: int, feedback: ErrorFeedback
-    ) -> None:
-        self.owners, self.keep, self.senders = owners, settings.keep, senders
-        self.layout = lhc.Layout(settings.sketch, numel)
-        self.feedback = feedback
-
-    def take_notes(self, values: torch.Tensor) -> torch.Tensor:
-        """Take in the gradients ``[owners, numel]``; returns uint8 notes."""
-        self.values = self.feedback.compensated(0, values)
-        self.thresholds, classes = lhc.candidates(self.values, self.keep)
-        return torch.cat([lhc.row_exponents(self.values, self.layout), classes], dim=1)
-
-    def encode(self, notes: torch.Tensor) -> torch.Tensor:
-        """Sketches uint8 ``[owners, bytes]`` from the maximum of all ranks' notes; the rest is remembered."""
-        self.exponents, classes = notes.split([self.layout.rows, notes.shape[1] - self.layout.rows], dim=1)
-        self.exponents = self.exponents.contiguous()
-        threshold = lhc.choose(self.thresholds, classes, self.layout.exact_density)
-        values, self.values, self.thresholds = self.values, None, None
-        wires = lhc.encode(values, threshold, self.exponents, self.layout, self.senders, SEED, values)
-        # A step with a NaN or infinity is skipped: keep what was remembered before it (remember does so for
-        # values that are not finite).
-        spoiled = (self.exponents == NON_FINITE).any()
-        self.feedback.remember(0, values.masked_fill_(spoiled, torch.nan))
-        return wires
+from taco_kernels.homomorphic import Decoded
+from taco_kernels.homomorphic.layout import ALIGNMENT
 
 
 class TagcGradientSync:
@@ -87,12 +42,13 @@ class TagcGradientSync:
         world = bucket.topology.world_size
         self.shares: list[Share] = shares_of(bucket, settings.layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
-        self.parts: list[_Part] = []
+        self.parts: list[SketchPart | PackedPart] = []
         for size in sizes:
             owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
             feedback = new_feedback()
             feedback.allocate(len(owners), [(0, size)], bucket.gradients.device)
-            self.parts.append(_Part(owners, size, settings, world, feedback))
+            kind = SketchPart if settings.wire == "sketch" else PackedPart
+            self.parts.append(kind(owners, size, settings, world, feedback))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
         compressed = sum(share.compressed_numel for share in self.shares)
         self.name = f"tagc, {compressed} of {bucket.numel} values compressed"
@@ -120,21 +76,27 @@ class TagcGradientSync:
             )
             for part in self.parts
         ]
-        joined = torch.cat([note.view(-1) for note in notes]) if notes else None
-        work = start_maximum(joined, bucket) if notes else None
+        sizes = [note.numel() for note in notes if note is not None]
+        joined = torch.cat([note.view(-1) for note in notes if note is not None]) if sizes else None
+        work = start_maximum(joined, bucket) if sizes else None
 
         def send() -> CompressedWork | torch.Tensor:
             if exact is not None:
                 exact_work.wait()
                 scattered(exact, flat, self.shares[0].exact, bucket.scale)
-            if joined is None and not bucket.sharded:
+            if not self.parts and not bucket.sharded:
                 return flat
-            pieces = joined.split([note.numel() for note in notes]) if notes else []
-            return self._send([piece.view_as(note) for piece, note in zip(pieces, notes, strict=True)])
+            agreed = notes
+            if sizes:
+                agreed = [p.view_as(n) for p, n in zip(joined.split(sizes), notes, strict=True)]
+            return self._send(agreed)
 
-        return CompressedWork(work, send)
+        if sizes or exact is not None:
+            return CompressedWork(work, send)
+        outcome = send()  # nothing to wait for before the payloads
+        return outcome if isinstance(outcome, CompressedWork) else completed(outcome)
 
-    def _send(self, notes: list[torch.Tensor]) -> CompressedWork:
+    def _send(self, notes: list[torch.Tensor | None]) -> CompressedWork:
         bucket, flat = self.bucket, self.bucket.gradients
         wires = [part.encode(note) for part, note in zip(self.parts, notes, strict=True)]
         wire_of = {
@@ -149,7 +111,7 @@ class TagcGradientSync:
             payloads.append(payload)
             exact_bytes.append(size)
         topology = bucket.topology
-        if topology.two_hops:
+        if topology.two_hops and all(part.adds_up for part in self.parts):
             return self._inside_node(payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
         return CompressedWork(work, lambda: self._finish(received, exact_bytes[topology.rank], flat.dtype))
@@ -179,8 +141,7 @@ class TagcGradientSync:
                 if exact_bytes[owner]:
                     exact = exact_sum(rows, share.exact_numel, bucket.gradients.dtype)
                 if share.compressed:
-                    layout = self.part_of[owner].layout
-                    wire = lhc.pack(*lhc.combine(rows[:, exact_bytes[owner] :], layout), layout)
+                    wire = self.part_of[owner].add_up(rows[:, exact_bytes[owner] :], owner)
                 payload, size = joined_payload(exact, wire, bucket.gradients)
                 sums.append(payload)
                 sizes.append(size)
@@ -204,35 +165,32 @@ class TagcGradientSync:
             total = exact_sum(received, share.exact_numel, dtype)
             scattered(total, bucket.gradients, share.exact, bucket.scale)
         if share.compressed:
-            self._decode(received[:, exact_bytes:], rank)
+            self._take(self.part_of[rank].decode(received[:, exact_bytes:], rank), rank)
         return bucket.shard
 
     def _gather_sums(self, received: torch.Tensor) -> CompressedWork:
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
-        largest = self.parts[0].layout
-        own = received.new_zeros(largest.wire_bytes)
-        if topology.rank in self.part_of:
-            layout = self.part_of[topology.rank].layout
-            own[: layout.wire_bytes] = lhc.pack(*lhc.combine(received, layout), layout)
+        rank = topology.rank
+        own = received.new_zeros(max(part.sum_bytes for part in self.parts))
+        if rank in self.part_of:
+            part = self.part_of[rank]
+            own[: part.sum_bytes] = part.add_up(received, rank)
         sums, work = self.bucket.transport().all_gather(own, async_op=True)
 
         def spread() -> torch.Tensor:
             for owner, part in self.part_of.items():
-                self._decode(sums[owner : owner + 1, : part.layout.wire_bytes], owner)
+                self._take(part.decode_sum(sums[owner : owner + 1, : part.sum_bytes], owner), owner)
             return self.bucket.gradients
 
         return CompressedWork(work, spread)
 
-    def _decode(self, wires: torch.Tensor, owner: int) -> None:
-        """Peel the sum of ``wires`` into the owner's segments."""
+    def _take(self, decoded: Decoded, owner: int) -> None:
+        """Write an owner's share of the sum."""
         part, bucket = self.part_of[owner], self.bucket
-        cells, words = lhc.combine(wires, part.layout)
-        exponents = part.exponents[part.owners.index(owner)]
-        decoded = lhc.decode(cells, words, exponents, part.layout, part.senders, SEED)
         scattered(decoded.values, bucket.gradients, self.shares[owner].compressed, bucket.scale)
-        if bucket.sharded or owner == bucket.topology.rank:
-            self.monitor.add(decoded.counters, part.layout)
+        if owner == bucket.topology.rank:
+            self.monitor.add(decoded.counters, part.layout.numel, part.room)
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``GradientSync.state``: what error feedback holds back."""

@@ -62,6 +62,10 @@ def check_tagc(settings) -> None:
             "are larger as a sketch than as they are, sparser ones are nearly all index"
         )
     ratio = settings.tagc_sketch_ratio
+    if ratio is not None and settings.tagc_wire != "sketch":
+        raise CompressionConfigError(
+            "--tagc-sketch-ratio given, but --tagc-wire packed has no sketch; drop one"
+        )
     if ratio is not None and not 1 <= ratio <= 64:
         raise CompressionConfigError(f"--tagc-sketch-ratio {ratio} must lie in [1, 64] values a cell")
     if settings.tagc_bits not in (16, 32):

@@ -2,8 +2,6 @@
 
 import torch
 
-from taco_kernels.homomorphic import Layout
-
 
 class TagcMonitor:
     """Counters of a rank's decodes since the last reading."""
@@ -13,13 +11,16 @@ class TagcMonitor:
         self._values = 0
         self._room = 0.0
 
-    def add(self, counters: torch.Tensor, layout: Layout) -> None:
-        """Take in one decode's int32 ``[union, leftovers]``; no synchronisation."""
+    def add(self, counters: torch.Tensor, numel: int, room: float) -> None:
+        """Take in one decode's ``[union, leftovers]``, of ``numel`` values; no synchronisation.
+
+        ``room`` is how many of them the union could have been.
+        """
         if self._counters is None:
             self._counters = torch.zeros(2, dtype=torch.int64, device=counters.device)
         self._counters += counters
-        self._values += layout.numel
-        self._room += layout.exact_density * layout.numel
+        self._values += numel
+        self._room += room
 
     def take(self) -> torch.Tensor:
         """float64 ``[4]``: values decoded, in the union, left over, and what unions could have been; resets.

@@ -1,0 +1,135 @@
+"""What TAGC does with shares of one size: choose values, encode them, add them up."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from taco_kernels import homomorphic as lhc
+from taco_kernels import packed
+from taco_kernels.homomorphic.layout import NON_FINITE
+from taco_kernels.homomorphic.selection import share_threshold
+
+SEED = 0x7A6C
+ROOM = 1.02
+"""Room for the union of the ranks' choices in a packed sum, over what independent choices need."""
+
+
+@dataclass(frozen=True)
+class TagcSettings:
+    """What the flags say, in the terms of the wires."""
+
+    keep: float
+    """Largest share of its values that a rank sends."""
+    layers: frozenset[str]
+    """See tagc_config.LAYERS."""
+    wire: Literal["sketch", "packed"]
+    sketch: lhc.SketchConfig
+    bits: int = 16
+    """Of a packed value."""
+
+
+class SketchPart:
+    """Sketches: they add up without being decoded.
+
+    Args:
+        owners: ranks whose share has this size.
+        numel: the size.
+        settings: sparsity and sketch.
+        senders: ranks whose gradients are added up.
+        feedback: allocated for ``[owners, numel]``.
+    """
+
+    adds_up = True
+    """Wires can be added on the way."""
+
+    def __init__(
+        self, owners: list[int], numel: int, settings: TagcSettings, senders: int, feedback: ErrorFeedback
+    ) -> None:
+        self.owners, self.keep, self.senders, self.feedback = owners, settings.keep, senders, feedback
+        self.layout = lhc.Layout(settings.sketch, numel)
+        self.sum_bytes = self.layout.wire_bytes
+        """Of a sum's wire."""
+        self.room = self.layout.exact_density * numel
+
+    def take_notes(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Take in gradients ``[owners, numel]``; notes uint8 ``[owners, n]``, to be maximised over ranks."""
+        self.values = self.feedback.compensated(0, values)
+        self.thresholds, classes = lhc.candidates(self.values, self.keep)
+        return torch.cat([lhc.row_exponents(self.values, self.layout), classes], dim=1)
+
+    def encode(self, notes: torch.Tensor | None) -> torch.Tensor:
+        """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
+        self.exponents, classes = notes.split([self.layout.rows, notes.shape[1] - self.layout.rows], dim=1)
+        self.exponents = self.exponents.contiguous()
+        threshold = lhc.choose(self.thresholds, classes, self.layout.exact_density)
+        values, self.values, self.thresholds = self.values, None, None
+        wires = lhc.encode(values, threshold, self.exponents, self.layout, self.senders, SEED, values)
+        # a step with a NaN or infinity is skipped: keep what was remembered before it
+        self.feedback.replace(0, values, (self.exponents == NON_FINITE).any())
+        return wires
+
+    def add_up(self, wires: torch.Tensor, owner: int) -> torch.Tensor:
+        """The sum's wire."""
+        return lhc.pack(*lhc.combine(wires, self.layout), self.layout)
+
+    def decode(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
+        """The sum of what all ranks have sent, from their wires or the wire of their sum."""
+        cells, words = lhc.combine(wires, self.layout)
+        exponents = self.exponents[self.owners.index(owner)]
+        return lhc.decode(cells, words, exponents, self.layout, self.senders, SEED)
+
+    decode_sum = decode
+
+
+class PackedPart:
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way has to be decoded.
+
+    Arguments as ``SketchPart``'s.
+    """
+
+    adds_up = False
+
+    def __init__(
+        self, owners: list[int], numel: int, settings: TagcSettings, senders: int, feedback: ErrorFeedback
+    ) -> None:
+        self.owners, self.feedback = owners, feedback
+        self.layout = packed.PackedLayout(numel, settings.keep, settings.bits)
+        union = min(1.0, ROOM * (1 - (1 - settings.keep) ** senders))
+        self.sum_layout = packed.PackedLayout(numel, union, settings.bits)
+        self.sum_bytes = self.sum_layout.wire_bytes
+        self.room = float(numel)
+
+    def take_notes(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Take in the gradients; nothing has to be agreed on."""
+        self.values = self.feedback.compensated(0, values)
+        return None
+
+    def encode(self, notes: torch.Tensor | None) -> torch.Tensor:
+        """See ``SketchPart.encode``."""
+        values, self.values = self.values, None
+        wires = packed.encode(values, share_threshold(values, self.layout.share), self.layout, values)
+        exponents = wires[:, self.layout.exponents_at :]
+        self.feedback.replace(0, values, (exponents == NON_FINITE).any())
+        return wires
+
+    def add_up(self, wires: torch.Tensor, owner: int) -> torch.Tensor:
+        """The sum's wire; what it leaves out, this rank remembers."""
+        total = packed.decode_sum(wires, self.layout)[None]
+        wire = packed.encode(total, total.new_zeros(1), self.sum_layout, total)
+        self.feedback.add(0, self.owners.index(owner), total[0])
+        return wire[0]
+
+    def decode(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
+        """The sum of all ranks' wires."""
+        return self._counted(packed.decode_sum(wires, self.layout))
+
+    def decode_sum(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
+        """The sum from its wire."""
+        return self._counted(packed.decode_sum(wires, self.sum_layout))
+
+    @staticmethod
+    def _counted(values: torch.Tensor) -> lhc.Decoded:
+        union = values.count_nonzero()
+        return lhc.Decoded(values, torch.stack([union, torch.zeros_like(union)]))

@@ -1,0 +1,32 @@
+"""The packing kernels on a GPU, bit for bit against the reference on the CPU."""
+
+import pytest
+import torch
+
+from taco_kernels import packed
+from taco_kernels.homomorphic.selection import share_threshold
+from taco_kernels.packed import reference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("numel", "share", "bits", "senders"),
+    [(3_000_000, 0.2, 16, 4), (1_000_003, 0.2, 32, 3), (70_001, 0.02, 16, 16), (500_000, 1.0, 16, 2)],
+)
+def test_kernels_reproduce_the_reference(numel: int, share: float, bits: int, senders: int) -> None:
+    layout = packed.PackedLayout(numel, share, bits)
+    g = torch.Generator().manual_seed(numel)
+    x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
+    x[0, 70_000] = float("nan")
+    thresholds = share_threshold(x, share * 0.99)
+    device = x.cuda()
+    rest, expected_rest = device.clone(), torch.empty_like(x)
+    wires = packed.encode(rest, thresholds.cuda(), layout, rest)
+    expected = reference.encode(x, thresholds, layout, expected_rest)
+    assert torch.equal(wires.cpu(), expected)
+    torch.testing.assert_close(rest.cpu(), expected_rest, rtol=0, atol=0, equal_nan=True)
+    total = packed.decode_sum(wires, layout).cpu()
+    expected_total = reference.decode_sum(expected, layout)
+    torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
+    assert bool(total.isnan().any())

@@ -1,0 +1,108 @@
+"""Packed sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from taco_kernels import packed
+from taco_kernels.homomorphic.selection import share_threshold
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def gradients(senders: int, numel: int) -> torch.Tensor:
+    """fp32[W, numel] over six decades."""
+    g = torch.Generator().manual_seed(numel)
+    return torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("senders", [1, 3, 16])
+def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
+    """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
+    for numel in (1, 1023, 50_001):
+        layout = packed.PackedLayout(numel, 0.2, bits)
+        x = gradients(senders, numel)
+        rest = x.clone()
+        wires = packed.encode(rest, share_threshold(x, layout.share), layout, rest)
+        sent = x - rest
+        assert wires.shape == (senders, layout.wire_bytes)
+        count = (sent != 0).sum(1)
+        assert (count <= layout.capacity).all() and (numel < 50_000 or (count > 0.17 * numel).all())
+        if bits == 32:
+            assert torch.equal(torch.where(rest == 0, x, 0.0), sent)
+        else:
+            assert float((rest - torch.where(sent == 0, x, 0.0)).norm() / sent.norm()) < 1e-3
+        total = sent[0].clone()
+        for row in sent[1:]:
+            total += row
+        assert torch.equal(packed.decode_sum(wires, layout), total)
+
+
+def test_what_does_not_fit_is_not_lost() -> None:
+    layout = packed.PackedLayout(10_000, 0.05)
+    x = gradients(2, 10_000)
+    rest = torch.empty_like(x)
+    wires = packed.encode(x, torch.zeros(2), layout, rest)
+    sent = x - rest
+    assert (sent != 0).sum(1).tolist() == [layout.capacity] * 2
+    assert torch.equal(packed.decode_sum(wires, layout), sent[0] + sent[1])
+    assert torch.equal(rest[:, 2000:], x[:, 2000:]), "the first values are sent"
+
+
+def test_non_finite_values_show_in_their_row() -> None:
+    layout = packed.PackedLayout(5_000, 0.3)
+    x = gradients(3, 5_000)
+    for value in (float("nan"), float("inf")):
+        x[1, 1500] = value
+        total = packed.decode_sum(packed.encode(x, torch.ones(3), layout), layout)
+        assert total[1024:2048].isnan().all() and total[:1024].isfinite().all()
+        assert total[2048:].isfinite().all()
+
+
+def test_bytes() -> None:
+    layout = packed.PackedLayout(10_000_000, 0.2)
+    assert 8 * layout.wire_bytes / layout.numel == pytest.approx(0.2 * 16 + 1 + 8 / 1024, abs=0.01)
+    with pytest.raises(ValueError, match="share"):
+        packed.PackedLayout(10, 0.0)
+    with pytest.raises(ValueError, match="x is"):
+        packed.encode(torch.zeros(1, 9), torch.zeros(1), packed.PackedLayout(10, 0.2))
+
+
+def test_kernels_reproduce_the_reference() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.strip() == "3 cases"
+
+
+def main() -> None:
+    """Both widths, sizes that divide nothing, a NaN, too many values; a traceback on a difference."""
+    from taco_kernels.packed import launch, reference
+
+    cases = 0
+    for numel, share, bits, keep in ((5_000, 0.2, 16, 0.19), (3_003, 0.1, 32, 0.1), (4_096, 0.3, 16, 0.5)):
+        layout = packed.PackedLayout(numel, share, bits)
+        x = gradients(3, numel)
+        x[0, 5] = 1e-40
+        x[1, 3000] = float("nan") if numel % 2 else 3e38
+        thresholds = share_threshold(x.nan_to_num(0), keep)
+        rest, expected_rest = x.clone(), torch.empty_like(x)
+        wires = launch.encode(rest, thresholds, layout, rest)
+        assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest))
+        torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+        total, expected = launch.decode_sum(wires, layout), reference.decode_sum(wires, layout)
+        torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
+        assert bool(total.isnan().any()) == bool(numel % 2)
+        cases += 1
+    print(cases, "cases")
+
+
+if __name__ == "__main__":
+    main()
