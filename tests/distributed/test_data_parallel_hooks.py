@@ -47,16 +47,11 @@ def test_an_exact_codec_changes_nothing() -> None:
             assert groups > 2 or name == "no overlap", "several buckets"
 
 
-def _nodes_worker(rank: int, world_size: int, node_size: int) -> None:
-    start(rank)
+def nodes_worker(rank: int, node_size: int) -> None:
+    """With and without the distributed optimizer: the same training up to the order of sums."""
     for setup in (Setup(), Setup(distributed_optimizer=False)):
         _, losses = train(rank, setup, 3)
         settings = {**ENABLED, "dp_intra_node_size": node_size}
         hooked, same = train(rank, replace(setup, settings=settings, codecs=exact_codecs), 3)
         torch.testing.assert_close(same, losses, rtol=2e-2, atol=2e-2)
         assert same_everywhere(hooked.digest())
-
-
-def test_two_nodes() -> None:
-    """Two nodes of two ranks: the same training up to the order of sums."""
-    spawn(_nodes_worker, 4, 2)

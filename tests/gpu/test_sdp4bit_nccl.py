@@ -5,7 +5,8 @@ import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import identity_worker
-from tests.distributed.test_sdp4bit import bytes_worker, check_bytes, replica_worker
+from tests.distributed.test_data_parallel_nodes import four_ranks_worker
+from tests.distributed.test_sdp4bit import check_bytes, replica_worker
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -31,7 +32,7 @@ def test_replicas_stay_identical() -> None:
 
 
 @_needs(4)
-def test_bytes_between_nodes_and_inside() -> None:
-    """Two nodes of two ranks."""
-    for results in spawn(bytes_worker, 4, 2, backend="nccl"):
+def test_two_nodes() -> None:
+    """Two nodes of two ranks: training, bytes, state."""
+    for results in spawn(four_ranks_worker, 4, backend="nccl"):
         check_bytes(results)

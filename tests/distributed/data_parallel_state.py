@@ -13,8 +13,6 @@ from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradient
 from megatron.compression.data_parallel.topology import Topology, find_topology
 from megatron.compression.telemetry import Ledger
 from taco_kernels.sdp4bit import GroupFormat
-from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import start_model_parallel
 
 SIZES = (700, 64, 3000)
 
@@ -27,7 +25,14 @@ def _sync(topology: Topology, store=None) -> CodedGradientSync:
         spans.append(ParameterSpan(f"p{number}", parameter, start, start + size))
         start += -(-size // 64) * 64
     numel = -(-start // (128 * 12)) * 128 * 12
-    view = GradientBucket(torch.zeros(numel), tuple(spans), 1 / topology.world_size, True, topology, Ledger())
+    view = GradientBucket(
+        torch.zeros(numel),
+        tuple(spans),
+        1 / topology.world_size,
+        True,
+        topology,
+        Ledger(),
+    )
     int8, int4 = (GroupGradientCodec(GroupFormat(bits, 128, True)) for bits in (8, 4))
     sync = CodedGradientSync(view, int8, int4, 2, ErrorFeedback(store=store))
     generator = torch.Generator().manual_seed(topology.rank)
@@ -61,8 +66,8 @@ def _carry(saved: list[dict], state: GradientState, made_with: Namespace) -> Non
     state.loaded({KEY: read} if read else {})
 
 
-def _state_worker(rank: int, world_size: int) -> None:
-    start_model_parallel(1)
+def state_worker(rank: int, world_size: int) -> None:
+    """Saved on two ranks, taken up by two and by four, on one node and on two, in fp32 and in int8."""
     two = dist.new_group([0, 1])
     wide = [find_topology(dist.group.WORLD, size) for size in (None, 2)]
     for store, narrow in ((None, Topology(two, 1, 2)), (ErrorStore(), Topology(two, 2, 1))):
@@ -94,8 +99,3 @@ def _state_worker(rank: int, world_size: int) -> None:
             dist.all_reduce(total)
             bound = 1e-5 if store is None else 2e-2
             torch.testing.assert_close(total, pending * world_size / 2, rtol=bound, atol=bound)
-
-
-def test_error_feedback_changes_its_ranks() -> None:
-    """Saved on two ranks, taken up by two and by four, on one node and on two, in fp32 and in int8."""
-    spawn(_state_worker, 4)
