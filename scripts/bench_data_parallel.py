@@ -25,6 +25,7 @@ from bench_end_to_end import REGIMES, ROOT
 WARM_UP = 2
 SETTINGS = "BENCH_DATA_PARALLEL"
 ON = {"dp_compression": "sdp4bit", "quantized_weights": True, "quantized_gradients": True}
+TAGC = {"dp_compression": "tagc", "dp_error_feedback": "fp32"}
 CODECS = {
     "none": {},
     "sdp4bit": ON,
@@ -32,6 +33,15 @@ CODECS = {
     "sdp4bit, nodes of 2": {**ON, "dp_intra_node_size": 2},
     "sdp4bit, nodes of 1, int8 feedback": {**ON, "dp_intra_node_size": 1, "dp_error_feedback": "int8"},
     "sdp4bit, nodes of 1, one communicator": {**ON, "dp_intra_node_size": 1, "dp_communicators": 1},
+    "tagc": TAGC,
+    "tagc, packed": {**TAGC, "tagc_wire": "packed"},
+    "tagc, packed, int4 weights": {**TAGC, "tagc_wire": "packed", "quantized_weights": True},
+    "tagc, packed, all matrices, int4 weights": {
+        **TAGC,
+        "tagc_wire": "packed",
+        "tagc_layers": "all",
+        "quantized_weights": True,
+    },
     "weights only": {**ON, "quantized_gradients": False},
 }
 MODEL = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048

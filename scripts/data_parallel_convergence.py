@@ -19,6 +19,7 @@ from pathlib import Path
 import demo
 
 SDP4BIT = "--dp-compression sdp4bit"
+TAGC = "--dp-compression tagc"
 SETTINGS = {
     "fp32 gradients": "",
     "bf16 gradients": "--grad-reduce-in-bf16",
@@ -28,6 +29,12 @@ SETTINGS = {
     "sdp4bit, one hop int4": f"{SDP4BIT} --dp-intra-node-size 1",
     "sdp4bit, int8 feedback": f"{SDP4BIT} --dp-error-feedback int8",
     "sdp4bit, fp32 feedback": f"{SDP4BIT} --dp-error-feedback fp32",
+    "tagc": f"{TAGC}",
+    "tagc, all matrices": f"{TAGC} --tagc-layers all",
+    "tagc, 80 % of the sum": f"{TAGC} --tagc-sketch-ratio 3.85",
+    "tagc, packed": f"{TAGC} --tagc-wire packed",
+    "tagc, packed, all matrices": f"{TAGC} --tagc-wire packed --tagc-layers all",
+    "tagc, packed, 95 %": f"{TAGC} --tagc-wire packed --tagc-sparsity 0.95",
     "no hadamard": f"{SDP4BIT} --no-hadamard-transform",
     "gradients plain 4 bits": f"{SDP4BIT} --quantized-gradients --no-hadamard-transform "
     "--gradient-quantization-bits-intra 4",

@@ -22,6 +22,10 @@ SHAPES = [  # in the order of a bucket; 60 values of padding at the end
 ]
 
 
+DEVICE = "cpu"
+"""Where gradients are; tests on GPUs change it."""
+
+
 def settings_of(cell_bits: int = 16, wire: str = "sketch"):
     """A fifth of the values in their union, or packed a fifth of each rank's."""
     from megatron.compression.data_parallel.tagc_parts import TagcSettings
@@ -46,8 +50,8 @@ def make_sync(
         parameter = torch.nn.Parameter(torch.zeros(shape))
         spans.append(ParameterSpan(name, parameter, start, start + parameter.numel()))
         start += parameter.numel()
-    flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype)
-    topology = find_topology(dist.group.WORLD, node_size)
+    flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype, device=DEVICE)
+    topology = find_topology(dist.group.WORLD, node_size, communicators=2 if node_size else 1)
     bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
     return tagc.TagcGradientSync(bucket, settings_of(cell_bits, wire), ErrorFeedback, TagcMonitor())
 
@@ -55,14 +59,15 @@ def make_sync(
 def fill(sync, step: int, rank: int, alike: float = 0.5) -> torch.Tensor:
     """New gradients, partly the same on all ranks; zeros outside of parameters. Returns them in fp32."""
     flat = sync.bucket.gradients
+    total = torch.zeros(flat.numel())
     for key, part in ((step, alike), (1000 + 10 * step + rank, 1 - alike)):
         g = torch.Generator().manual_seed(key)
-        values = torch.randn(flat.numel(), generator=g) * torch.randn(flat.numel(), generator=g).exp() * part
-        flat.copy_(values if key == step else flat.float() + values)
+        values = torch.randn(flat.numel(), generator=g) * torch.randn(flat.numel(), generator=g).exp()
+        total += part * values
     inside = torch.zeros(flat.numel(), dtype=torch.bool)
     for span in sync.bucket.spans:
         inside[span.start : span.end] = True
-    flat.masked_fill_(~inside, 0.0)
+    flat.copy_(total.masked_fill_(~inside, 0.0))
     return flat.float().clone()
 
 
@@ -75,25 +80,26 @@ def total_of(x: torch.Tensor) -> torch.Tensor:
 
 def compressed_mask(sync) -> torch.Tensor:
     """Which values go through sketches."""
-    mask = torch.zeros(sync.bucket.numel, dtype=torch.bool)
+    mask = torch.zeros(sync.bucket.numel, dtype=torch.bool, device=DEVICE)
     for share in sync.shares:
         for begin, end in share.compressed:
             mask[begin:end] = True
     return mask
 
 
-def _sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None:
-    for sharded, dtype, cell_bits, wire in (
-        (True, torch.float32, 32, "sketch"),
+def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None:
+    cases = (
         (True, torch.bfloat16, 16, "sketch"),
         (False, torch.float32, 16, "sketch"),
-        (False, torch.bfloat16, 32, "sketch"),
         (True, torch.bfloat16, 16, "packed"),
         (False, torch.float32, 16, "packed"),
-    ):
+        (True, torch.float32, 32, "sketch"),
+        (False, torch.bfloat16, 32, "sketch"),
+    )
+    for sharded, dtype, cell_bits, wire in cases[: 3 if node_size else None]:
         sync = make_sync(sharded, dtype, cell_bits, node_size, wire)
         flat, mask = sync.bucket.gradients, compressed_mask(sync)
-        shard = torch.zeros(flat.numel(), dtype=torch.bool)
+        shard = torch.zeros(flat.numel(), dtype=torch.bool, device=DEVICE)
         size = flat.numel() // world_size
         shard[rank * size : (rank + 1) * size] = True
         mine = shard if sharded else torch.ones_like(shard)
@@ -123,7 +129,7 @@ def _sum_worker(rank: int, world_size: int, node_size: int | None = None) -> Non
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
 def test_nothing_is_lost_and_replicas_agree(world_size: int, node_size: int | None) -> None:
-    spawn(_sum_worker, world_size, node_size)
+    spawn(sum_worker, world_size, node_size)
 
 
 def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
@@ -168,7 +174,7 @@ def _non_finite_worker(rank: int, world_size: int, sharded: bool, wire: str) -> 
     if rank == 1:
         sync.bucket.gradients[100] = float("inf")
     sync.start().wait()
-    seen = torch.tensor([float(not sync.bucket.gradients[:64].isfinite().all())])
+    seen = torch.tensor([float(not sync.bucket.gradients[:64].isfinite().all())], device=DEVICE)
     seen += float(not sync.bucket.gradients[64:128].isfinite().all())
     dist.all_reduce(seen)
     assert seen.item() > 0, "a non-finite gradient shows in the result"
@@ -202,7 +208,7 @@ def _state_worker(rank: int, world_size: int) -> None:
         assert not resumed.state()["error_feedback"].any()
 
 
-def _single_step_worker(rank: int, world_size: int) -> dict[str, int]:
+def single_step_worker(rank: int, world_size: int) -> dict[str, int]:
     for sharded in (True, False):
         for wire in ("sketch", "packed"):
             _non_finite_worker(rank, world_size, sharded, wire)
@@ -212,11 +218,11 @@ def _single_step_worker(rank: int, world_size: int) -> dict[str, int]:
 
 def test_bytes_non_finite_gradients_and_a_resumed_state() -> None:
     """The ledger counts what is sent, a NaN shows and poisons nothing, a resumed sum has the same bits."""
-    for sizes in spawn(_single_step_worker, 2):
+    for sizes in spawn(single_step_worker, 2):
         assert 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6, "16 / 3.85 + 1 bits a value"
 
 
-def _training_worker(rank: int, world_size: int, iterations: int) -> list[list[float]]:
+def training_worker(rank: int, world_size: int, iterations: int) -> list[list[float]]:
     from megatron.compression.data_parallel import tagc_layers
     from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
 
@@ -239,7 +245,7 @@ def _training_worker(rank: int, world_size: int, iterations: int) -> list[list[f
 
 
 def test_training_learns_and_weights_agree_after_50_iterations() -> None:
-    for everything in spawn(_training_worker, 2, 50):
+    for everything in spawn(training_worker, 2, 50):
         for losses in everything:
             assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 

@@ -75,7 +75,7 @@ class TorchTransport:
             self.on_send(operation, bytes_sent(operation, buffer_bytes, self.world_size))
 
 
-class _JoinedWork:
+class JoinedWork:
     """Parts of a payload under way on several communicators; ``wait`` puts them together."""
 
     def __init__(self, whole: torch.Tensor, parts: list[torch.Tensor], works: list[dist.Work]) -> None:
@@ -90,7 +90,7 @@ class _JoinedWork:
 
 
 def _joined(whole: torch.Tensor, parts: list, works: list, async_op: bool):
-    work = _JoinedWork(whole, parts, works)
+    work = JoinedWork(whole, parts, works)
     if async_op:
         return whole, work
     work.wait()

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from megatron.compression.collectives.transport import JoinedWork
 from megatron.compression.data_parallel.bucket import GradientBucket
 from megatron.compression.data_parallel.topology import INTER, INTRA
 from megatron.compression.telemetry import bytes_sent
@@ -29,7 +30,7 @@ def start_all_reduce(values: torch.Tensor, bucket: GradientBucket) -> dist.Work:
 
 def start_to_owners(
     payloads: list[torch.Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
-) -> tuple[torch.Tensor, dist.Work]:
+) -> tuple[torch.Tensor, dist.Work | JoinedWork]:
     """Start sending every rank of a group its payload, of a size that may differ from rank to rank.
 
     Args:
@@ -44,16 +45,19 @@ def start_to_owners(
     """
     topology = bucket.topology
     group = {None: topology.group, INTRA: topology.intra, INTER: topology.inter}[link]
+    more = topology.more if link == (INTER if topology.two_hops else None) else ()
     sizes, rank = [payload.numel() for payload in payloads], group.rank()
     received = payloads[0].new_empty((group.size(), sizes[rank]))
-    work = dist.all_to_all_single(
-        received.view(-1),
-        torch.cat(payloads),
-        output_split_sizes=[sizes[rank]] * group.size(),
-        input_split_sizes=sizes,
-        group=group,
-        async_op=True,
-    )
+    if not more:
+        work = _exchange(received, payloads, rank, group)
+    else:  # every communicator takes its share of each payload
+        shares = [payload.tensor_split(1 + len(more)) for payload in payloads]
+        parts, works = [], []
+        for number, communicator in enumerate((group, *more)):
+            pieces = [share[number] for share in shares]
+            parts.append(received.new_empty((group.size(), pieces[rank].numel())))
+            works.append(_exchange(parts[-1], pieces, rank, communicator))
+        work = JoinedWork(received, parts, works)
     compressed = [size - exact for size, exact in zip(sizes, exact_bytes, strict=True)]
     for kind, parts in (("compressed", compressed), ("excluded", exact_bytes)):
         sent = {INTRA: 0, INTER: 0}
@@ -68,3 +72,15 @@ def start_to_owners(
                 plain = part if kind == "excluded" else 0
                 bucket.ledger.record("dp.gradient", kind, "all_to_all", part, plain, where)
     return received, work
+
+
+def _exchange(received: torch.Tensor, payloads: list[torch.Tensor], rank: int, group) -> dist.Work:
+    """All-to-all of payloads of different sizes; ``rank`` is this one's in ``group``."""
+    return dist.all_to_all_single(
+        received.view(-1),
+        torch.cat(payloads),
+        output_split_sizes=[payloads[rank].numel()] * group.size(),
+        input_split_sizes=[payload.numel() for payload in payloads],
+        group=group,
+        async_op=True,
+    )
