@@ -96,7 +96,7 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
         (True, torch.float32, 32, "sketch"),
         (False, torch.bfloat16, 32, "sketch"),
     )
-    for sharded, dtype, cell_bits, wire in cases[: 3 if node_size else None]:
+    for sharded, dtype, cell_bits, wire in cases[: 3 if world_size > 2 else None]:
         sync = make_sync(sharded, dtype, cell_bits, node_size, wire)
         flat, mask = sync.bucket.gradients, compressed_mask(sync)
         shard = torch.zeros(flat.numel(), dtype=torch.bool, device=DEVICE)
