@@ -46,8 +46,9 @@ def test_megatron_core_has_every_seam() -> None:
 
     host.install()
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.training import training
+    from megatron.training import checkpointing, training
 
     from megatron.compression import seams
 
@@ -59,6 +60,9 @@ def test_megatron_core_has_every_seam() -> None:
         (_ParamAndGradBucketGroup, "start_grad_sync"),
         (_ParamAndGradBucketGroup, "start_param_sync"),
         (P2PCommunicator, "_communicate"),
+        (DistributedOptimizer, "_copy_main_params_to_model_params"),
+        (checkpointing, "generate_state_dict"),
+        (checkpointing, "_load_base_checkpoint"),
         (finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads"),
     ]
     before = [getattr(owner, name) for owner, name in owners]
@@ -67,6 +71,8 @@ def test_megatron_core_has_every_seam() -> None:
         seams.around_evaluate(lambda split: None, lambda losses: None)
         seams.on_gradient_sync(lambda *args: None)
         seams.on_parameter_sync(lambda *args: None)
+        seams.on_master_copy(lambda optimizer: False)
+        seams.around_checkpoint_state(lambda *args: None, lambda state_dict: None)
         seams.through_pipeline_exchange(lambda *args, **kwargs: None)
         seams.on_replicated_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):

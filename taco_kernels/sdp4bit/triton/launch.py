@@ -92,7 +92,9 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     if out.numel() == 0:
         return out
     tuning, device, groups = TUNING["quantize"], device_for(x), format.groups(numel)
-    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
+    values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
+    tile = make_tile(format, max(values, format.group_size), device.interpret)
     tiles = triton.cdiv(groups, tile.R.value) * rows
     quantize_kernel[grid(tiles, tuning, device)](
         x,
