@@ -1,8 +1,9 @@
 """From the settings to what compresses gradients and weights."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
+
+import torch.distributed as dist
 
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, WeightCodec
 from megatron.compression.data_parallel.config import DataParallelCompression
@@ -21,8 +22,6 @@ from megatron.compression.data_parallel.tagc_parts import TagcSettings
 from megatron.compression.data_parallel.weights import ExactWeightCodec
 from taco_kernels.homomorphic import EXACT_LOAD, SketchConfig
 from taco_kernels.sdp4bit import GroupFormat
-
-logger = logging.getLogger(__name__)
 
 GradientSyncFactory = Callable[[GradientBucket], GradientSync]
 
@@ -91,12 +90,14 @@ class TagcGradients:
         union = 1 - flags.tagc_sparsity**ranks
         sketch = SketchConfig(flags.tagc_sketch_ratio or EXACT_LOAD / union, cell_bits=flags.tagc_bits)
         bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
-        line = f"sketches of {ranks} ranks: {sketch.ratio:.2f} values a cell, {bits:.2f} bits a value"
-        if bits >= own:
-            line += f", more than the {own} of a gradient: raise --tagc-sparsity or --tagc-sketch-ratio"
-        if not self._said:
-            self._said = True
-            logger.log(logging.WARNING if bits >= own else logging.INFO, line)
+        if not self._said and dist.get_rank() == 0:
+            line = f" compression: tagc: sketches of {ranks} ranks, {sketch.ratio:.2f} values a cell"
+            line += f", {bits:.2f} bits a value"
+            if bits >= own:
+                line += f", which is more than the {own} of a gradient: take --tagc-wire packed, or raise "
+                line += "--tagc-sparsity or --tagc-sketch-ratio"
+            print(line, flush=True)
+        self._said = True
         return sketch
 
     def describe(self) -> str:
