@@ -25,7 +25,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from megatron.compression.data_parallel.bucket import GradientBucket  # noqa: E402
+from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan  # noqa: E402
 from megatron.compression.data_parallel.codecs import data_parallel_codecs  # noqa: E402
 from megatron.compression.data_parallel.config import DataParallelCompression  # noqa: E402
 from megatron.compression.data_parallel.topology import find_topology  # noqa: E402
@@ -37,6 +37,13 @@ OURS = {
     "sdp4bit, nodes of 1": {**ON, "dp_intra_node_size": 1},
     "sdp4bit, nodes of 2": {**ON, "dp_intra_node_size": 2},
     "sdp4bit, nodes of 1, fp32 feedback": {**ON, "dp_intra_node_size": 1, "dp_error_feedback": "fp32"},
+    "tagc": {"dp_compression": "tagc"},
+    "tagc, packed": {"dp_compression": "tagc", "tagc_wire": "packed"},
+    "tagc, packed, sparsity 0.95": {
+        "dp_compression": "tagc",
+        "tagc_wire": "packed",
+        "tagc_sparsity": 0.95,
+    },
     "plain int4, nodes of 1": {**ON, "dp_intra_node_size": 1, "hadamard_transform": False},
 }
 
@@ -135,7 +142,9 @@ def ours(settings: dict):
     def call(bucket: Bucket) -> torch.Tensor:
         buffer = bucket.buffer()
         if buffer.data_ptr() not in held:
-            view = GradientBucket(buffer, (), 1 / topology.world_size, False, topology, Ledger())
+            # TAGC goes by name and shape: all of it one matrix
+            whole = ParameterSpan("layer.mlp.weight", torch.empty(1, 1), 0, buffer.numel())
+            view = GradientBucket(buffer, (whole,), 1 / topology.world_size, False, topology, Ledger())
             held.clear()
             held[buffer.data_ptr()] = factory(view)
         held[buffer.data_ptr()].start().wait()

@@ -230,7 +230,8 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
     start(rank)
     everything = []
     tagc = Setup(settings={"dp_compression": "tagc"}, bucket_size=50_000)
-    packed = replace(tagc, settings={"dp_compression": "tagc", "tagc_wire": "packed"})
+    settings = {**tagc.settings, "tagc_wire": "packed", "dp_error_feedback": "int8"}
+    packed = replace(tagc, settings=settings)
     plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
     for setup, count in ((tagc, iterations), (plain, iterations // 3), (packed, iterations // 3)):
         training, losses = train(rank, setup, count)
