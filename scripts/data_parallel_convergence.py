@@ -34,6 +34,7 @@ SETTINGS = {
     "tagc, 80 % of the sum": f"{TAGC} --tagc-sketch-ratio 3.85",
     "tagc, packed": f"{TAGC} --tagc-wire packed",
     "tagc, packed, all matrices": f"{TAGC} --tagc-wire packed --tagc-layers all",
+    "tagc, packed, 60 %, 8 bits": f"{TAGC} --tagc-wire packed --tagc-sparsity 0.6 --tagc-bits 8",
     "tagc, packed, 95 %": f"{TAGC} --tagc-wire packed --tagc-sparsity 0.95",
     "no hadamard": f"{SDP4BIT} --no-hadamard-transform",
     "gradients plain 4 bits": f"{SDP4BIT} --quantized-gradients --no-hadamard-transform "

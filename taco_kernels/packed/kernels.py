@@ -11,12 +11,13 @@ def kept(value, threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
     """int32 codes (the value's own bits where BITS is 32) and whether they are to be sent, [T, width]."""
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     keep = (bits >= threshold) & (exponent != 255)[:, None]
-    if BITS == 16:
+    if BITS < 32:
         e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-        inverse = ((268 - e) << 23).to(tl.float32, bitcast=True)
+        inverse = ((252 + BITS - e) << 23).to(tl.float32, bitcast=True)
         scaled = tl.where(keep, value * inverse[:, None], 0.0)
         codes = (scaled + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000  # the bits of MAGIC
-        codes = tl.minimum(tl.maximum(codes, -32767), 32767)
+        LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+        codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
         keep = codes != 0
     else:
         codes = value.to(tl.int32, bitcast=True)
@@ -89,17 +90,14 @@ def pack_kernel(
     position = (end - count)[:, None] + rank - 1
     keep = keep & (position < capacity)
     target = values + shard * values_stride + position
-    if BITS == 16:
-        tl.store(target, codes.to(tl.int16), mask=keep)
-    else:
-        tl.store(target, codes, mask=keep)
+    tl.store(target, codes.to(values.dtype.element_ty), mask=keep)
     lane = tl.reshape(keep.to(tl.int32), [T, WIDTH // 32, 32]) << tl.arange(0, 32)[None, None, :]
     word = row[:, None] * (WIDTH // 32) + tl.arange(0, WIDTH // 32)[None, :]
     tl.store(words + shard * words_stride + word, tl.sum(lane, axis=2), mask=inside[:, None])
     if KEEP_REMAINDER:
-        if BITS == 16:
+        if BITS < 32:
             e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-            step = ((e - 14) << 23).to(tl.float32, bitcast=True)
+            step = ((e + 2 - BITS) << 23).to(tl.float32, bitcast=True)
             rest = value - codes.to(tl.float32) * step[:, None]  # exact
         else:
             rest = tl.zeros_like(value)
@@ -157,9 +155,9 @@ def decode_sum_kernel(
         position = (end - tl.sum(bit, axis=1))[:, None] + tl.cumsum(bit, axis=1) - 1
         code = tl.load(values + at * values_stride + position, mask=bit != 0, other=0)
         exponent = tl.load(exponents + at * exponents_stride + row, mask=inside, other=0).to(tl.int32)
-        if BITS == 16:
+        if BITS < 32:
             e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-            step = ((e - 14) << 23).to(tl.float32, bitcast=True)
+            step = ((e + 2 - BITS) << 23).to(tl.float32, bitcast=True)
             value = code.to(tl.float32) * step[:, None]  # exact, so a fused multiply-add changes nothing
         else:
             value = code.to(tl.float32, bitcast=True)

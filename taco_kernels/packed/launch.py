@@ -13,7 +13,7 @@ ROWS = 4
 
 def _parts(wires: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values, words and exponents of wires as typed views."""
-    values = wires.view(torch.int16 if layout.bits == 16 else torch.int32)
+    values = wires.view({8: torch.int8, 16: torch.int16, 32: torch.int32}[layout.bits])
     return values, wires[:, layout.words_at :].view(torch.int32), wires[:, layout.exponents_at :]
 
 

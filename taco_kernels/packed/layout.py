@@ -2,10 +2,10 @@
 
 A shard of ``numel`` values is rows of 1024. Its wire is::
 
-    values, capacity of 16 or 32 bits, in order | bitmap, one bit a value | a uint8 exponent a row
+    values, capacity of 8, 16 or 32 bits, in order | bitmap, one bit a value | a uint8 exponent a row
 
-each part padded to a multiple of 64 bytes. 16-bit values are integers on their row's power-of-two grid,
-32-bit ones are fp32.
+each part padded to a multiple of 64 bytes. 8- and 16-bit values are integers on their row's power-of-two
+grid, 32-bit ones are fp32.
 """
 
 import math
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 ALIGNMENT = 64
 WIDTH = 1024
-MANTISSA = 15
-"""Bits of a 16-bit value below the largest of its row."""
 
 
 def padded(size: int) -> int:
@@ -30,15 +28,15 @@ class PackedLayout:
     share: float
     """Largest share of the values that is sent, in (0, 1]."""
     bits: int = 16
-    """Bits of a value, 16 or 32."""
+    """Bits of a value: 8, 16 or 32."""
 
     def __post_init__(self) -> None:
         if self.numel < 1:
             raise ValueError(f"numel={self.numel} must be at least 1")
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0, 1]")
-        if self.bits not in (16, 32):
-            raise ValueError(f"bits={self.bits} must be 16 or 32")
+        if self.bits not in (8, 16, 32):
+            raise ValueError(f"bits={self.bits} must be 8, 16 or 32")
 
     @property
     def capacity(self) -> int:

@@ -4,7 +4,9 @@ import torch
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR, NON_FINITE
 from taco_kernels.homomorphic.reference import magnitude_bits, power_of_two, threshold_bits, wrap32
-from taco_kernels.packed.layout import MANTISSA, WIDTH, PackedLayout
+from taco_kernels.packed.layout import WIDTH, PackedLayout
+
+_CODES = {8: torch.int8, 16: torch.int16, 32: torch.float32}
 
 
 def encode(
@@ -12,9 +14,9 @@ def encode(
 ) -> torch.Tensor:
     """Pack the values of x at or above their shard's threshold, at most ``layout.capacity``, in order.
 
-    16 bits: q = rint(x / step), step = 2^(e - 126 - 15) for the exponent e of the row's largest magnitude,
-    within +-32767; a value with q = 0 is not sent. Nothing of a row with a NaN or infinity is sent but its
-    exponent, 255.
+    8 and 16 bits: q = rint(x / step), step = 2^(e - 125 - bits) for the exponent e of the row's largest
+    magnitude, |q| < 2^(bits - 1); a value with q = 0 is not sent. Nothing of a row with a NaN or infinity is
+    sent but its exponent, 255.
 
     Args:
         x: fp32 ``[S, numel]``.
@@ -33,11 +35,12 @@ def encode(
     exponents = bits.amax(2) >> 23
     keep = (bits >= threshold_bits(thresholds)[:, None, None]) & (exponents != NON_FINITE)[..., None]
     e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)[..., None]
-    if layout.bits == 16:
-        scaled = torch.where(keep, values * power_of_two(253 + MANTISSA - e), 0.0)
-        codes = scaled.round().clamp(-32767, 32767).to(torch.int16)
+    if layout.bits < 32:
+        scaled = torch.where(keep, values * power_of_two(252 + layout.bits - e), 0.0)
+        largest = 2 ** (layout.bits - 1) - 1
+        codes = scaled.round().clamp(-largest, largest).to(_CODES[layout.bits])
         keep &= codes != 0
-        sent = codes * power_of_two(e + 1 - MANTISSA)
+        sent = codes * power_of_two(e + 2 - layout.bits)
     else:
         codes = sent = values
     keep = keep.view(shards, width)
@@ -68,7 +71,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
 
     NaN in rows in which a sender had a NaN or infinity.
     """
-    dtype, device = (torch.int16 if layout.bits == 16 else torch.float32), wires.device
+    dtype, device = _CODES[layout.bits], wires.device
     total = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)
     lanes = torch.arange(32, dtype=torch.int32, device=device)
     for wire in wires:
@@ -79,9 +82,9 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         values = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)
         values[member] = codes[: int(member.sum())].float()
         values = values.view(layout.rows, WIDTH)
-        if layout.bits == 16:
+        if layout.bits < 32:
             e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)
-            values = values * power_of_two(e + 1 - MANTISSA)[:, None]
+            values = values * power_of_two(e + 2 - layout.bits)[:, None]
         values = values.masked_fill((exponents == NON_FINITE)[:, None], torch.nan)
         total += values.view(-1)
     return total[: layout.numel]

@@ -12,7 +12,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(
     ("numel", "share", "bits", "senders"),
-    [(3_000_000, 0.2, 16, 4), (1_000_003, 0.2, 32, 3), (70_001, 0.02, 16, 16), (500_000, 1.0, 16, 2)],
+    [
+        (3_000_000, 0.2, 16, 4),
+        (1_000_003, 0.2, 32, 3),
+        (70_001, 0.02, 16, 16),
+        (2_000_000, 0.4, 8, 4),
+        (500_000, 1.0, 16, 2),
+    ],
 )
 def test_kernels_reproduce_the_reference(numel: int, share: float, bits: int, senders: int) -> None:
     layout = packed.PackedLayout(numel, share, bits)

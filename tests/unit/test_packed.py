@@ -20,7 +20,7 @@ def gradients(senders: int, numel: int) -> torch.Tensor:
     return torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
 
 
-@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("senders", [1, 3, 16])
 def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
     """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
@@ -32,11 +32,14 @@ def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
         sent = x - rest
         assert wires.shape == (senders, layout.wire_bytes)
         count = (sent != 0).sum(1)
-        assert (count <= layout.capacity).all() and (numel < 50_000 or (count > 0.17 * numel).all())
+        assert (count <= layout.capacity).all() and (
+            numel < 50_000 or (count > 0.19 * numel * (bits > 8)).all()
+        )
         if bits == 32:
             assert torch.equal(torch.where(rest == 0, x, 0.0), sent)
         else:
-            assert float((rest - torch.where(sent == 0, x, 0.0)).norm() / sent.norm()) < 1e-3
+            error = float((rest - torch.where(sent == 0, x, 0.0)).norm() / sent.norm())
+            assert error < (1e-3 if bits == 16 else 0.1)
         total = sent[0].clone()
         for row in sent[1:]:
             total += row
@@ -79,7 +82,7 @@ def test_kernels_reproduce_the_reference() -> None:
     command = [sys.executable, "-W", "ignore", __file__]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.strip() == "3 cases"
+    assert result.stdout.strip() == "4 cases"
 
 
 def main() -> None:
@@ -87,7 +90,12 @@ def main() -> None:
     from taco_kernels.packed import launch, reference
 
     cases = 0
-    for numel, share, bits, keep in ((5_000, 0.2, 16, 0.19), (3_003, 0.1, 32, 0.1), (4_096, 0.3, 16, 0.5)):
+    for numel, share, bits, keep in (
+        (5_000, 0.2, 16, 0.19),
+        (3_003, 0.1, 32, 0.1),
+        (4_096, 0.3, 16, 0.5),
+        (3_074, 0.4, 8, 0.4),
+    ):
         layout = packed.PackedLayout(numel, share, bits)
         x = gradients(3, numel)
         x[0, 5] = 1e-40

@@ -106,8 +106,9 @@ class DataParallelCompression:
     sending fewer values, as many as their union has room for."""
 
     tagc_bits: int = 16
-    """TAGC: bits of a cell of the sketch or of a packed value, 16 or 32: precision of what is sent, counted
-    from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback keeps the rest."""
+    """TAGC: bits of a cell of the sketch (16, 32) or of a packed value (8, 16, 32): precision of what is
+    sent, counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback
+    keeps the rest."""
 
     def __post_init__(self) -> None:
         for name in (

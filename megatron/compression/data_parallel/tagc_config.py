@@ -68,6 +68,10 @@ def check_tagc(settings) -> None:
         )
     if ratio is not None and not 1 <= ratio <= 64:
         raise CompressionConfigError(f"--tagc-sketch-ratio {ratio} must lie in [1, 64] values a cell")
-    if settings.tagc_bits not in (16, 32):
-        raise CompressionConfigError(f"--tagc-bits {settings.tagc_bits} must be 16 or 32")
+    allowed = (16, 32) if settings.tagc_wire == "sketch" else (8, 16, 32)
+    if settings.tagc_bits not in allowed:
+        raise CompressionConfigError(
+            f"--tagc-bits {settings.tagc_bits} must be {', '.join(map(str, allowed))} with --tagc-wire "
+            f"{settings.tagc_wire}"
+        )
     parse_tagc_layers(settings.tagc_layers)
