@@ -65,8 +65,9 @@ def encode_tiles(x, base, extra, steps, zeros, pivots, sums, first, counts, matr
         outlier = magnitude > 0.5 * tl.max(magnitude, axis=1)[:, None]
         found = tl.sum(tl.where(outlier, tl.arange(0, C.G)[None, :] + 256, 0), axis=1)
         chosen = (found >> 8 == 1) & fits
-        largest = tl.sum(tl.where(outlier, plain, 0.0), axis=1)
-        head = tl.load(x + starts(first, per_row, channels, C), mask=inside, other=0.0)
+        start = starts(first, per_row, channels, C)
+        head = tl.load(x + start, mask=inside, other=0.0)
+        largest = tl.load(x + start + (found & 127), mask=chosen & inside, other=0.0).to(tl.float32)
         # Row 0 of the matrix is constant: element 0 may stay as it is, and its change is added to all.
         rotated = transform(tl.where(outlier, head[:, None], y), matrix, C)
         offset = (largest - head.to(tl.float32)) * (1 / C.G**0.5)

@@ -145,7 +145,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         layout.channels,
         C=spec,
         num_warps=tuning.warps,
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,  # of the entropies' sums alone: all else is rounded as it is written
     )
     if mixed:
         select(wire, sums, extra, layout, spec)
