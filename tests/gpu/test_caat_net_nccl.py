@@ -16,7 +16,7 @@ WORLD_SIZES = [
     pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
 ]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+pytestmark = pytest.mark.multigpu
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

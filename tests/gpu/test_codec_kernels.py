@@ -11,11 +11,6 @@ import taco_kernels as tk
 from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream, reference
 from taco_kernels.testing import difference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 # What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;
 # only e5m2's range is too wide for that. Encoding sums fp32 values in another order than the reference, which
 # moves a value that lies that near to the middle between two codes.

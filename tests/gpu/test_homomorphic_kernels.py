@@ -6,8 +6,6 @@ import torch
 from taco_kernels import homomorphic as lhc
 from taco_kernels.homomorphic import hashing, launch, reference
 
-pytestmark = pytest.mark.gpu
-
 CASES = [  # numel, ratio, cell_bits, senders, density of the union over the exact one
     (3_000_000, 4.0, 32, 4, 0.97),
     (3_000_001, 4.0, 16, 4, 0.97),

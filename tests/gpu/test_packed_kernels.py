@@ -7,8 +7,6 @@ from taco_kernels import packed
 from taco_kernels.homomorphic.selection import share_threshold
 from taco_kernels.packed import reference
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize(
     ("numel", "share", "bits", "senders"),

@@ -14,10 +14,6 @@ from taco_kernels.sdp4bit import (
 )
 from taco_kernels.sdp4bit.testing import apart
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 FORMATS = [
     GroupFormat(bits, size, hadamard)
     for bits in (4, 8)

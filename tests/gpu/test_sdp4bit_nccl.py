@@ -9,7 +9,7 @@ from tests.distributed.test_data_parallel_nodes import four_ranks_worker
 from tests.distributed.test_sdp4bit import check_bytes, replica_worker
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+pytestmark = pytest.mark.multigpu
 
 
 def _needs(devices: int):

@@ -23,7 +23,6 @@ from taco_kernels import CodecConfig, Stream
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CALLS = 10_000
 
 

@@ -7,7 +7,7 @@ from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+pytestmark = pytest.mark.multigpu
 
 
 def _needs(devices: int):

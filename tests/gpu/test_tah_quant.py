@@ -6,8 +6,6 @@ import torch
 from taco_kernels.tah_quant import TahConfig, decode, encode, layout_of, reference
 from taco_kernels.tah_quant.testing import difference
 
-pytestmark = pytest.mark.gpu
-
 CASES = (
     (TahConfig(), (2048, 1, 4096)),
     (TahConfig(), (512, 4, 896)),
