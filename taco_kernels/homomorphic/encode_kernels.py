@@ -6,21 +6,43 @@ import triton.language as tl
 from taco_kernels.triton.rounding import MAGIC, philox
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
+def _moved(digit, d, e, third, block, round, seed, STREAM: tl.constexpr):
+    """One round of hashing.row_hashes' network: ``digit`` moved by a hash of the other two."""
+    counter = (block.to(tl.int64) << 32) + d * third + e
+    word, _, _, _ = philox(counter, tl.full((), STREAM + 1, tl.int64) + round, seed)
+    return (digit + (word.to(tl.uint64) * third.to(tl.uint64) >> 32).to(tl.int32)) % third
+
+
+@triton.jit(do_not_specialize=["seed", "third"])
 def hash_kernel(
-    hashes, rows, blocks, third, seed, STREAM: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr
+    hashes,
+    rows,
+    blocks,
+    third,
+    seed,
+    STREAM: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
 ):
     """hashing.row_hashes: int32[rows, 4], T rows a program."""
     row = tl.program_id(0) * T + tl.arange(0, T)
-    w0, w1, w2, w3 = philox(row.to(tl.int64), tl.full((), STREAM, tl.int64), seed.to(tl.int64))
-    first = row % blocks * 3
-    size = third.to(tl.uint64)
+    seed = seed.to(tl.int64)
+    block, number = row % blocks, row // blocks
+    a, b, c = number % third, number // third % third, number // (third * third) % third
+    for k in tl.range(0, ROUNDS, 3):
+        a = _moved(a, b, c, third, block, k, seed, STREAM)
+        b = _moved(b, c, a, third, block, k + 1, seed, STREAM)
+        c = _moved(c, a, b, third, block, k + 2, seed, STREAM)
+    _, _, _, last = philox(row.to(tl.int64), tl.full((), STREAM, tl.int64), seed)
+    first = block * 3
     mask = row < rows
     place = hashes + row * 4
-    tl.store(place, first * third + (w0.to(tl.uint64) * size >> 32).to(tl.int32), mask)
-    tl.store(place + 1, (first + 1) * third + (w1.to(tl.uint64) * size >> 32).to(tl.int32), mask)
-    tl.store(place + 2, (first + 2) * third + (w2.to(tl.uint64) * size >> 32).to(tl.int32), mask)
-    tl.store(place + 3, w3.to(tl.int32) & (0x7FFC00 | (WIDTH - 1)), mask)
+    tl.store(place, first * third + a, mask)
+    tl.store(place + 1, (first + 1) * third + b, mask)
+    tl.store(place + 2, (first + 2) * third + c, mask)
+    tl.store(place + 3, last.to(tl.int32) & (0x7FFC00 | (WIDTH - 1)), mask)
 
 
 @triton.jit

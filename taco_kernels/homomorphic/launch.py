@@ -4,7 +4,7 @@ import torch
 import triton
 
 from taco_kernels.homomorphic.encode_kernels import encode_kernel, exponent_kernel, hash_kernel, narrow_kernel
-from taco_kernels.homomorphic.hashing import STREAM
+from taco_kernels.homomorphic.hashing import ROUNDS, STREAM
 from taco_kernels.homomorphic.layout import COUNT_SHIFT, EXPONENT_FLOOR, Layout
 from taco_kernels.homomorphic.peel_kernels import combine_kernel, peel_kernel
 from taco_kernels.homomorphic.reference import Decoded
@@ -20,7 +20,15 @@ def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
     wrapped = (seed + 2**63) % 2**64 - 2**63
     grid = (triton.cdiv(layout.rows, 256),)
     hash_kernel[grid](
-        hashes, layout.rows, layout.blocks, layout.third, wrapped, STREAM=STREAM, WIDTH=layout.width, T=256
+        hashes,
+        layout.rows,
+        layout.blocks,
+        layout.third,
+        wrapped,
+        STREAM=STREAM,
+        ROUNDS=ROUNDS,
+        WIDTH=layout.width,
+        T=256,
     )
     return hashes
 

@@ -173,13 +173,25 @@ def test_hashes_come_from_the_seed_alone() -> None:
     layout = lhc.Layout(lhc.SketchConfig(block_rows=300), 700_000)
     hashes = row_hashes(layout, SEED)
     assert torch.equal(hashes, row_hashes(layout, SEED)) and not torch.equal(hashes, row_hashes(layout, 5))
-    row = 421  # by hand, from the generator
-    words = [int(w) for w in philox([torch.tensor([n]) for n in (row, 0, 0x5E7C, 0)], SEED)]
-    for j in range(3):
-        place = (row % layout.blocks * 3 + j) * layout.third + (words[j] * layout.third >> 32)
-        assert int(hashes[row, j]) == place < layout.sketch_rows
-    assert int(hashes[row, 3]) == words[3] & 0x7FFFFF & ~0x3FF | words[3] & (layout.width - 1)
+    row = 421
+    last = int(philox([torch.tensor([n]) for n in (row, 0, 0x5E7C, 0)], SEED)[3])
+    assert int(hashes[row, 3]) == last & 0x7FFFFF & ~0x3FF | last & (layout.width - 1)
     assert (hashes[:, :3] >= 0).all() and (hashes[:, :3] < layout.sketch_rows).all()
+
+
+@pytest.mark.parametrize(
+    ("numel", "ratio"), [(3_000_001, 4.0), (20_000_000, 1.35), (300_000, 16.0), (9_000, 4.0)]
+)
+def test_no_two_rows_of_a_block_share_all_three_sketch_rows(numel: int, ratio: float) -> None:
+    """Their elements could not be told apart; and otherwise the rows of a sketch are as good as drawn."""
+    layout = lhc.Layout(lhc.SketchConfig(ratio=ratio), numel)
+    hashes = row_hashes(layout, SEED)[:, :3].long()
+    assert len(hashes.unique(dim=0)) == layout.rows
+    for j in range(3):
+        members = hashes[:, j].bincount(minlength=layout.sketch_rows).view(-1, layout.third)[j::3].double()
+        drawn = members.mean(1, keepdim=True)
+        spread = (members - drawn).square().div(drawn).sum() / (layout.blocks * max(1, layout.third - 1))
+        assert 0.5 < spread < 1.5, "a chi-square of as many degrees of freedom"
 
 
 @pytest.mark.parametrize("senders", [1, 2, 4, 16])
