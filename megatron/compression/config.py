@@ -83,7 +83,7 @@ RECOMMENDED = {
     "taco_rounding": "dither",
     "taco_backward_format": None,
 }
-"""What ``--tp-compression auto`` means: the fewest bits that docs/accuracy.md shows to lose no accuracy."""
+"""What ``--tp-compression auto`` means: few bits that cost no loss in first trials (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
