@@ -119,10 +119,11 @@ class TensorParallelCompression:
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
     than it saves. 0 compresses everything."""
 
-    taco_transport: Literal["auto", "collective", "symmetric"] = "auto"
+    taco_transport: Literal["auto", "collective", "symmetric", "copies"] = "auto"
     """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the
-    memory of the ranks' devices, on one host with peer access; auto = symmetric where it can be had. The
-    results have the same bits."""
+    memory of the ranks' devices, on one host with peer access; copies = the same, but what runs behind a GEMM
+    is moved by the devices' copy engines; auto = symmetric where it can be had. The results have the same
+    bits."""
 
     taco_communicators: int = 0
     """Communicators over which torch.distributed carries each payload, a share on each: one alone does not

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from taco_kernels.layout import CodecConfig, Stream
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
+from taco_kernels.symmetric_memory.order import queue_behind_others
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
 TIMEOUT_SECONDS = 60.0
@@ -93,8 +93,6 @@ class SymmetricGroup:
         SymmetricMemoryError: the ranks cannot share memory.
     """
 
-    _last_stream: ClassVar[dict[int, torch.cuda.Stream]] = {}  # of an eager call, by device
-
     def __init__(
         self, group: dist.ProcessGroup, programs: int | None = None, timeout: float = TIMEOUT_SECONDS
     ) -> None:
@@ -122,11 +120,7 @@ class SymmetricGroup:
         """The lane for a call on the current stream, after earlier calls on other streams."""
         if torch.cuda.is_current_stream_capturing():
             return self.lanes[CAPTURED]
-        stream = torch.cuda.current_stream(self.device)
-        last = self._last_stream.get(self.device.index)
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        self._last_stream[self.device.index] = stream
+        queue_behind_others(torch.cuda.current_stream(self.device))
         return self.lanes[EAGER]
 
     def all_reduce(

@@ -129,10 +129,10 @@ def needs(devices: int):
 WORLD_SIZES = [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))]
 
 
-def transports_worker(rank: int, world_size: int) -> None:
-    """Both transports give the same bits, and the symmetric one counts what it stores."""
+def transports_worker(rank: int, world_size: int, choice: str) -> None:
+    """Every transport gives the same bits, and the symmetric one counts what it stores."""
     group = dist.group.WORLD
-    transports = Transports("symmetric")
+    transports = Transports(choice)
     assert "symmetric memory" in transports.prepare(group)
     assert transports.prepare(group) is None
     sends: list[tuple[str, int]] = []
@@ -158,9 +158,51 @@ def transports_worker(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("choice", ["symmetric", "copies"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_transports_agree(world_size: int) -> None:
-    spawn(transports_worker, world_size, backend="nccl")
+def test_transports_agree(world_size: int, choice: str) -> None:
+    spawn(transports_worker, world_size, choice, backend="nccl")
+
+
+def copies_worker(rank: int, world_size: int) -> None:
+    """Collectives of random sizes behind GEMMs, several under way, fused ones between them, all compared."""
+    group = dist.group.WORLD
+    transports = Transports("copies")
+    transports.prepare(group)
+    behind, codec = transports.transport(group), build_codec("taco", format="int8")
+    draw = python_random.Random(0)  # the same on every rank
+    torch.manual_seed(rank)
+    matrix = torch.randn(4096, 4096, device="cuda").bfloat16()
+    base = torch.randn(3 * 2**20, device="cuda").bfloat16()
+    cases = []
+    for _ in range(20):
+        numel, offset = 16 * world_size * int(2 ** draw.uniform(0, 15)), 16 * draw.randrange(2**15)
+        x = base[offset : offset + numel].view(world_size, -1)
+        operation = draw.choice((all_reduce, reduce_scatter, all_gather))
+        cases.append((operation, x, operation(x, codec, TorchTransport(group))))
+    torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    under_way = []
+    for _ in range(1000):
+        operation, x, expected = draw.choice(cases)
+        if draw.random() < 0.2:
+            wrong += (operation(x, codec, behind) != expected).any()
+        else:
+            under_way.append((operation(x, codec, behind, async_op=True), expected))
+            torch.matmul(matrix, matrix)
+        while len(under_way) > draw.randrange(4):
+            handle, expected = under_way.pop(0)
+            wrong += (handle.wait() != expected).any()
+    assert int(wrong) == 0
+    behind.symmetric.lanes[0].check()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("connections", ["1", "32"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_copies_behind_gemms(world_size: int, connections: str, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    spawn(copies_worker, world_size, backend="nccl")
 
 
 def graph_worker(rank: int, world_size: int) -> None:

@@ -4,7 +4,7 @@ from megatron.compression.collectives.all_gather import all_gather, all_gather_e
 from megatron.compression.collectives.all_reduce import all_reduce
 from megatron.compression.collectives.choice import TransportError, Transports
 from megatron.compression.collectives.reduce_scatter import reduce_scatter
-from megatron.compression.collectives.symmetric import SymmetricTransport
+from megatron.compression.collectives.symmetric import CopyTransport, SymmetricTransport
 from megatron.compression.collectives.transport import TorchTransport
 from megatron.compression.collectives.uncompressed import (
     fp32_all_reduce,
@@ -16,6 +16,7 @@ from megatron.compression.collectives.work import CompressedWork, JoinedWork
 
 __all__ = [
     "CompressedWork",
+    "CopyTransport",
     "JoinedWork",
     "SymmetricTransport",
     "TorchTransport",

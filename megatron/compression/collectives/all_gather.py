@@ -57,7 +57,7 @@ def all_gather_encoded(
         codec, transport, async_op, key: as in ``all_gather``.
     """
     codec = hop_codecs(codec)[1]
-    if transport.fuses(codec):
+    if transport.fuses(codec, async_op):
         handle = transport.fused_all_gather(wire, shape, dtype, codec, key)
         return handle if async_op else handle.wait()
     shard = torch.Size(shape).numel()

@@ -38,7 +38,7 @@ def all_reduce(
     if world_size == 1 or x.numel() == 0:
         result = x if out is None else out.copy_(x)
         return completed(result) if async_op else result
-    if transport.fuses(codec):
+    if transport.fuses(codec, async_op):
         handle = transport.fused_all_reduce(x, codec, key, out)
         return handle if async_op else handle.wait()
     shape, dtype = x.shape, x.dtype

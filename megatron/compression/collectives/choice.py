@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.compression.collectives.symmetric import SymmetricTransport
+from megatron.compression.collectives.symmetric import CopyTransport, SymmetricTransport
 from megatron.compression.collectives.transport import OnSend, TorchTransport
 
-CHOICES = ("auto", "collective", "symmetric")
+CHOICES = ("auto", "collective", "symmetric", "copies")
 TCP_COMMUNICATORS = 2  # measured: docs/benchmarks.md
 
 
 class TransportError(RuntimeError):
-    """``--taco-transport symmetric`` cannot be honoured."""
+    """``--taco-transport symmetric`` or ``copies`` cannot be honoured."""
 
 
 class Transports:
@@ -29,6 +29,7 @@ class Transports:
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
         self.choice, self.communicators = choice, communicators
         self._symmetric: dict[dist.ProcessGroup, object | None] = {}
+        self._copies: dict[dist.ProcessGroup, object] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
     def prepare(self, group: dist.ProcessGroup) -> str | None:
@@ -45,13 +46,17 @@ class Transports:
         self._symmetric[group] = None
         reason = self._why_collective(group)
         if reason is None:
-            from taco_kernels.symmetric_memory import SymmetricGroup
+            from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup
 
             self._symmetric[group] = SymmetricGroup(group)
-            return f"payloads travel over symmetric memory between {group.size()} ranks of one host"
-        if self.choice == "symmetric":
+            behind = ""
+            if self.choice == "copies":
+                self._copies[group] = CopyExchanges(group)
+                behind = ", behind GEMMs by copy engines"
+            return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}"
+        if self.choice in ("symmetric", "copies"):
             raise TransportError(
-                f"--taco-transport symmetric is not possible: {reason}; use --taco-transport auto"
+                f"--taco-transport {self.choice} is not possible: {reason}; use --taco-transport auto"
             )
         count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
         ranks = dist.get_process_group_ranks(group)
@@ -66,6 +71,8 @@ class Transports:
         symmetric = self._symmetric.get(group)
         if symmetric is None:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
+        if copies := self._copies.get(group):
+            return CopyTransport(symmetric, copies, on_send)
         return SymmetricTransport(symmetric, on_send)
 
     def _why_collective(self, group: dist.ProcessGroup) -> str | None:

@@ -43,7 +43,7 @@ def reduce_scatter(
     if world_size == 1 or x.numel() == 0:
         result = x.reshape(shape) if out is None else out.copy_(x.reshape(shape))
         return completed(result) if async_op else result
-    if transport.fuses(codec):
+    if transport.fuses(codec, async_op):
         handle = transport.fused_reduce_scatter(x, codec, key, out)
         return handle if async_op else handle.wait()
     dtype = x.dtype

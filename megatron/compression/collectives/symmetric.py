@@ -30,7 +30,7 @@ class SymmetricTransport(TorchTransport):
         super().__init__(symmetric.group, on_send)
         self.symmetric = symmetric
 
-    def fuses(self, codec: Codec) -> bool:
+    def fuses(self, codec: Codec, async_op: bool = False) -> bool:
         """Whether this transport has kernels for a codec's collectives."""
         return isinstance(codec, TacoCodec)
 
@@ -63,3 +63,37 @@ class SymmetricTransport(TorchTransport):
         if self.on_send is not None:
             for operation, sent in stores.items():
                 self.on_send(operation, sent)
+
+
+class CopyTransport(SymmetricTransport):
+    """Symmetric memory whose copies, in collectives that run behind a GEMM, are done by copy engines.
+
+    The codec's kernels are short and stand between the exchanges; multiprocessors are the GEMM's meanwhile.
+    Collectives that something waits for at once, and those in CUDA graphs, are one kernel as ever.
+
+    Args:
+        symmetric, on_send: as for ``SymmetricTransport``.
+        copies: ``taco_kernels.symmetric_memory.CopyExchanges`` of the same group.
+    """
+
+    def __init__(self, symmetric, copies, on_send: OnSend | None = None) -> None:
+        super().__init__(symmetric, on_send)
+        self.copies = copies
+
+    def fuses(self, codec: Codec, async_op: bool = False) -> bool:
+        """Whether the collective is to be one kernel."""
+        return super().fuses(codec) and (not async_op or torch.cuda.is_current_stream_capturing())
+
+    def all_to_all(self, wires: torch.Tensor, async_op: bool = False):
+        """See ``TorchTransport``."""
+        if not async_op:
+            return super().all_to_all(wires)
+        self._report("all_to_all", wires.numel())
+        return self.copies.all_to_all(wires)
+
+    def all_gather(self, wire: torch.Tensor, async_op: bool = False):
+        """See ``TorchTransport``."""
+        if not async_op:
+            return super().all_gather(wire)
+        self._report("all_gather", self.world_size * wire.numel())
+        return self.copies.all_gather(wire)

@@ -35,8 +35,13 @@ class TorchTransport:
         self.rank = group.rank()
         self.on_send = on_send
 
-    def fuses(self, codec) -> bool:
-        """Whether ``fused_all_reduce`` and its like take this codec's collective; see symmetric.py."""
+    def fuses(self, codec, async_op: bool = False) -> bool:
+        """Whether ``fused_all_reduce`` and its like take this codec's collective; see symmetric.py.
+
+        Args:
+            codec: of the collective.
+            async_op: whether the caller has something to do meanwhile.
+        """
         return False
 
     def all_to_all(
