@@ -141,7 +141,8 @@ def _check_bytes(world_size: int, group) -> None:
 def _check_several_communicators(rank: int, world_size: int, group) -> None:
     """Payloads shared between communicators arrive as they would on one, and count the same."""
     transports = Transports("collective", communicators=3)
-    assert "3 communicators" in transports.prepare(group)
+    (line,) = transports.prepare([group])
+    assert "3 communicators" in line and transports.prepare([group]) == []
     sends: list[tuple[str, int]] = []
     shared = transports.transport(group, lambda operation, sent: sends.append((operation, sent)))
     plain_sends: list[tuple[str, int]] = []
@@ -162,3 +163,26 @@ def test_collectives(world_size: int) -> None:
     assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP) + 2
     for other in by_rank[1:]:
         assert other == by_rank[0]
+
+
+def groups_worker(rank: int, world_size: int) -> None:
+    """Ranks in different numbers of groups: one pair, a pair and a lone rank without wishes."""
+    for _ in range(rank):  # rank r is in r groups of its own, which the others do not know of
+        dist.new_group([rank], use_local_synchronization=True)
+    pairs = {0: [0, 2], 2: [0, 2]}
+    group = dist.new_group([0, 2])
+    transports = Transports("collective", communicators=3)
+    lines = transports.prepare([group] if rank in pairs else [])
+    assert len(lines) == (rank in pairs)
+    if rank not in pairs:
+        return
+    transport = transports.transport(group)
+    assert len(set(transport.groups)) == 3 and transport.world_size == 2
+    x = _rank_tensor(rank, (8, 128), torch.float32)
+    result = all_reduce(x, build_codec("taco"), transport)
+    assert torch.equal(result, all_reduce(x, build_codec("taco"), TorchTransport(group)))
+
+
+def test_groups_are_made_where_ranks_are_in_different_numbers_of_them() -> None:
+    """Further communicators of two ranks, one of them in two groups that the other does not know of."""
+    spawn(groups_worker, 3)

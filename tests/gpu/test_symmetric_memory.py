@@ -133,8 +133,9 @@ def transports_worker(rank: int, world_size: int, choice: str) -> None:
     """Every transport gives the same bits, and the symmetric one counts what it stores."""
     group = dist.group.WORLD
     transports = Transports(choice)
-    assert "symmetric memory" in transports.prepare(group)
-    assert transports.prepare(group) is None
+    (line,) = transports.prepare([group])
+    assert "symmetric memory" in line
+    assert transports.prepare([group]) == []
     sends: list[tuple[str, int]] = []
     symmetric = transports.transport(group, lambda operation, sent: sends.append((operation, sent)))
     assert isinstance(symmetric, SymmetricTransport)
@@ -168,7 +169,7 @@ def copies_worker(rank: int, world_size: int) -> None:
     """Collectives of random sizes behind GEMMs, several under way, fused ones between them, all compared."""
     group = dist.group.WORLD
     transports = Transports("copies")
-    transports.prepare(group)
+    transports.prepare([group])
     behind, codec = transports.transport(group), build_codec("taco", format="int8")
     draw = python_random.Random(0)  # the same on every rank
     torch.manual_seed(rank)

@@ -1,11 +1,13 @@
 """Which way payloads travel, decided once for each process group."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron.compression.collectives.groups import new_groups
 from megatron.compression.collectives.symmetric import CopyTransport, SymmetricTransport
 from megatron.compression.collectives.transport import OnSend, TorchTransport
 
@@ -32,39 +34,49 @@ class Transports:
         self._copies: dict[dist.ProcessGroup, object] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
-    def prepare(self, group: dist.ProcessGroup) -> str | None:
-        """Decide for a group and set up its memory. Collective; does nothing the second time.
+    def prepare(self, groups: Iterable[dist.ProcessGroup]) -> list[str]:
+        """Decide for these groups and set up their memory. Collective over all ranks of the job.
+
+        Args:
+            groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
 
         Returns:
-            A line for the log, or None when it has been decided before.
+            A line for the log for each group that had not been decided before.
 
         Raises:
             TransportError: symmetric memory was asked for and cannot be had.
         """
-        if group in self._symmetric:
-            return None
-        self._symmetric[group] = None
-        reason = self._why_collective(group)
-        if reason is None:
-            from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup
+        lines, wanted, owners = [], [], []
+        for group in groups:
+            if group in self._symmetric:
+                continue
+            self._symmetric[group] = None
+            reason = self._why_collective(group)
+            if reason is None:
+                lines.append(self._share_memory(group))
+                continue
+            if self.choice in ("symmetric", "copies"):
+                raise TransportError(
+                    f"--taco-transport {self.choice} is not possible: {reason}; use --taco-transport auto"
+                )
+            count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+            wanted += [dist.get_process_group_ranks(group)] * (count - 1)
+            owners += [group] * (count - 1)
+            shares = f", a share on each of {count} communicators" if count > 1 else ""
+            lines.append(f"payloads travel over torch.distributed ({reason}){shares}")
+        for group, more in zip(owners, new_groups(wanted), strict=True):
+            self._more_groups.setdefault(group, []).append(more)
+        return lines
 
-            self._symmetric[group] = SymmetricGroup(group)
-            behind = ""
-            if self.choice == "copies":
-                self._copies[group] = CopyExchanges(group)
-                behind = ", behind GEMMs by copy engines"
-            return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}"
-        if self.choice in ("symmetric", "copies"):
-            raise TransportError(
-                f"--taco-transport {self.choice} is not possible: {reason}; use --taco-transport auto"
-            )
-        count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
-        ranks = dist.get_process_group_ranks(group)
-        self._more_groups[group] = [
-            dist.new_group(ranks, use_local_synchronization=True) for _ in range(count - 1)
-        ]
-        shares = f", a share on each of {count} communicators" if count > 1 else ""
-        return f"payloads travel over torch.distributed ({reason}){shares}"
+    def _share_memory(self, group: dist.ProcessGroup) -> str:
+        from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup
+
+        self._symmetric[group] = SymmetricGroup(group)
+        behind = ""
+        if self.choice == "copies":
+            self._copies[group] = CopyExchanges(group)
+            behind = ", behind GEMMs by copy engines"
+        return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}"
 
     def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
         """The transport of a group; torch.distributed where ``prepare`` was not called."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron.compression.collectives.choice import TCP_COMMUNICATORS, over_tcp
+from megatron.compression.collectives.groups import new_groups
 from megatron.compression.telemetry import Ledger, bytes_sent
 
 INTRA, INTER = "intra", "inter"
@@ -136,20 +137,7 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
     two_hops = nodes > 1 and local > 1
     count = communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
     shared = between if two_hops else ranks
-    created = _new_groups(([inside, between] if two_hops else []) + [shared] * (count - 1))
+    created = new_groups(([inside, between] if two_hops else []) + [shared] * (count - 1))
     intra, inter = created[:2] if two_hops else (None, None)
     more = tuple(created[2:] if two_hops else created)
     return Topology(group, nodes, local, intra, inter, more, regular=shape is not None)
-
-
-def _new_groups(wanted: list[list[int]]) -> list[dist.ProcessGroup]:
-    """Process groups of these ranks. Collective over all ranks of the job, each with its own wishes.
-
-    (Groups that only their members create have names made of counts that may differ between ranks; the
-    members would wait for each other forever.)
-    """
-    everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, wanted)
-    keys = {(number, tuple(ranks)) for wishes in everyone for number, ranks in enumerate(wishes)}
-    created = {key: dist.new_group(list(key[1])) for key in sorted(keys)}
-    return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]

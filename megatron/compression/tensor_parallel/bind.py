@@ -41,7 +41,7 @@ def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) 
         runtime: what the sites share.
 
     Returns:
-        The same chunks.
+        The same chunks. (Collective over all ranks of the job where compression is on.)
 
     Raises:
         CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
@@ -50,20 +50,20 @@ def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) 
         _bind_chunk(chunk, runtime)
         if runtime.config.caat_net.enabled:
             bind_caat_net(chunk, runtime.config.caat_net, runtime.ledger)
-        if runtime.tensor_parallel_codec is not None:
-            _prepare_transports(chunk, runtime)
+    if runtime.tensor_parallel_codec is not None:
+        _prepare_transports(model, runtime)
     return model
 
 
-def _prepare_transports(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
-    for module in chunk.modules():
-        if getattr(module, "site", None) is not None:
-            try:
-                line = runtime.transports.prepare(module.site.group)
-            except TransportError as error:
-                raise CompressionConfigError(str(error)) from None
-            if line is not None:
-                print_rank_0(f"compression: {line}")
+def _prepare_transports(model: list[torch.nn.Module], runtime: CompressionRuntime) -> None:
+    """All ranks come here, also those whose chunks have no site."""
+    sites = [getattr(module, "site", None) for chunk in model for module in chunk.modules()]
+    try:
+        lines = runtime.transports.prepare(dict.fromkeys(site.group for site in sites if site is not None))
+    except TransportError as error:
+        raise CompressionConfigError(str(error)) from None
+    for line in lines:
+        print_rank_0(f"compression: {line}")
 
 
 def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
