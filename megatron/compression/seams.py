@@ -187,9 +187,11 @@ def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
     replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
 
 
-def around_checkpoint_state(add: Callable[[dict, bool], None], loaded: Callable[[dict | None], None]) -> None:
+def around_checkpoint_state(
+    add: Callable[[dict, bool], None], loaded: Callable[[dict | None, str | None], None]
+) -> None:
     """Call ``add(state_dict, is_loading)`` for each checkpoint that is put together to be saved or loaded
-    with its optimizer, and ``loaded(state_dict)`` for each that has been read.
+    with its optimizer, and ``loaded(state_dict, path)`` for each that has been read.
 
     Why: checkpoints have no place for the state of a run's own parts. ``loaded`` sees the arguments alone
     first, then everything. Not reached: checkpoints without optimizer state (``--no-save-optim``,
@@ -212,7 +214,7 @@ def around_checkpoint_state(add: Callable[[dict, bool], None], loaded: Callable[
     def wrap_reading(load_base_checkpoint):
         def wrapper(*args, **kwargs):
             result = load_base_checkpoint(*args, **kwargs)
-            loaded(result[0])
+            loaded(result[0], result[1])
             return result
 
         return wrapper

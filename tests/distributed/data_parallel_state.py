@@ -1,12 +1,14 @@
 """Gradient state through checkpoints: by parameter, to the bit at the same split, as a sum at another."""
 
+import contextlib
+import io
 from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 
 from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
-from megatron.compression.data_parallel.checkpoint import KEY, GradientState
+from megatron.compression.data_parallel.checkpoint import KEY, NODES, GradientState
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync
 from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
@@ -42,8 +44,8 @@ def _sync(topology: Topology, store=None) -> CodedGradientSync:
     return sync
 
 
-def _args(ranks: int) -> Namespace:
-    return Namespace(
+def _args(ranks: int, **changes) -> Namespace:
+    values = dict(
         data_parallel_size=ranks,
         context_parallel_size=1,
         dp_compression="sdp4bit",
@@ -51,19 +53,45 @@ def _args(ranks: int) -> Namespace:
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
     )
+    return Namespace(**{**values, **changes})
 
 
-def _carry(saved: list[dict], state: GradientState, made_with: Namespace) -> None:
-    """Load what the ranks' ``add_to`` gave, without a file in between."""
-    state.loaded({"args": made_with})
-    wanted = {}
-    state.add_to(wanted, True)
-    by_key = {(row.key, row.global_offset): row.data for one in saved for row in one.get(KEY, {}).values()}
-    read = {
-        name: {number: by_key[row.key, row.global_offset] for number, row in rows.items()}
-        for name, rows in wanted.get(KEY, {}).items()
-    }
-    state.loaded({KEY: read} if read else {})
+def _save(sync: CodedGradientSync | None, args: Namespace) -> list[dict]:
+    """What every rank's ``add_to`` gave."""
+    mine = {}
+    if sync is not None:
+        GradientState(args, [(sync, sync.bucket)]).add_to(mine, False)
+    saved = [None] * dist.get_world_size()
+    dist.all_gather_object(saved, mine)
+    return saved
+
+
+def _carry(saved: list[dict], sync: CodedGradientSync, args: Namespace, made_with: Namespace) -> str:
+    """Load it without a file in between; returns what the log says (on rank 0)."""
+    rows = [row for one in saved for row in one.get(KEY, {}).values()]
+    by_key = {(row.key, row.global_offset): row.data for row in rows}
+    state = GradientState(args, [(sync, sync.bucket)], lambda path: {row.key: row for row in rows})
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        state.loaded({"args": made_with, NODES: saved[0].get(NODES)}, "somewhere")
+        wanted = {}
+        state.add_to(wanted, True)
+        read = {
+            name: {number: by_key[row.key, row.global_offset] for number, row in rows.items()}
+            for name, rows in wanted.get(KEY, {}).items()
+        }
+        state.loaded({KEY: read} if read else {}, "somewhere")
+    return log.getvalue()
+
+
+def _pending(sync: CodedGradientSync) -> torch.Tensor:
+    """What this rank holds back, of parameters only."""
+    state = sync.state()["error_feedback"]
+    return torch.cat([state[s.start : s.end] for s in sync.bucket.spans])
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(values)
+    return values
 
 
 def state_worker(rank: int, world_size: int) -> None:
@@ -71,31 +99,54 @@ def state_worker(rank: int, world_size: int) -> None:
     two = dist.new_group([0, 1])
     wide = [find_topology(dist.group.WORLD, size) for size in (None, 2)]
     for store, narrow in ((None, Topology(two, 1, 2)), (ErrorStore(), Topology(two, 2, 1))):
-        mine, pending = {}, torch.zeros(sum(SIZES))
-        if rank < 2:
-            sync = _sync(narrow, store)
-            pending = torch.cat([sync.state()["error_feedback"][s.start : s.end] for s in sync.bucket.spans])
-            assert pending.any()
-            GradientState(_args(2), [(sync, sync.bucket)]).add_to(mine, False)
-        saved = [None] * world_size
-        dist.all_gather_object(saved, mine)
-        dist.all_reduce(pending)
+        sync = _sync(narrow, store) if rank < 2 else None
+        saved = _save(sync, _args(2))
+        pending = _summed(_pending(sync) if sync else torch.zeros(sum(SIZES)))
+        assert pending.any()
 
         if rank < 2:  # at the same size: to the bit
             again = _sync(narrow, store)
-            expected = sync.state()["error_feedback"]
             again.load_state({})
             assert not again.state()["error_feedback"].any()
-            _carry(saved, GradientState(_args(2), [(again, again.bucket)]), _args(2))
-            for span in sync.bucket.spans:
-                part = slice(span.start, span.end)
-                assert torch.equal(again.state()["error_feedback"][part], expected[part])
+            _carry(saved, again, _args(2), _args(2))
+            assert torch.equal(_pending(again), _pending(sync))
 
         # at another size: the sum over all ranks, in the units of an average over more of them
         for topology in wide:
             wider = _sync(topology, store)
-            _carry(saved, GradientState(_args(world_size), [(wider, wider.bucket)]), _args(2))
-            total = torch.cat([wider.state()["error_feedback"][s.start : s.end] for s in wider.bucket.spans])
-            dist.all_reduce(total)
+            log = _carry(saved, wider, _args(world_size), _args(2))
+            assert rank or "the sum over the 2 ranks that saved it was spread over 4 ranks" in log
             bound = 1e-5 if store is None else 2e-2
-            torch.testing.assert_close(total, pending * world_size / 2, rtol=bound, atol=bound)
+            expected = pending * world_size / 2
+            torch.testing.assert_close(_summed(_pending(wider)), expected, rtol=bound, atol=bound)
+    _other_nodes(rank, world_size, wide)
+    _less_in_the_checkpoint(rank, wide[0])
+
+
+def _other_nodes(rank: int, world_size: int, topologies: list[Topology]) -> None:
+    """The same ranks and flags on other nodes, where ranks hold other shards' errors: the sum is kept."""
+    for before, after in (topologies, topologies[::-1]):
+        sync, other = _sync(before), _sync(after)
+        pending = _summed(_pending(sync))
+        log = _carry(_save(sync, _args(world_size)), other, _args(world_size), _args(world_size))
+        assert rank or "was spread over 4 ranks" in log
+        torch.testing.assert_close(_summed(_pending(other)), pending, rtol=1e-5, atol=1e-5)
+
+
+def _less_in_the_checkpoint(rank: int, topology: Topology) -> None:
+    """A parameter without a saved state, checkpoints without any, layers that lie elsewhere: zeros."""
+    sync, args = _sync(topology), _args(4)
+    saved = _save(sync, args)
+    for one in saved:
+        del one[KEY]["error_feedback.p0"]
+    other = _sync(topology)
+    _carry(saved, other, args, args)
+    assert not _pending(other)[: SIZES[0]].any()
+    assert torch.equal(_pending(other)[SIZES[0] :], _pending(sync)[SIZES[0] :])
+    for made_with, reason in (
+        (_args(1), "made on one data-parallel rank"),
+        (_args(4, virtual_pipeline_model_parallel_size=2), "another --virtual-pipeline-model-parallel-size"),
+        (_args(4, dp_error_feedback="none"), "made without --dp-error-feedback"),
+    ):
+        log = _carry(saved, other, args, made_with)
+        assert rank or reason in log, log

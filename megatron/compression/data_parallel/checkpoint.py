@@ -3,17 +3,19 @@
 Each rank saves a row for every parameter and slot: what it holds back of the sum over ranks. A resume that
 splits buckets and ranks as before takes back its own rows, bit for bit. At another data-parallel size (or
 bucket size, node size, ...) only the sum over ranks matters: it is formed again, rescaled where gradients are
-averaged over another number of ranks, and spread evenly over the ranks that compress the same values. At
-another tensor- or pipeline-parallel size it is dropped. The log says which.
+averaged over another number of ranks, and spread evenly over the ranks that compress the same values. Where
+the model is cut otherwise (tensor parallelism, pipeline stages) it is dropped. The log says which.
 """
 
 import logging
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, split_by_parameter
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 KEY = "data_parallel_compression"
 """In the checkpoint's state dict."""
 
+NODES = f"{KEY}_nodes"
+"""Nodes and ranks a node of the data-parallel group that saved, [int, int]: they too decide what is where."""
+
 SPLITTING = (
     "data_parallel_size",
     "context_parallel_size",
@@ -30,14 +35,22 @@ SPLITTING = (
     "overlap_grad_reduce",
     "ddp_bucket_size",
     "accumulate_allreduce_grads_in_fp32",
-    "virtual_pipeline_model_parallel_size",
     "dp_compression",
-    "dp_intra_node_size",
     "gradient_alltoall_pipeline",
 )
 """Flags that decide which rank holds what: equal ones mean that every rank takes back its own rows."""
 
-MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+MODEL_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Flags that decide which part of which layer a rank's parameter is."""
 
 
 class GradientState:
@@ -46,12 +59,21 @@ class GradientState:
     Args:
         args: this run's flags.
         syncs: every bucket's, added as the model is bound.
+        read_metadata: a checkpoint's path to {key: what it holds}.
     """
 
-    def __init__(self, args: Namespace, syncs: list[tuple[GradientSync, GradientBucket]]) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        syncs: list[tuple[GradientSync, GradientBucket]],
+        read_metadata: Callable[[str], dict] = load_tensors_metadata,
+    ) -> None:
         self.args = args
         self.syncs = syncs
+        self._read_metadata = read_metadata
         self._saved: Namespace | None = None
+        self._saved_nodes: list[int] | None = None
+        self._path: str | None = None
         self._requested: dict[str, dict[str, torch.Tensor]] | None = None
 
     def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
@@ -68,7 +90,7 @@ class GradientState:
                 name: self._row(name, values.detach(), dist.get_rank(self._group()), ranks)
                 for name, values in self._named(states).items()
             }
-            state_dict[KEY] = rows
+            state_dict[KEY], state_dict[NODES] = rows, self._nodes()
             return
         self._requested = None
         if (reason := self._why_fresh()) is not None:
@@ -80,22 +102,36 @@ class GradientState:
             for row in range(saved_ranks)
             if (row if self._same_split() else row % self._ranks()) == dist.get_rank(self._group())
         ]
+        held = self._read_metadata(self._path)
+        named = self._named(states)
+        wanted = {name: self._row(name, values, 0, saved_ranks) for name, values in named.items()}
+        there = {
+            name
+            for name, row in wanted.items()
+            if row.key in held and tuple(held[row.key].global_shape) == tuple(row.global_shape)
+        }
+        if not there:
+            _say("the checkpoint holds no error feedback of this model: it starts from zero")
+            return
+        if missing := len(wanted) - len(there):
+            # it was saved where nothing of the bucket was compressed, or the parameter is new
+            logger.info("%s: error feedback of %d parameters is not in the checkpoint", KEY, missing)
         self._requested = {
-            name: {str(row): torch.zeros_like(values) for row in mine}
-            for name, values in self._named(states).items()
+            name: {str(row): torch.zeros_like(named[name]) for row in mine} for name in sorted(there)
         }
         state_dict[KEY] = {
             name: {row: self._row(name, tensor, int(row), saved_ranks) for row, tensor in rows.items()}
             for name, rows in self._requested.items()
         }
 
-    def loaded(self, state_dict: dict[str, Any] | None) -> None:
-        """Called with every state dict that has been read; takes the state out of the complete one."""
+    def loaded(self, state_dict: dict[str, Any] | None, path: str | None) -> None:
+        """Called with every state dict that has been read, and its path; takes the state out of the last."""
         if state_dict is None:
             return
         if self._requested is None:
             if "args" in state_dict:
-                self._saved = state_dict["args"]
+                self._saved, self._saved_nodes = state_dict["args"], state_dict.get(NODES)
+                self._path = path
             return
         if KEY not in state_dict and self._any_requested():
             return
@@ -106,7 +142,7 @@ class GradientState:
             for slot in sync.state():
                 flat = torch.zeros(bucket.numel, device=bucket.gradients.device)
                 for name, part in split_by_parameter(flat, bucket.spans).items():
-                    for row in rows[f"{slot}.{name}"].values():
+                    for row in rows.get(f"{slot}.{name}", {}).values():
                         part += row.view(-1).to(part.device)
                 if not exact:
                     dist.all_reduce(flat, group=bucket.topology.group)
@@ -115,12 +151,13 @@ class GradientState:
             sync.load_state(slots)
         self._requested = None
         if exact:
-            _say("error feedback: every rank took back its own")
+            line = "every rank took back its own"
         else:
-            _say(
-                f"error feedback: the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
-                f"over {self._ranks()} ranks"
-            )
+            line = f"the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
+            line += f"over {self._ranks()} ranks"
+        if getattr(self._saved, "tagc_layers", None) != getattr(self.args, "tagc_layers", None):
+            line += "; what is compressed no more (--tagc-layers) was dropped"
+        _say(f"error feedback: {line}")
 
     def _named(self, states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         named = {}
@@ -149,7 +186,13 @@ class GradientState:
     def _saved_feedback(self) -> bool:
         return getattr(self._saved, "dp_error_feedback", "none") != "none"
 
+    def _nodes(self) -> list[int]:
+        topology = self.syncs[0][1].topology
+        return [topology.nodes, topology.local]
+
     def _same_split(self) -> bool:
+        if self._saved_nodes != self._nodes():
+            return False
         return all(getattr(self._saved, name, None) == getattr(self.args, name, None) for name in SPLITTING)
 
     def _rescale(self) -> float:
@@ -165,8 +208,11 @@ class GradientState:
             return "the checkpoint was made with another --dp-compression"
         if not self._saved_feedback() and self.args.dp_error_feedback != "none":
             return "the checkpoint was made without --dp-error-feedback"
+        if _ranks_of(self._saved) == 1:
+            return "the checkpoint was made on one data-parallel rank"
         for name in MODEL_PARALLEL:
-            if getattr(self._saved, name, 1) != getattr(self.args, name):
+            # a pipeline layout is an object that is equal to itself alone
+            if str(getattr(self._saved, name, None)) != str(getattr(self.args, name, None)):
                 return f"the checkpoint was made at another --{name.replace('_', '-')}"
         return None
 
