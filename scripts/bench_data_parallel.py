@@ -33,15 +33,10 @@ CODECS = {
     "sdp4bit, nodes of 2": {**ON, "dp_intra_node_size": 2},
     "sdp4bit, nodes of 1, int8 feedback": {**ON, "dp_intra_node_size": 1, "dp_error_feedback": "int8"},
     "sdp4bit, nodes of 1, one communicator": {**ON, "dp_intra_node_size": 1, "dp_communicators": 1},
-    "tagc": TAGC,
-    "tagc, packed": {**TAGC, "tagc_wire": "packed"},
-    "tagc, packed, int4 weights": {**TAGC, "tagc_wire": "packed", "quantized_weights": True},
-    "tagc, packed, all matrices, int4 weights": {
-        **TAGC,
-        "tagc_wire": "packed",
-        "tagc_layers": "all",
-        "quantized_weights": True,
-    },
+    "tagc, sketch": {**TAGC, "tagc_wire": "sketch"},
+    "tagc, packed": TAGC,
+    "tagc, packed, int4 weights": {**TAGC, "quantized_weights": True},
+    "tagc, packed, all matrices, int4 weights": {**TAGC, "tagc_layers": "all", "quantized_weights": True},
     "weights only": {**ON, "quantized_gradients": False},
 }
 MODEL = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048

@@ -37,13 +37,9 @@ OURS = {
     "sdp4bit, nodes of 1": {**ON, "dp_intra_node_size": 1},
     "sdp4bit, nodes of 2": {**ON, "dp_intra_node_size": 2},
     "sdp4bit, nodes of 1, fp32 feedback": {**ON, "dp_intra_node_size": 1, "dp_error_feedback": "fp32"},
-    "tagc": {"dp_compression": "tagc"},
-    "tagc, packed": {"dp_compression": "tagc", "tagc_wire": "packed"},
-    "tagc, packed, sparsity 0.95": {
-        "dp_compression": "tagc",
-        "tagc_wire": "packed",
-        "tagc_sparsity": 0.95,
-    },
+    "tagc, sketch": {"dp_compression": "tagc", "tagc_wire": "sketch"},
+    "tagc, packed": {"dp_compression": "tagc"},
+    "tagc, packed, sparsity 0.95": {"dp_compression": "tagc", "tagc_sparsity": 0.95},
     "plain int4, nodes of 1": {**ON, "dp_intra_node_size": 1, "hadamard_transform": False},
 }
 

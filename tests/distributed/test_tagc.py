@@ -96,7 +96,7 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
         (True, torch.float32, 32, "sketch"),
         (False, torch.bfloat16, 32, "sketch"),
     )
-    for sharded, dtype, cell_bits, wire in cases[: 3 if world_size > 2 else None]:
+    for sharded, dtype, cell_bits, wire in cases[: 4 if world_size > 2 else None]:
         sync = make_sync(sharded, dtype, cell_bits, node_size, wire)
         flat, mask = sync.bucket.gradients, compressed_mask(sync)
         shard = torch.zeros(flat.numel(), dtype=torch.bool, device=DEVICE)
@@ -123,8 +123,28 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
                 copies = [torch.empty_like(flat) for _ in range(world_size)]
                 dist.all_gather(copies, flat)
                 assert all(torch.equal(copy, flat) for copy in copies)
+        if wire == "packed" and node_size:
+            _check_sent_between_nodes(sync, steps=2)
         _, union, leftovers, room = sync.monitor.take().tolist()
         assert leftovers == 0 and (wire == "packed" or 0.7 < union / room < 1)
+
+
+def _check_sent_between_nodes(sync, steps: int) -> None:
+    """A node's values travel once, as their union: less than each rank's own would."""
+    from megatron.compression.data_parallel.tagc_parts import Sum
+
+    topology, expected = sync.bucket.topology, 0
+    for owner, part in sync.part_of.items():
+        sizes = {of: layout.wire_bytes for of, layout in part.layouts.items()}
+        assert sizes[Sum.NODE] < 0.9 * topology.local * sizes[Sum.OWN]
+        if owner % topology.local == topology.index and owner != topology.rank:
+            expected += sizes[Sum.NODE]
+    sent = sum(
+        row["sent_bytes"]
+        for row in sync.bucket.ledger.rows()
+        if (row["kind"], row["operation"], row["link"]) == ("compressed", "all_to_all", "inter")
+    )
+    assert sent == steps * expected
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
@@ -229,9 +249,8 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
     tagc_layers.SMALLEST = 2048
     start(rank)
     everything = []
-    tagc = Setup(settings={"dp_compression": "tagc"}, bucket_size=50_000)
-    settings = {**tagc.settings, "tagc_wire": "packed", "dp_error_feedback": "int8"}
-    packed = replace(tagc, settings=settings)
+    tagc = Setup(settings={"dp_compression": "tagc", "tagc_wire": "sketch"}, bucket_size=50_000)
+    packed = replace(tagc, settings={"dp_compression": "tagc", "dp_error_feedback": "int8"})
     plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
     for setup, count in ((tagc, iterations), (plain, iterations // 3), (packed, iterations // 3)):
         training, losses = train(rank, setup, count)
@@ -253,7 +272,7 @@ def test_training_learns_and_weights_agree_after_50_iterations() -> None:
 
 FLAGS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    *("--dp-compression", "tagc", "--tagc-layers", "all"),
+    *("--dp-compression", "tagc", "--tagc-layers", "all", "--tagc-wire", "sketch"),
 )
 
 

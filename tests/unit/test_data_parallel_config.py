@@ -78,9 +78,9 @@ def test_flags_of_the_authors() -> None:
         ({"tagc_bits": 32}, "add --dp-compression tagc"),
         ({**TAGC, "gq_group_size_inter": 64}, "--gq-group-size-inter given, but --dp-compression tagc"),
         ({**TAGC, "tagc_sparsity": 0.3}, r"--tagc-sparsity 0.3 must lie in \[0.5, 0.98\]"),
-        ({**TAGC, "tagc_wire": "packed", "tagc_sketch_ratio": 4.0}, "--tagc-wire packed has no sketch"),
-        ({**TAGC, "tagc_sketch_ratio": 0.5}, "--tagc-sketch-ratio 0.5 must lie in"),
-        ({**TAGC, "tagc_bits": 8}, "--tagc-bits 8 must be 16, 32 with --tagc-wire sketch"),
+        ({**TAGC, "tagc_sketch_ratio": 4.0}, "has no sketch; add --tagc-wire sketch"),
+        ({**TAGC, "tagc_wire": "sketch", "tagc_sketch_ratio": 0.5}, "--tagc-sketch-ratio 0.5 must lie in"),
+        ({**TAGC, "tagc_wire": "sketch", "tagc_bits": 8}, "8 must be 16, 32 with --tagc-wire sketch"),
         ({**TAGC, "tagc_layers": "mlp,norm"}, "--tagc-layers mlp,norm: 'norm' is unknown"),
     ],
 )

@@ -28,8 +28,8 @@ class DataParallelCompression:
     dp_compression: Literal["none", "sdp4bit", "tagc"] = "none"
     """Compression of data-parallel traffic: sdp4bit = 4-bit weight differences, and gradients in 8 bits
     inside a node and 4 bits between nodes. Alone it means --quantized-weights (with
-    --use-distributed-optimizer) and --quantized-gradients. tagc = the largest gradients only, summed as
-    sketches, with error feedback; --quantized-weights can be added."""
+    --use-distributed-optimizer) and --quantized-gradients. tagc = the largest gradients only, with error
+    feedback; --quantized-weights can be added."""
 
     quantized_weights: bool = False
     """SDP4Bit: gather the quantised difference between the updated and the current weights instead of the
@@ -92,18 +92,18 @@ class DataParallelCompression:
     """TAGC: share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest,
     which wait in error feedback."""
 
-    tagc_wire: Literal["sketch", "packed"] = "sketch"
-    """TAGC: how the values travel: sketch = the paper's, which adds up inside a node before it goes between
-    nodes; packed = end to end with a bitmap, a third of the bytes and one exchange at 0.8 and 4 ranks."""
+    tagc_wire: Literal["packed", "sketch"] = "packed"
+    """TAGC: how the values travel: packed = end to end with a bitmap, exact at any density and a third of the
+    sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
 
     tagc_layers: str = "mlp,embedding"
     """TAGC: weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
     attention, separated by commas, or all. The others go uncompressed, and so do biases and norms."""
 
     tagc_sketch_ratio: float | None = None
-    """TAGC: gradient values a cell of the sketch; by default what the union of the ranks' choices needs to be
-    recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks agree on
-    sending fewer values, as many as their union has room for."""
+    """TAGC: gradient values a cell of --tagc-wire sketch; by default what the union of the ranks' choices
+    needs to be recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks
+    agree on sending fewer values, as many as their union has room for."""
 
     tagc_bits: int = 16
     """TAGC: bits of a cell of the sketch (16, 32) or of a packed value (8, 16, 32): precision of what is

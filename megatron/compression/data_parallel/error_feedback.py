@@ -39,11 +39,10 @@ class ErrorFeedback:
         self.store = store
         self._held: list[torch.Tensor] = []
         self._widths: list[int] = []
-        self._rows = 0
 
     def allocate(self, rows: int, pieces: list[tuple[int, int]], device: torch.device) -> None:
         """Start from zeros for ``rows`` shards that are compressed in ``pieces`` (begin, end)."""
-        self._rows, self._widths = rows, [end - begin for begin, end in pieces]
+        self._widths = [end - begin for begin, end in pieces]
         self._held = [self._kept(torch.zeros(rows, width, device=device)) for width in self._widths]
 
     def compensated(self, piece: int, values: torch.Tensor) -> torch.Tensor:
@@ -62,9 +61,9 @@ class ErrorFeedback:
 
     def add(self, piece: int, row: int, lost: torch.Tensor) -> None:
         """Add to what one row remembers, fp32 ``[n]``; what is not finite is left out."""
-        held = self._read(piece)
-        held[row] += torch.where(torch.isfinite(lost), lost, 0.0)
-        self._held[piece] = self._kept(held)
+        held = self._held[piece][row : row + 1]
+        total = self._decoded(piece, held) + torch.where(torch.isfinite(lost), lost, 0.0)
+        held.copy_(self._kept(total))
 
     def values(self) -> torch.Tensor:
         """Everything remembered, fp32 ``[rows, shard]``."""
@@ -79,8 +78,11 @@ class ErrorFeedback:
         return values if self.store is None else self.store.encode(values)
 
     def _read(self, piece: int) -> torch.Tensor:
-        held = self._held[piece]
+        return self._decoded(piece, self._held[piece])
+
+    def _decoded(self, piece: int, held: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[rows, n]``, a copy."""
         if self.store is None:
             return held.clone()
-        out = torch.empty(self._rows, self._widths[piece], device=held.device)
+        out = torch.empty(len(held), self._widths[piece], device=held.device)
         return self.store.decode(held, out)

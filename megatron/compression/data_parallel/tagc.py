@@ -19,7 +19,7 @@ from megatron.compression.data_parallel.bucket import GradientBucket
 from megatron.compression.data_parallel.tagc_exchange import start_all_reduce, start_maximum, start_to_owners
 from megatron.compression.data_parallel.tagc_layers import Segment, Share, shares_of
 from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
-from megatron.compression.data_parallel.tagc_parts import PackedPart, SketchPart, TagcSettings
+from megatron.compression.data_parallel.tagc_parts import PackedPart, SketchPart, Sum, TagcSettings
 from megatron.compression.data_parallel.topology import INTER, INTRA
 from taco_kernels.homomorphic import Decoded
 from taco_kernels.homomorphic.layout import ALIGNMENT
@@ -39,7 +39,6 @@ class TagcGradientSync:
         self, bucket: GradientBucket, settings: TagcSettings, new_feedback, monitor: TagcMonitor
     ) -> None:
         self.bucket, self.monitor = bucket, monitor
-        world = bucket.topology.world_size
         self.shares: list[Share] = shares_of(bucket, settings.layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
         self.parts: list[SketchPart | PackedPart] = []
@@ -48,7 +47,7 @@ class TagcGradientSync:
             feedback = new_feedback()
             feedback.allocate(len(owners), [(0, size)], bucket.gradients.device)
             kind = SketchPart if settings.wire == "sketch" else PackedPart
-            self.parts.append(kind(owners, size, settings, world, feedback))
+            self.parts.append(kind(owners, size, settings, bucket.topology, feedback))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
         compressed = sum(share.compressed_numel for share in self.shares)
         self.name = f"tagc, {compressed} of {bucket.numel} values compressed"
@@ -111,15 +110,17 @@ class TagcGradientSync:
             payloads.append(payload)
             exact_bytes.append(size)
         topology = bucket.topology
-        if topology.two_hops and all(part.adds_up for part in self.parts):
+        if topology.two_hops:
             return self._inside_node(payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
-        return CompressedWork(work, lambda: self._finish(received, exact_bytes[topology.rank], flat.dtype))
+        own = exact_bytes[topology.rank]
+        return CompressedWork(work, lambda: self._finish(received, own, flat.dtype, Sum.OWN))
 
     def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> CompressedWork:
         """Give each rank of the node what goes to the ranks with its index, to add it up first.
 
-        The sum of sketches is as large as one of them: between nodes, each node sends one.
+        The sum of sketches is as large as one of them, that of packed values as their union: less between
+        nodes than all of them, either way.
         """
         bucket, topology = self.bucket, self.bucket.topology
         of_index = [
@@ -141,46 +142,50 @@ class TagcGradientSync:
                 if exact_bytes[owner]:
                     exact = exact_sum(rows, share.exact_numel, bucket.gradients.dtype)
                 if share.compressed:
-                    wire = self.part_of[owner].add_up(rows[:, exact_bytes[owner] :], owner)
+                    wire = self.part_of[owner].add_up(
+                        rows[:, exact_bytes[owner] :], owner, Sum.OWN, Sum.NODE
+                    )
                 payload, size = joined_payload(exact, wire, bucket.gradients)
                 sums.append(payload)
                 sizes.append(size)
                 position = end
             arrived, work = start_to_owners(sums, sizes, bucket, INTER)
             own = sizes[topology.rank // topology.local]
-            return CompressedWork(work, lambda: self._finish(arrived, own, torch.float32))
+            return CompressedWork(work, lambda: self._finish(arrived, own, torch.float32, Sum.NODE))
 
         return CompressedWork(work, between_nodes)
 
-    def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype):
-        """Sum the own share of all senders, uint8 ``[S, bytes]``; its exact values are of ``dtype``."""
+    def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum):
+        """Add up the own share, uint8 ``[S, bytes]``: sums ``of`` some; exact values are of ``dtype``."""
         if self.bucket.sharded:
-            return self._finish_shard(received, exact_bytes, dtype)
-        return self._gather_sums(received)
+            return self._finish_shard(received, exact_bytes, dtype, of)
+        return self._gather_sums(received, of)
 
-    def _finish_shard(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    def _finish_shard(
+        self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum
+    ) -> torch.Tensor:
         bucket, rank = self.bucket, self.bucket.topology.rank
         share = self.shares[rank]
         if share.exact:
             total = exact_sum(received, share.exact_numel, dtype)
             scattered(total, bucket.gradients, share.exact, bucket.scale)
         if share.compressed:
-            self._take(self.part_of[rank].decode(received[:, exact_bytes:], rank), rank)
+            self._take(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
         return bucket.shard
 
-    def _gather_sums(self, received: torch.Tensor) -> CompressedWork:
+    def _gather_sums(self, received: torch.Tensor, of: Sum) -> CompressedWork:
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
         own = received.new_zeros(max(part.sum_bytes for part in self.parts))
         if rank in self.part_of:
             part = self.part_of[rank]
-            own[: part.sum_bytes] = part.add_up(received, rank)
+            own[: part.sum_bytes] = part.add_up(received, rank, of, Sum.ALL)
         sums, work = self.bucket.transport().all_gather(own, async_op=True)
 
         def spread() -> torch.Tensor:
             for owner, part in self.part_of.items():
-                self._take(part.decode_sum(sums[owner : owner + 1, : part.sum_bytes], owner), owner)
+                self._take(part.decode(sums[owner : owner + 1, : part.sum_bytes], owner, Sum.ALL), owner)
             return self.bucket.gradients
 
         return CompressedWork(work, spread)

@@ -64,7 +64,8 @@ def check_tagc(settings) -> None:
     ratio = settings.tagc_sketch_ratio
     if ratio is not None and settings.tagc_wire != "sketch":
         raise CompressionConfigError(
-            "--tagc-sketch-ratio given, but --tagc-wire packed has no sketch; drop one"
+            "--tagc-sketch-ratio given, but --tagc-wire packed has no sketch; add --tagc-wire sketch, or "
+            "drop it"
         )
     if ratio is not None and not 1 <= ratio <= 64:
         raise CompressionConfigError(f"--tagc-sketch-ratio {ratio} must lie in [1, 64] values a cell")

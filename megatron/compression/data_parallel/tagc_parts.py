@@ -1,11 +1,13 @@
 """What TAGC does with shares of one size: choose values, encode them, add them up."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 import torch
 
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.topology import Topology
 from taco_kernels import homomorphic as lhc
 from taco_kernels import packed
 from taco_kernels.homomorphic.layout import NON_FINITE
@@ -14,6 +16,14 @@ from taco_kernels.homomorphic.selection import share_threshold
 SEED = 0x7A6C
 ROOM = 1.02
 """Room for the union of the ranks' choices in a packed sum, over what independent choices need."""
+
+
+class Sum(Enum):
+    """Whose values a wire holds."""
+
+    OWN = "one rank's"
+    NODE = "those of a node's ranks"
+    ALL = "all ranks'"
 
 
 @dataclass(frozen=True)
@@ -37,17 +47,20 @@ class SketchPart:
         owners: ranks whose share has this size.
         numel: the size.
         settings: sparsity and sketch.
-        senders: ranks whose gradients are added up.
+        topology: of the ranks whose gradients are added up.
         feedback: allocated for ``[owners, numel]``.
     """
 
-    adds_up = True
-    """Wires can be added on the way."""
-
     def __init__(
-        self, owners: list[int], numel: int, settings: TagcSettings, senders: int, feedback: ErrorFeedback
+        self,
+        owners: list[int],
+        numel: int,
+        settings: TagcSettings,
+        topology: Topology,
+        feedback: ErrorFeedback,
     ) -> None:
-        self.owners, self.keep, self.senders, self.feedback = owners, settings.keep, senders, feedback
+        self.owners, self.keep, self.feedback = owners, settings.keep, feedback
+        self.senders = topology.world_size
         self.layout = lhc.Layout(settings.sketch, numel)
         self.sum_bytes = self.layout.wire_bytes
         """Of a sum's wire."""
@@ -70,35 +83,44 @@ class SketchPart:
         self.feedback.replace(0, values, (self.exponents == NON_FINITE).any())
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int) -> torch.Tensor:
-        """The sum's wire."""
+    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
+        """The wire of the sum ``to``, from uint8 ``[S, bytes]``, sums ``of`` fewer. Nothing is decoded."""
         return lhc.pack(*lhc.combine(wires, self.layout), self.layout)
 
-    def decode(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
-        """The sum of what all ranks have sent, from their wires or the wire of their sum."""
+    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> lhc.Decoded:
+        """The sum of what all ranks have sent, from the wires of all sums ``of`` some of them."""
         cells, words = lhc.combine(wires, self.layout)
         exponents = self.exponents[self.owners.index(owner)]
         return lhc.decode(cells, words, exponents, self.layout, self.senders, SEED)
 
-    decode_sum = decode
-
 
 class PackedPart:
-    """Values end to end and a bitmap: fewer bytes, but every sum on the way has to be decoded.
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again.
 
     Arguments as ``SketchPart``'s.
     """
 
-    adds_up = False
-
     def __init__(
-        self, owners: list[int], numel: int, settings: TagcSettings, senders: int, feedback: ErrorFeedback
+        self,
+        owners: list[int],
+        numel: int,
+        settings: TagcSettings,
+        topology: Topology,
+        feedback: ErrorFeedback,
     ) -> None:
         self.owners, self.feedback = owners, feedback
+
+        def union(ranks: int) -> packed.PackedLayout:
+            share = min(1.0, ROOM * (1 - (1 - settings.keep) ** ranks))
+            return packed.PackedLayout(numel, share, settings.bits)
+
         self.layout = packed.PackedLayout(numel, settings.keep, settings.bits)
-        union = min(1.0, ROOM * (1 - (1 - settings.keep) ** senders))
-        self.sum_layout = packed.PackedLayout(numel, union, settings.bits)
-        self.sum_bytes = self.sum_layout.wire_bytes
+        self.layouts = {
+            Sum.OWN: self.layout,
+            Sum.NODE: union(topology.local),
+            Sum.ALL: union(topology.world_size),
+        }
+        self.sum_bytes = self.layouts[Sum.ALL].wire_bytes
         self.room = float(numel)
 
     def take_notes(self, values: torch.Tensor) -> torch.Tensor | None:
@@ -110,26 +132,19 @@ class PackedPart:
         """See ``SketchPart.encode``."""
         values, self.values = self.values, None
         wires = packed.encode(values, share_threshold(values, self.layout.share), self.layout, values)
-        exponents = wires[:, self.layout.exponents_at :]
+        exponents = wires[:, self.layout.exponents_at : self.layout.exponents_at + self.layout.rows]
         self.feedback.replace(0, values, (exponents == NON_FINITE).any())
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int) -> torch.Tensor:
-        """The sum's wire; what it leaves out, this rank remembers."""
-        total = packed.decode_sum(wires, self.layout)[None]
-        wire = packed.encode(total, total.new_zeros(1), self.sum_layout, total)
+    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
+        """See ``SketchPart.add_up``; what the wire leaves out, this rank remembers."""
+        total = packed.decode_sum(wires, self.layouts[of])[None]
+        wire = packed.encode(total, total.new_zeros(1), self.layouts[to], total)
         self.feedback.add(0, self.owners.index(owner), total[0])
         return wire[0]
 
-    def decode(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
-        """The sum of all ranks' wires."""
-        return self._counted(packed.decode_sum(wires, self.layout))
-
-    def decode_sum(self, wires: torch.Tensor, owner: int) -> lhc.Decoded:
-        """The sum from its wire."""
-        return self._counted(packed.decode_sum(wires, self.sum_layout))
-
-    @staticmethod
-    def _counted(values: torch.Tensor) -> lhc.Decoded:
+    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> lhc.Decoded:
+        """See ``SketchPart.decode``."""
+        values = packed.decode_sum(wires, self.layouts[of])
         union = values.count_nonzero()
         return lhc.Decoded(values, torch.stack([union, torch.zeros_like(union)]))
