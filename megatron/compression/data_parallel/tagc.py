@@ -142,9 +142,7 @@ class TagcGradientSync:
                 if exact_bytes[owner]:
                     exact = exact_sum(rows, share.exact_numel, bucket.gradients.dtype)
                 if share.compressed:
-                    wire = self.part_of[owner].add_up(
-                        rows[:, exact_bytes[owner] :], owner, Sum.OWN, Sum.NODE
-                    )
+                    wire = self.part_of[owner].add_up(rows[:, exact_bytes[owner] :], owner, Sum.OWN, Sum.NODE)
                 payload, size = joined_payload(exact, wire, bucket.gradients)
                 sums.append(payload)
                 sizes.append(size)
