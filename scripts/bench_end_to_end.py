@@ -12,7 +12,8 @@ iterations, from Megatron's log. The regimes are NCCL's own switches:
 
 A setting is a codec (``none``, ``int8:single``), with ``caat0.5+`` before it for a CAAT-Net that synchronises
 half of the channels. A CAAT-Net is another model: its iterations compare in time, not in loss.
-``int8:chunks2`` is int8 with --taco-overlap-chunks 2.
+``int8:chunks2`` is int8 with --taco-overlap-chunks 2, ``int8:copies`` with --taco-transport copies (nvlink
+alone has that).
 """
 
 import argparse
@@ -23,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,22 +56,36 @@ MODEL = [
 ]
 
 
-def parse_setting(text: str) -> tuple[float, dict | None, int]:
-    """Sync fraction, codec and chunks of ``none``, ``int8:single:chunks2``, ``caat0.5+int8:dither``."""
+@dataclass(frozen=True)
+class Setting:
+    """What a block of iterations runs with."""
+
+    codec: dict | None
+    """Arguments of the codec; None sends as it is."""
+    fraction: float = 1.0
+    """Part of the channels that a CAAT-Net synchronises."""
+    chunks: int = 1
+    transport: str = "auto"
+
+
+def parse_setting(text: str) -> Setting:
+    """Setting of ``none``, ``int8:single:chunks2``, ``fp8-e4m3:copies``, ``caat0.5+int8:dither``."""
     fraction = 1.0
     if text.startswith("caat"):
         number, _, text = text.removeprefix("caat").partition("+")
         fraction = float(number)
     if text == "none":
-        return fraction, None, 1
+        return Setting(None, fraction)
     number_format, *options = text.split(":")
-    setting, chunks = {"format": number_format}, 1
+    codec, chunks, transport = {"format": number_format}, 1, "auto"
     for option in options:
         if option.startswith("chunks"):
             chunks = int(option.removeprefix("chunks"))
+        elif option == "copies":
+            transport = option
         else:
-            setting["scales" if option in ("single", "dual") else "rounding"] = option
-    return fraction, setting, chunks
+            codec["scales" if option in ("single", "dual") else "rounding"] = option
+    return Setting(codec, fraction, chunks, transport)
 
 
 def worker() -> None:
@@ -91,8 +106,9 @@ def worker() -> None:
     from scripts._kernel_times import KernelTimes
 
     settings = json.loads(os.environ[SETTINGS])
-    codecs = [None if s is None else build_codec("taco", **s) for _, s, _ in settings["codecs"]]
-    fractions = [CaatNetSettings(caat_net_sync_fraction=fraction) for fraction, _, _ in settings["codecs"]]
+    blocks = [parse_setting(text) for text in settings["codecs"]]
+    codecs = [None if one.codec is None else build_codec("taco", **one.codec) for one in blocks]
+    fractions = [CaatNetSettings(caat_net_sync_fraction=one.fraction) for one in blocks]
     kernel_times, profiles = KernelTimes(), []
 
     class SwitchingForwardStep(entrypoint.ForwardStep):
@@ -109,9 +125,8 @@ def worker() -> None:
             self.iteration = iteration
             self.runtime.tensor_parallel_codec = codecs[block]
             config = self.runtime.config
-            tensor_parallel = replace(
-                config.tensor_parallel, taco_overlap_chunks=settings["codecs"][block][2]
-            )
+            tensor_parallel = replace(config.tensor_parallel, taco_overlap_chunks=blocks[block].chunks)
+            self.runtime.transports.choice = blocks[block].transport
             self.runtime.config = replace(config, tensor_parallel=tensor_parallel)
             if self.bound != fractions[block]:
                 bind_caat_net(unwrap_model(model), fractions[block], self.runtime.ledger)
@@ -142,7 +157,7 @@ def run_regime(regime: str, options, codecs: list[str], upstream_layers: bool) -
 def _run_regime(regime, options, codecs, upstream_layers, scratch) -> list[dict]:
     iterations = options.iterations if regime != "ethernet" else max(WARM_UP + 2, options.iterations // 2)
     settings = {
-        "codecs": [parse_setting(text) for text in codecs],
+        "codecs": codecs,
         "iterations": iterations,
         "upstream_layers": upstream_layers,
         "profile": os.path.join(scratch, "profile.json") if options.profile else None,
@@ -154,6 +169,8 @@ def _run_regime(regime, options, codecs, upstream_layers, scratch) -> list[dict]
     command += [f"--nproc-per-node={options.tensor_parallel}", __file__, *MODEL, *options.extra]
     command += ["--tensor-model-parallel-size", str(options.tensor_parallel)]
     command += ["--train-iters", str(iterations * len(codecs))]
+    if any(parse_setting(text).transport == "copies" for text in codecs):
+        command += ["--taco-transport", "copies"]  # makes what blocks of both transports need
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     text = output.stdout + output.stderr
     found = re.findall(

@@ -10,10 +10,12 @@ import torch
 from megatron.compression.codecs import build_codec
 from megatron.compression.collectives import (
     CopyTransport,
+    Transports,
     all_gather,
     all_reduce,
     reduce_scatter,
 )
+from megatron.compression.collectives.choice import TransportError
 from taco_kernels import Stream
 from taco_kernels.symmetric_memory import copies
 from tests.gpu import simulated_ranks as ranks
@@ -172,3 +174,11 @@ def test_collectives_over_copies_have_the_bits_of_one_process(settings: dict, mo
         assert [name for name, _ in sends] == ["all_to_all", "all_gather", "all_to_all", "all_gather"]
         wires = [codec.config.wire_bytes(numel) for numel in (piece, piece, shard, shard)]
         assert [sent for _, sent in sends] == [(world_size - 1) * nbytes for nbytes in wires]
+
+
+@pytest.mark.parametrize("choice", ["symmetric", "copies"])
+def test_without_devices_the_flag_is_refused(choice: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TransportError, match=f"--taco-transport {choice} is not possible: no CUDA device"):
+        Transports(choice).prepare([Group(0, 2)])
+    assert Transports("auto").transport(Group(0, 2)).fuses(build_codec("taco")) is False

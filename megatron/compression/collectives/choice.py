@@ -83,8 +83,8 @@ class Transports:
         symmetric = self._symmetric.get(group)
         if symmetric is None:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
-        if copies := self._copies.get(group):
-            return CopyTransport(symmetric, copies, on_send)
+        if self.choice == "copies":
+            return CopyTransport(symmetric, self._copies[group], on_send)
         return SymmetricTransport(symmetric, on_send)
 
     def _why_collective(self, group: dist.ProcessGroup) -> str | None:
