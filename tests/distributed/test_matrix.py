@@ -168,8 +168,8 @@ def test_cells_cover_every_pair() -> None:
     assert covered == wanted
 
 
-def check_replicas(run: ForkedRun) -> None:
-    """Ranks of a pipeline stage agree on every parameter they share, and tied embeddings across stages."""
+def check_replicas(run: ForkedRun, tied: bool = False) -> None:
+    """Ranks of a pipeline stage agree on every parameter they share, and ``tied`` embeddings across stages."""
     for one, other in itertools.combinations(run.ranks, 2):
         if one.place[0] != other.place[0]:
             continue
@@ -177,6 +177,22 @@ def check_replicas(run: ForkedRun) -> None:
         assert one.replicated == other.replicated and len(shared) >= 2
         for name in shared:
             assert one.parameters[name] == other.parameters[name], f"{name} differs between replicas"
+    if tied:
+        check_tied_embeddings(run)
+
+
+def check_tied_embeddings(run: ForkedRun) -> None:
+    """The first stage's word embeddings are the last stage's output weights, on every tensor-parallel rank."""
+    copies: dict[int, dict[str, str]] = {}
+    for rank in run.ranks:
+        stage, tensor_rank = rank.place
+        for name, bits in rank.parameters.items():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                copies.setdefault(tensor_rank, {})[f"{stage} {name}"] = bits
+    stages = {rank.place[0] for rank in run.ranks}
+    for found in copies.values():
+        assert len(found) == min(2, len(stages)), found.keys()
+        assert len(set(found.values())) == 1, "the tied embeddings have drifted apart"
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
@@ -190,7 +206,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     assert serial.losses[ITERATIONS] < serial.losses[1] - 0.5, "it has learnt something"
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.01)
     assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
-    check_replicas(run)
+    check_replicas(run, cell.tied)
     for rank in run.ranks:
         kinds = {row["kind"] for row in rank.ledger if row["channel"] in ("tp.forward", "tp.backward")}
         assert kinds == {"compressed"}
