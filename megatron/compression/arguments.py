@@ -15,7 +15,7 @@ from megatron.compression.config import (
     TensorParallelCompression,
 )
 from megatron.compression.data_parallel.checks import check_data_parallel
-from megatron.compression.presets import HELP_3D, expand_3d
+from megatron.compression.presets import HELP_3D, name_codecs, tell_none_from_absent
 from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
 _GROUPS = {
@@ -45,6 +45,7 @@ def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.Argum
                 help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
                 "--tp-compression taco. The --taco-* flags change single settings.",
             )
+    tell_none_from_absent(parser)
     _escape_broken_help(parser)
     return parser
 
@@ -73,11 +74,12 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
             raise CompressionConfigError(
                 "--taco is the paper's setting and --tp-compression auto another one; drop one of the two"
             )
+        if args.tp_compression == "none":
+            raise CompressionConfigError("--taco contradicts --tp-compression none; drop one of the two")
         args.tp_compression = "taco"
-    if args.compression_3d:
-        expand_3d(args)
-    if args.dp_compression == "none" and (args.quantized_weights or args.quantized_gradients):
+    if args.dp_compression is None and (args.quantized_weights or args.quantized_gradients):
         args.dp_compression = "sdp4bit"  # as in the scripts of its authors
+    name_codecs(args)
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
     sharded = getattr(args, "use_distributed_optimizer", False)
     parts["data_parallel"] = parts["data_parallel"].resolved(sharded)

@@ -62,6 +62,21 @@ def test_compression_3d_is_three_codecs(arguments) -> None:
     assert config.pipeline_parallel == PipelineParallelCompression(pp_compression="tah-quant")
     mixed = parse("--pp-compression", "int8", "--taco-format", "int6")
     assert mixed.pipeline_parallel.pp_compression == "int8" and mixed.tensor_parallel.taco_format == "int6"
+    without = parse("--dp-compression", "none", "--tp-compression", "auto")
+    assert not without.data_parallel.enabled and without.pipeline_parallel.enabled
+    assert without.tensor_parallel == TensorParallelCompression(tp_compression="auto")
+
+
+def test_none_beside_what_compresses_is_refused(arguments) -> None:
+    """An explicit none is never overridden in silence."""
+    for flags, reason in (
+        ("--taco --tp-compression none", "--taco contradicts --tp-compression none"),
+        ("--quantized-gradients --dp-compression none", "--quantized-gradients given, but data-parallel"),
+        ("--compression-3d --tp-compression none --taco-format int8", "--taco-format given, but"),
+    ):
+        args = _parse(arguments, *flags.split(), num_distributed_optimizer_instances=1)
+        with pytest.raises(CompressionConfigError, match=reason):
+            arguments.compression_config_from_args(args)
 
 
 def test_every_field_is_a_flag(arguments) -> None:
