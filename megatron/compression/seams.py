@@ -281,6 +281,34 @@ def _replicated_gradient_bytes(model: list, config) -> int:
     return total
 
 
+def on_tied_embedding_gradient_sync(record: Callable[[int, int], None]) -> None:
+    """Call ``record(buffer_bytes, world_size)`` for the gradient of the word embeddings where the first and
+    the last pipeline stage hold a copy each (without ``--untie-embeddings-and-output-weights``).
+
+    Why: ``finalize_model_grads`` sums it itself, once an iteration. Not reached: Megatron-FSDP.
+    """
+    from megatron.core.utils import get_attr_wrapped_model
+
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+
+    def wrap(all_reduce_gradients):
+        def wrapper(model, config, embd_group=None, pp_group=None):
+            all_reduce_gradients(model, config, embd_group, pp_group)
+            if embd_group is None or embd_group.size() == 1:  # None: a stage in the middle
+                return
+            chunk = model[0] if pp_group.rank() == 0 else model[-1]
+            chunk = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            weight = finalize_model_grads._get_shared_word_embedding_weight(chunk, config)
+            gradient = getattr(weight, "main_grad", getattr(weight, "grad", None))
+            if gradient is not None:
+                record(gradient.nbytes, embd_group.size())
+
+        return wrapper
+
+    name = "_allreduce_word_embedding_grads"
+    replace(finalize_model_grads, name, ("model", "config", "embd_group", "pp_group"), wrap)
+
+
 def through_pipeline_exchange(exchange: Callable) -> None:
     """Have ``exchange(communicator, original, **arguments)`` send what pipeline stages send each other.
 

@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-CHANNELS = ("tp.forward", "tp.backward", "tp.other", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
-"""tp.other: loss terms and the batch's broadcast. The rest is named after what it carries."""
+CHANNELS = (
+    *("tp.forward", "tp.backward", "tp.other"),
+    *("dp.gradient", "dp.weight"),
+    *("pp.forward", "pp.backward", "pp.other"),
+)
+"""tp.other: loss terms and the batch's broadcast. pp.other: the sum of tied embeddings' gradients over the
+first and the last stage. The rest is named after what it carries."""
 
 KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "off", "exact", "probe")
 """compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =

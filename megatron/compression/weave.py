@@ -87,6 +87,9 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
     seams.on_replicated_gradient_sync(
         partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"), align_gradients
     )
+    seams.on_tied_embedding_gradient_sync(
+        partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
+    )
     exchange = PipelineExchange(
         runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)
     )

@@ -82,6 +82,7 @@ def test_report_counts_data_and_pipeline_parallel_bytes() -> None:
     assert sent["dp.weight"] == pytest.approx(2 * parameters / 2, rel=0.02), "bf16 all-gather, (W-1)/W"
     micro_batch = MICRO_BATCH * SEQUENCE * HIDDEN * 2
     assert sent["pp.forward"] == sent["pp.backward"] == micro_batch / 2, "one each, half of the ranks send"
+    assert sent["pp.other"] == 4 * 128 * HIDDEN, "tied embeddings' fp32 gradients, 2 (W-1)/W of the buffer"
     assert "tp.forward" not in sent
 
 

@@ -64,6 +64,7 @@ def test_megatron_core_has_every_seam() -> None:
         (checkpointing, "generate_state_dict"),
         (checkpointing, "_load_base_checkpoint"),
         (finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads"),
+        (finalize_model_grads, "_allreduce_word_embedding_grads"),
     ]
     before = [getattr(owner, name) for owner, name in owners]
     try:
@@ -75,6 +76,7 @@ def test_megatron_core_has_every_seam() -> None:
         seams.around_checkpoint_state(lambda *args: None, lambda state_dict: None)
         seams.through_pipeline_exchange(lambda *args, **kwargs: None)
         seams.on_replicated_gradient_sync(lambda *args: None)
+        seams.on_tied_embedding_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):
             assert getattr(owner, name) is not original
     finally:
