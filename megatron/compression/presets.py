@@ -13,7 +13,7 @@ HELP_3D = (
 
 
 def tell_none_from_absent(parser: ArgumentParser) -> None:
-    """Leave the dimensions' codecs None where the command line does not name them; ``name_codecs`` fills in."""
+    """Leave a dimension's codec None where the command line does not name it; ``name_codecs`` fills it in."""
     parser.set_defaults(**dict.fromkeys(COMPRESSION_3D))
 
 

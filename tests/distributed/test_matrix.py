@@ -169,7 +169,7 @@ def test_cells_cover_every_pair() -> None:
 
 
 def check_replicas(run: ForkedRun, tied: bool = False) -> None:
-    """Ranks of a pipeline stage agree on every parameter they share, and ``tied`` embeddings across stages."""
+    """Ranks of a stage agree on every parameter they share, and, if ``tied``, stages on the embeddings."""
     for one, other in itertools.combinations(run.ranks, 2):
         if one.place[0] != other.place[0]:
             continue
@@ -182,7 +182,7 @@ def check_replicas(run: ForkedRun, tied: bool = False) -> None:
 
 
 def check_tied_embeddings(run: ForkedRun) -> None:
-    """The first stage's word embeddings are the last stage's output weights, on every tensor-parallel rank."""
+    """The first stage's word embeddings are the last stage's output weights, on every tensor rank."""
     copies: dict[int, dict[str, str]] = {}
     for rank in run.ranks:
         stage, tensor_rank = rank.place
