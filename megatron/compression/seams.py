@@ -73,7 +73,7 @@ def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
     """Call each ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
 
     Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
-    ``--finetune`` and release checkpoints, which begin anew.
+    ``--finetune``, which begins anew.
     """
     from megatron.training import checkpointing
 

@@ -45,7 +45,8 @@ class EmulatedCaatNet:
             streams = streams + self._block(streams, prefix + "pre_mlp_layernorm", self._mlp, prefix)
             layer += 1
         normed = [self._normalise(r, s, "decoder.final_layernorm") for r, s in enumerate(streams)]
-        return [x @ self.parameter(r, "output_layer.weight").t() for r, x in enumerate(normed)]
+        tied = self.parameter(0, _OUTPUTS) is None
+        return [x @ self.parameter(r, _WORDS if tied else _OUTPUTS).t() for r, x in enumerate(normed)]
 
     def _block(self, streams: torch.Tensor, norm: str, branch, prefix: str) -> torch.Tensor:
         """A branch's outputs ``[W, b, s, h]``: shared channels summed over ranks, private ones scaled."""
@@ -96,4 +97,5 @@ class EmulatedCaatNet:
 
 
 _WORDS = "embedding.word_embeddings.weight"
+_OUTPUTS = "output_layer.weight"
 _POSITIONS = "embedding.position_embeddings.weight"

@@ -61,22 +61,46 @@ def _loss_of(logits: torch.Tensor, rank: int) -> torch.Tensor:
     return ((logits - target).square() * target.sigmoid()).sum() / logits.shape[0]
 
 
-def gradient_worker(rank: int, world_size: int, cases: list[tuple[float, dict, bool]]) -> list[dict]:
-    """One forward and backward in fp64 a case, gradients finalised as Megatron's loop does.
+def gradient_worker(rank: int, world_size: int) -> dict:
+    """``_gradients`` with half of the channels shared."""
+    start_model_parallel(world_size)
+    return _gradients(rank, world_size, 0.5)
+
+
+def four_ranks_worker(rank: int, world_size: int) -> dict:
+    """One stream a rank, then two streams and two data-parallel ranks."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    start_model_parallel(world_size)
+    four_streams = _gradients(rank, world_size, 0.25)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    return {"four streams": four_streams, "sharded": _gradients(rank, 2, 0.5, SHARDED, sharded=True)}
+
+
+def _gradients(
+    rank: int,
+    streams: int,
+    fraction: float,
+    changes: dict | None = None,
+    force: bool = False,
+    sharded: bool = False,
+) -> dict:
+    """Forward and backward in fp64, gradients finalised as Megatron's loop does.
 
     Args:
-        cases: sync fraction, changes of the model's config, and whether to run CAAT-Net's own code with all
-            channels shared (which a fraction of 1 does not).
+        streams: tensor-parallel ranks; the others are data-parallel.
+        fraction: the sync fraction.
+        changes: of the model's config.
+        force: run CAAT-Net's own code with all channels shared (which a fraction of 1 does not).
+        sharded: as the distributed optimizer wants gradients, reduce-scattered behind the backward of the
+            last of two micro-batches.
 
     Returns:
-        A case's parameters and gradients by name on this rank, the names of replicated ones, and its addend
-        of the loss.
+        Parameters and gradients by name on this rank (NaN outside its shard), the names of replicated
+        ones, and its addend of the loss.
     """
-    start_model_parallel(world_size)
-    return [_gradients(rank, world_size, *case) for case in cases]
-
-
-def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force: bool) -> dict:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -85,28 +109,47 @@ def _gradients(rank: int, world_size: int, fraction: float, changes: dict, force
 
     from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 
-    runtime, behind = caat_runtime(fraction), []
-    model = build_tiny_gpt(rank, world_size, runtime, torch.float64, **changes)
+    runtime, behind, loss = caat_runtime(fraction), [], 0.0
+    model = build_tiny_gpt(rank, streams, runtime, torch.float64, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
         bind_caat_net(model, everything, runtime.ledger)
-    _fill(model, rank)
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    inputs = batch(0, rank, BATCH)
-    del inputs["labels"]
-    loss = _loss_of(wrapped(**inputs), rank)
-    with _watch_weight_gradients(behind):
-        loss.backward()
+    stream, copy = rank % streams, rank // streams
+    _fill(model, stream)
+    settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)
+    micro_batches = 2 if sharded else 1
+    for micro_batch in range(micro_batches):
+        inputs = batch(2 * copy + micro_batch, rank, BATCH)
+        del inputs["labels"]
+        last = micro_batch == micro_batches - 1
+        with contextlib.nullcontext() if last else wrapped.no_sync():
+            addend = _loss_of(wrapped(**inputs), stream)
+            with _watch_weight_gradients(behind):
+                addend.backward()
+        loss += float(addend)
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
+    if sharded:
+        _leave_own_shard(wrapped)
     return {
         "parameters": {name: p.detach().cpu() for name, p in model.named_parameters()},
         "gradients": {name: p.main_grad.detach().cpu() for name, p in model.named_parameters()},
         "replicated": {
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
-        "loss": float(loss),
+        "loss": loss,
         "behind": behind,
     }
+
+
+def _leave_own_shard(wrapped) -> None:
+    """Make what another data-parallel rank's optimizer owns NaN."""
+    for group in wrapped.bucket_groups:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            for rank, shard in enumerate(bucket.grad_data.chunk(ranks.size())):
+                if rank != ranks.rank():
+                    shard.fill_(torch.nan)
 
 
 @contextlib.contextmanager
@@ -127,9 +170,19 @@ def _watch_weight_gradients(behind: list[bool]):
         WeightGradient.compute = compute
 
 
-def check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -> None:
-    """Each rank's loss and gradients from ``gradient_worker`` against autograd in this process."""
-    emulation = EmulatedCaatNet(
+def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
+    """Each rank's loss and gradients from ``_gradients`` against autograd in this process."""
+    changes = changes or {}
+    emulation = _emulation(ranks, fraction, changes)
+    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(batch(0, 0, BATCH)["input_ids"]))]
+    sum(addends).backward()
+    for rank, result in enumerate(ranks):
+        assert result["loss"] == pytest.approx(addends[rank].item(), rel=1e-12)
+        _check_gradients(result["gradients"], emulation, rank)
+
+
+def _emulation(ranks: list[dict], fraction: float, changes: dict) -> EmulatedCaatNet:
+    return EmulatedCaatNet(
         [rank["parameters"] for rank in ranks],
         ranks[0]["replicated"],
         HEADS,
@@ -137,15 +190,14 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict) -
         int(HIDDEN * fraction),
         changes.get("normalization", "LayerNorm"),
     )
-    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(batch(0, 0, BATCH)["input_ids"]))]
-    sum(addends).backward()
-    for rank, result in enumerate(ranks):
-        assert result["loss"] == pytest.approx(addends[rank].item(), rel=1e-12)
-        assert len(result["gradients"]) >= 4 + 8 * LAYERS
-        for name, gradient in result["gradients"].items():
-            expected = emulation.parameter(rank, name).grad
-            assert expected.abs().max() > 1e-4, name
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10, msg=f"{rank} {name}")
+
+
+def _check_gradients(gradients: dict, emulation: EmulatedCaatNet, rank: int) -> None:
+    assert len(gradients) >= 3 + 8 * LAYERS
+    for name, gradient in gradients.items():
+        expected = emulation.parameter(rank, name).grad
+        assert expected.abs().max() > 1e-4, name
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10, msg=f"{rank} {name}")
 
 
 GRADIENT_CASES = [
@@ -154,6 +206,7 @@ GRADIENT_CASES = [
     (1.0, {}, True),
     (1.0, {}, False),
 ]
+SHARDED = dict(tied=True, recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 
 
 def two_ranks_worker(rank: int, world_size: int) -> dict:
@@ -189,11 +242,37 @@ def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
             torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_gradients_of_four_ranks() -> None:
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict]:
+    """Each rank's results."""
+    return spawn(four_ranks_worker, 4)
+
+
+def test_gradients_of_four_streams(four_ranks) -> None:
     """The same at W = 4, where a quarter of the channels is shared."""
-    case = (0.25, {}, False)
-    ranks = spawn(gradient_worker, 4, [case])
-    check_against_emulation([rank[0] for rank in ranks], *case[:2])
+    check_against_emulation([rank["four streams"] for rank in four_ranks], 0.25)
+
+
+def test_gradients_of_data_parallel_shards(four_ranks) -> None:
+    """Tied embeddings, recomputation and two micro-batches on two data-parallel ranks: mean of the sums.
+
+    Each rank has the gradients of its own shard, as the distributed optimizer wants them.
+    """
+    ranks = [rank["sharded"] for rank in four_ranks]
+    emulation = _emulation(ranks[:2], 0.5, SHARDED)
+    for step in range(4):  # two data-parallel ranks, two micro-batches each
+        tokens = batch(step, 0, BATCH)["input_ids"]
+        addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
+        (sum(addends) / 2).backward()
+    for stream in range(2):
+        of_copies = [ranks[stream]["gradients"], ranks[2 + stream]["gradients"]]
+        joined = {}
+        for name, first in of_copies[0].items():
+            second = of_copies[1][name]
+            assert torch.equal(first.isnan(), ~second.isnan()), "every value belongs to one of them"
+            joined[name] = torch.where(first.isnan(), second, first)
+        assert all(any(g.isnan().any() for g in copy.values()) for copy in of_copies)
+        _check_gradients(joined, emulation, stream)
 
 
 FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}

@@ -61,10 +61,17 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
     return TransformerConfig(**{**settings, **changes})
 
 
-def build_tiny_gpt(rank: int, world_size: int, runtime: CompressionRuntime, dtype=torch.float32, **changes):
+def build_tiny_gpt(
+    rank: int,
+    world_size: int,
+    runtime: CompressionRuntime,
+    dtype=torch.float32,
+    tied: bool = False,
+    **changes,
+):
     """Build the model on this rank's device and bind ``runtime``'s compression to it.
 
-    ``start_model_parallel`` must have run.
+    ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
@@ -78,7 +85,7 @@ def build_tiny_gpt(rank: int, world_size: int, runtime: CompressionRuntime, dtyp
         transformer_layer_spec=gpt_layer_spec,
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)

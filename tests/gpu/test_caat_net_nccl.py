@@ -22,9 +22,7 @@ pytestmark = pytest.mark.multigpu
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients(world_size: int) -> None:
     """fp64 gradients of GPUs against autograd on the CPU."""
-    cases = [(0.5, {}, False)]
-    by_rank = spawn(gradient_worker, world_size, cases, backend="nccl")
-    check_against_emulation([rank[0] for rank in by_rank], *cases[0][:2])
+    check_against_emulation(spawn(gradient_worker, world_size, backend="nccl"), 0.5)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
