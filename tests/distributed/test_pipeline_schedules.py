@@ -70,12 +70,23 @@ LOSSY = [case for case in CASES if case.lossy]
 @pytest.fixture(scope="module")
 def results() -> list[dict]:
     """By rank: {case: {codec: (gradient hashes, loss, evaluation loss, ledger rows)}}."""
-    return spawn(_run_cases, WORLD)
+    return spawn(run_cases, WORLD)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_identity_payloads_change_no_bit(results, case) -> None:
-    """Gradients, training loss and forward-only loss; and every message was a payload."""
+    """See ``check_identity``."""
+    check_identity(results, case)
+
+
+@pytest.mark.parametrize("case", LOSSY, ids=lambda case: case.name)
+def test_tah_quant_sends_few_bits(results, case) -> None:
+    """See ``check_bits``."""
+    check_bits(results, case)
+
+
+def check_identity(results: list[dict], case: Case) -> None:
+    """Same gradients, training loss and forward-only loss; and every message was a payload."""
     for rank in results:
         plain, identity = rank[case.name]["none"], rank[case.name]["identity"]
         assert plain["gradients"] and plain["gradients"] == identity["gradients"]
@@ -89,8 +100,7 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
             assert (row["calls"], row["sent_bytes"]) == (uncompressed["calls"], uncompressed["sent_bytes"])
 
 
-@pytest.mark.parametrize("case", LOSSY, ids=lambda case: case.name)
-def test_tah_quant_sends_few_bits(results, case) -> None:
+def check_bits(results: list[dict], case: Case) -> None:
     """At most 4.5 bits a value forward and 6.6 back, by the ledger; the loss stays near the exact one."""
     losses = {"none": [], "tah-quant": []}
     for rank in results:
@@ -118,7 +128,8 @@ def test_ambiguous_batches_are_refused(results) -> None:
         assert "mix up batched messages; use --overlap-p2p-communication" in rank["refusal"]
 
 
-def _run_cases(rank: int, world_size: int) -> dict:
+def run_cases(rank: int, world_size: int) -> dict:
+    """Every case with its codecs, and the refusal."""
     from megatron import host
 
     host.install()
@@ -136,20 +147,20 @@ def _run_cases(rank: int, world_size: int) -> dict:
             virtual_pipeline_model_parallel_size=case.virtual,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-        results[case.name] = {codec: _step(case, codec) for codec in case.codecs}
+        results[case.name] = {codec: _step(rank, case, codec) for codec in case.codecs}
         P2PCommunicator._communicate = original
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
     )
     try:
-        _step(Case("ambiguous", 2, virtual=2), "none")
+        _step(rank, Case("ambiguous", 2, virtual=2), "none")
     except CompressionConfigError as error:
         results["refusal"] = str(error)
     return results
 
 
-def _step(case: Case, codec: str) -> dict:
+def _step(rank: int, case: Case, codec: str) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -167,12 +178,12 @@ def _step(case: Case, codec: str) -> dict:
     if codec == "identity":
         exchange.codecs = dict.fromkeys(exchange.codecs, WholeMessage(IdentityCodec()))
     seams.through_pipeline_exchange(exchange)
-    model = _build(case)
+    model = _build(rank, case)
     losses = []
     step = get_forward_backward_func()
     arguments = dict(
         forward_step_func=_forward_step(losses),
-        data_iterator=[_batches() for _ in model] if case.virtual else _batches(),
+        data_iterator=[_batches(rank) for _ in model] if case.virtual else _batches(rank),
         model=model if case.virtual else model[0],
         num_microbatches=case.micro_batches,
         seq_length=SEQUENCE,
@@ -180,7 +191,7 @@ def _step(case: Case, codec: str) -> dict:
     )
     step(**arguments, forward_only=False)
     gradients = {
-        f"{number}.{parameter_name}": hash(parameter.grad.numpy().tobytes())
+        f"{number}.{parameter_name}": hash(parameter.grad.cpu().numpy().tobytes())
         for number, chunk in enumerate(model)
         for parameter_name, parameter in chunk.named_parameters()
         if parameter.grad is not None
@@ -197,7 +208,7 @@ def _step(case: Case, codec: str) -> dict:
     }
 
 
-def _build(case: Case) -> list:
+def _build(rank: int, case: Case) -> list:
     """The chunks of this rank."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -207,7 +218,7 @@ def _build(case: Case) -> list:
     from megatron.compression.runtime import CompressionRuntime
     from megatron.compression.tensor_parallel.bind import bind_compression
     from megatron.compression.tensor_parallel.spec import gpt_layer_spec
-    from tests.distributed.tiny_gpt import VOCABULARY, transformer_config
+    from tests.distributed.tiny_gpt import VOCABULARY, device_of, transformer_config
 
     transformer = transformer_config(
         case.tensor,
@@ -216,6 +227,7 @@ def _build(case: Case) -> list:
         virtual_pipeline_model_parallel_size=case.virtual,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
+        deterministic_mode=True,
         **case.changes,
     )
     config = GPTModelConfig(
@@ -234,7 +246,7 @@ def _build(case: Case) -> list:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunk = GPTModelBuilder(config).build_model(groups, first, last, vp_stage)
         chunk.model_type = _model_type()
-        chunks.append(chunk)
+        chunks.append(chunk.to(device_of(rank)))
     bind_compression(chunks, CompressionRuntime(CompressionConfig()))
     return chunks
 
@@ -245,13 +257,13 @@ def _model_type():
     return ModelType.encoder_or_decoder
 
 
-def _batches():
-    """The same tokens in every run."""
+def _batches(rank: int):
+    """The same tokens in every run, on the rank's device."""
     from tests.distributed.tiny_gpt import batch
 
     step = 0
     while True:
-        yield batch(step, 0, MICRO_BATCH)
+        yield batch(step, rank, MICRO_BATCH)
         step += 1
 
 
