@@ -6,7 +6,8 @@
 A regime is one run of the training loop; the settings take turns in it, a block of iterations each, so that
 all of them see the same machine, model and weights. Reported: the median of each block after its first
 iterations, from Megatron's log, with the bytes that one rank sends in an iteration, from the ledger's. The
-regimes are bench_end_to_end.py's. Stages are thin (one layer of hidden size 2048 by default), so that
+regimes are bench_end_to_end.py's. A setting may be named twice: the second "none" shows how much a block's
+time varies. Stages are thin (one layer of hidden size 2048 by default), so that
 point-to-point traffic weighs as it does between nodes; --num-layers and --hidden-size after the script's own
 options change the model.
 """
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=4)
     parser.add_argument("--virtual-stages", type=int, default=1, help="layers, and stages, of each rank")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=["nvlink", "ethernet"])
-    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=["none", "tah-quant", "int8"])
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=["none", "tah-quant", "int8", "none"])
     parser.add_argument(
         "--iterations", type=int, default=6, help=f"of a block; the first {WARM_UP} not timed"
     )
@@ -147,6 +148,8 @@ def main() -> None:
             f"{base['milliseconds'] / row['milliseconds']:9.3f} {row['forward_megabytes']:11.1f} "
             f"{row['backward_megabytes']:9.1f} {row['last_loss']:8.4f}"
         )
+    if {row["regime"] for row in rows} != set(options.regimes):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Each cell is `torchrun pretrain_gpt.py`: a GPT of 111 million parameters, trained on the sources of the
 installed Python packages and validated on files of theirs that it has not seen. results.json and results.md
 are written after every run; a run that is there already is not repeated, so that the table can be made in
-parts.
+parts (--time-limit). One more ordinary run with another seed shows the noise.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import _convergence
 from demo import ROOT, gpu_count, prepare_data, show_progress
 
 GPT_MODEL_ARGS = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024
@@ -29,7 +30,7 @@ TRAINING_ARGS = """--micro-batch-size 32 --global-batch-size 32 --lr 6e-4 --min-
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --bf16 --no-create-attention-mask-in-dataloader --eval-iters 16 --log-interval 10"""
 TACO_ARGS = "--taco --taco-format {} --taco-min-message-mb 0"
-RESULTS = "results.json"
+ORDINARY = {"fraction": 1.0, "codec": "none"}
 
 _PARAMETERS = re.compile(r"number of parameters on .* model parallel rank \(.*\): (\d+)")
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
@@ -39,11 +40,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "caat_net", help="for everything")
+    _convergence.add_arguments(parser, ROOT / "runs" / "caat_net")
     parser.add_argument("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0, 0.5, 0.25])
     parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3"], help="none or --taco-format's")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--iterations", type=int, default=600, help="of 32 sequences of 1024 tokens")
     parser.add_argument("--tensor-parallel", type=int, default=4, help="ranks")
     parser.add_argument("--corpus-mb", type=float, default=90.0, help="text for all splits, 10^6 bytes")
@@ -104,60 +104,56 @@ def train(name: str, flags: str, data: dict[str, str], seed: int, options) -> di
 
 
 def table(results: list[dict]) -> str:
-    """One row a run, compared with the uncompressed ordinary run of its seed."""
+    """One row a run, compared with the uncompressed ordinary run of its seed, and what a seed changes."""
     lines = [
         "| channels synchronised | codec | seed | validation loss | against ordinary | TP bytes an iteration "
         "| against ordinary | ms an iteration |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in results:
-        base = next(
-            (r for r in results if (r["fraction"], r["codec"], r["seed"]) == (1.0, "none", row["seed"])), None
-        )
-        loss = size = "-"
+        base = _convergence.find(results, {**ORDINARY, "seed": row["seed"]})
+        loss = _convergence.percent(_convergence.difference(row, results, ORDINARY))
+        size = "-"
         if base is not None:
-            loss = f"{row['validation_loss'] / base['validation_loss'] - 1:+.2%}"
             size = f"{row['tp_bytes_per_iteration'] / base['tp_bytes_per_iteration']:.3f}"
         lines.append(
             f"| {row['fraction']:g} | {row['codec']} | {row['seed']} | {row['validation_loss']:.4f} | {loss} "
             f"| {row['tp_bytes_per_iteration']:,.0f} | {size} | {row['milliseconds_per_iteration']:.1f} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + _convergence.noise_line(results, ORDINARY)
 
 
 def main() -> None:
     """Run what is missing and write the table after each run."""
     options = parse_args()
     options.output = options.output.resolve()
-    options.output.mkdir(parents=True, exist_ok=True)
     folder = options.data.resolve() if options.data else options.output / "data"
     data = prepare_data(folder, "site-packages", options.corpus_mb, options.vocabulary)
-    results_file = options.output / RESULTS
-    results = json.loads(results_file.read_text()) if results_file.exists() else []
-    for seed in options.seeds:
-        for codec in options.codecs:
-            for fraction in options.fractions:
-                run = {
-                    "fraction": fraction,
-                    "codec": codec,
-                    "seed": seed,
-                    "tensor_parallel": options.tensor_parallel,
-                    "iterations": options.iterations,
-                }
-                if any(run.items() <= row.items() for row in results):
-                    continue
-                flags = f"--caat-net-sync-fraction {fraction:g}"
-                if codec != "none":
-                    flags += " " + TACO_ARGS.format(codec)
-                name = f"p{fraction:g}-{codec}-seed{seed}"
-                try:
-                    results.append({**run, **train(name, flags, data, seed, options)})
-                except RuntimeError as error:
-                    print(f"error: {error}", file=sys.stderr)
-                    sys.exit(1)
-                results_file.write_text(json.dumps(results, indent=1) + "\n")
-                (options.output / "results.md").write_text(table(results))
-                print(table(results).splitlines()[-1], f"{results[-1]['seconds']:.0f} s", flush=True)
+    common = {
+        "tensor_parallel": options.tensor_parallel,
+        "iterations": options.iterations,
+        "extra": options.extra,
+    }
+    settings = [(fraction, codec) for codec in options.codecs for fraction in options.fractions]
+    ordinary = (ORDINARY["fraction"], ORDINARY["codec"])
+    runs = [
+        {**common, "fraction": fraction, "codec": codec, "seed": seed}
+        for (fraction, codec), seed in _convergence.plan(
+            settings, ordinary, options.seeds, options.noise_seed
+        )
+    ]
+
+    def train_one(run: dict) -> dict:
+        flags = f"--caat-net-sync-fraction {run['fraction']:g}"
+        if run["codec"] != "none":
+            flags += " " + TACO_ARGS.format(run["codec"])
+        name = f"p{run['fraction']:g}-{run['codec']}-seed{run['seed']}"
+        return train(name, flags, data, run["seed"], options)
+
+    def report(results: list[dict]) -> None:
+        (options.output / "results.md").write_text(table(results))
+
+    results = _convergence.train_missing(runs, train_one, options.output, options.time_limit, report)
     print(table(results), end="")
 
 

@@ -1,22 +1,23 @@
 """Validation loss on real text with compressed pipeline stages: the same tokens, weights and order.
 
     python scripts/pipeline_convergence.py                       # 4 GPUs, or 2 CPU ranks at tiny size
-    python scripts/pipeline_convergence.py --settings none tah-quant --seeds 1 2
+    python scripts/pipeline_convergence.py --settings none tah-quant --seeds 1 2 3
 
 The text is the Python sources of this installation, as in demo.py. Every setting trains the same model from
 the same seed; the table shows the validation losses at the end, against the uncompressed run of that seed.
-"no transform" is TAH-Quant without pivot swap and Hadamard transform.
+"no transform" is TAH-Quant without pivot swap and Hadamard transform, the control. One more uncompressed run
+with another seed shows the noise. Flags that are not the script's own go to Megatron.
 """
 
 import argparse
 import json
-import statistics
-from pathlib import Path
 
+import _convergence
 import demo
 
+BASELINE = "none"
 SETTINGS = {
-    "none": "",
+    BASELINE: "",
     "tah-quant": "--pp-compression tah-quant",
     "no transform": "--pp-compression tah-quant --tah-transform none",
     "tile": "--pp-compression tah-quant --tah-allocation tile",
@@ -37,75 +38,85 @@ TRAINING = """--attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine -
 def main() -> None:
     """Train every setting and print the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", type=Path, default=demo.ROOT / "runs" / "pipeline")
+    _convergence.add_arguments(parser, demo.ROOT / "runs" / "pipeline")
     parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, default=["none", "tah-quant", "no transform"]
+        "--settings", nargs="+", choices=SETTINGS, default=[BASELINE, "tah-quant", "no transform"]
     )
     parser.add_argument("--model", choices=MODELS, help="default: small on GPUs, tiny on CPUs")
     parser.add_argument("--pipeline-parallel", type=int, help="stages (default: 4 on GPUs, 2 on CPUs)")
     parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
     parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
     ranks = options.pipeline_parallel or (4 if gpus >= 4 else 2)
     on_gpus = gpus >= ranks
     options.iterations = options.iterations or (400 if on_gpus else 60)
-    model = MODELS[options.model or ("small" if on_gpus else "tiny")]
     options.output = options.output.resolve()
-    demo.CORPUS_MB = options.corpus_mb or (24 if on_gpus else 8)
-    data = demo.prepare_data(options.output / "data")
-    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = model, TRAINING
-    losses: dict[str, list[float]] = {}
-    reports = {}
-    for seed in options.seeds:
-        for setting in options.settings:
-            name = f"{setting.replace(' ', '-')}-{seed}"
-            flags = f"{SETTINGS[setting]} --pipeline-model-parallel-size {ranks} --seed {seed} " + " ".join(
-                extra
-            )
-            summary = demo.train(name, flags, data, ranks, gpus, options, tensor_parallel=1)
-            losses.setdefault(setting, []).append(summary["validation_loss"])
-            reports[name] = summary
-    table = rows(losses, reports, options.seeds)
-    (options.output / "summary.json").write_text(
-        json.dumps({"rows": table, "runs": reports}, indent=1) + "\n"
+    model = options.model or ("small" if on_gpus else "tiny")
+    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = MODELS[model], TRAINING
+    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
+    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
+
+    def train(run: dict) -> dict:
+        flags = f"{SETTINGS[run['setting']]} --pipeline-model-parallel-size {ranks} --seed {run['seed']}"
+        name = f"{run['setting'].replace(' ', '-')}-{run['seed']}"
+        summary = demo.train(name, " ".join([flags, *extra]), data, ranks, gpus, options, tensor_parallel=1)
+        return {key: summary[key] for key in ("validation_loss", "last_loss", "bytes_per_iteration")}
+
+    common = {
+        "model": model,
+        "ranks": ranks,
+        "iterations": options.iterations,
+        "corpus_mb": corpus_mb,
+        "extra": extra,
+    }
+    runs = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)
+    results = _convergence.train_missing(
+        [{**common, "setting": setting, "seed": seed} for setting, seed in runs],
+        train,
+        options.output,
+        options.time_limit,
     )
-    print(f"\n{'setting':14} {'validation loss':>16} {'against none':>13}", end="")
-    print(f" {'bits forward':>13} {'bits back':>10}")
-    for row in table:
-        change = "" if row["difference"] is None else f"{row['difference']:+.2%}"
-        print(
-            f"{row['setting']:14} {row['validation_loss']:16.4f} {change:>13} {row['forward_bits']:13.3f} "
-            f"{row['backward_bits']:10.3f}"
-        )
-    print(f"{options.output / 'summary.json'}")
+    rows = [row(result, results) for result in results]
+    spread = _convergence.noise(results, {"setting": BASELINE})
+    summary = {"setup": common, "rows": rows, "seed_noise": spread}
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n" + table(rows) + _convergence.noise_line(results, {"setting": BASELINE}), end="")
+    print(options.output / "summary.json")
 
 
-def rows(losses: dict[str, list[float]], reports: dict[str, dict], seeds: list[int]) -> list[dict]:
-    """One row a setting: means over seeds; differences are of pairs of one seed. Uncompressed is bf16."""
-    table = []
-    for setting, values in losses.items():
-        base = losses.get("none")
-        pairs = [value / other - 1 for value, other in zip(values, base, strict=True)] if base else None
-        sent = reports[f"{setting.replace(' ', '-')}-{seeds[0]}"]["bytes_per_iteration"]
-        bits = {
-            channel: 16 * sent[channel]["sent"] / sent[channel]["uncompressed"]
-            for channel in ("pp.forward", "pp.backward")
-        }
-        table.append(
-            {
-                "setting": setting,
-                "validation_loss": statistics.mean(values),
-                "difference": statistics.mean(pairs) if pairs else None,
-                "forward_bits": bits["pp.forward"],
-                "backward_bits": bits["pp.backward"],
-                "seeds": seeds,
-            }
+def row(result: dict, results: list[dict]) -> dict:
+    """One run: its loss against the uncompressed one of its seed, and the bits that a value (bf16) took."""
+    sent = result["bytes_per_iteration"]
+    bits = {
+        channel: 16 * sent[channel]["sent"] / sent[channel]["uncompressed"]
+        for channel in ("pp.forward", "pp.backward")
+    }
+    return {
+        "setting": result["setting"],
+        "seed": result["seed"],
+        "validation_loss": result["validation_loss"],
+        "difference": _convergence.difference(result, results, {"setting": BASELINE}),
+        "forward_bits": bits["pp.forward"],
+        "backward_bits": bits["pp.backward"],
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, one row a run."""
+    lines = [
+        "| setting | seed | validation loss | against none | bits forward | bits back |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        lines.append(
+            f"| {one['setting']} | {one['seed']} | {one['validation_loss']:.4f} "
+            f"| {_convergence.percent(one['difference'])} | {one['forward_bits']:.3f} "
+            f"| {one['backward_bits']:.3f} |"
         )
-    return table
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

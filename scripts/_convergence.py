@@ -1,0 +1,116 @@
+"""What the convergence scripts share: every setting and seed trained once, with results that survive a stop.
+
+A run is remembered in ``results.json`` under everything that decides it; a script that is started again
+trains what is missing. One more uncompressed run, with another seed, shows what a seed alone changes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+RESULTS = "results.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
+    """Options that all of them take."""
+    parser.add_argument("--output", type=Path, default=output, help="folder for everything")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="every setting with each of them")
+    parser.add_argument(
+        "--noise-seed", type=int, default=2, help="of one more uncompressed run, to see the noise; 0: none"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        help="seconds: start no run that would end later, by the longest so far; start again for the rest",
+    )
+
+
+def plan(settings: list, baseline, seeds: list[int], noise_seed: int) -> list[tuple]:
+    """(setting, seed) of every run, in order: what a stop leaves behind compares with its baseline."""
+    runs = [(setting, seed) for seed in seeds for setting in settings]
+    if noise_seed and baseline in settings and noise_seed not in seeds:
+        runs.append((baseline, noise_seed))
+    return runs
+
+
+def train_missing(
+    runs: list[dict],
+    train: Callable[[dict], dict],
+    output: Path,
+    time_limit: float | None = None,
+    report: Callable[[list[dict]], None] | None = None,
+) -> list[dict]:
+    """Train what ``results.json`` does not hold yet.
+
+    Args:
+        runs: what decides each run; JSON-ready.
+        train: one training; what it returns is kept with the run. Raises RuntimeError if it fails.
+        output: folder of results.json.
+        time_limit: seconds, see ``add_arguments``.
+        report: called after each training with the results of ``runs`` that there are.
+
+    Returns:
+        The results of ``runs`` that there are, each its run with what ``train`` returned.
+
+    Raises:
+        SystemExit: a training failed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    file, began, longest = output / RESULTS, time.monotonic(), 0.0
+    results = json.loads(file.read_text()) if file.exists() else []
+
+    def present() -> list[dict]:
+        return [result for run in runs if (result := find(results, run)) is not None]
+
+    for run in runs:
+        if find(results, run) is not None:
+            continue
+        spent = time.monotonic() - began
+        if time_limit is not None and longest and spent + longest > time_limit:
+            print(
+                f"{len(runs) - len(present())} of {len(runs)} runs are left: start again for them", flush=True
+            )
+            break
+        try:
+            results.append({**run, **train(run)})
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+        longest = max(longest, time.monotonic() - began - spent)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        if report is not None:
+            report(present())
+    return present()
+
+
+def find(results: list[dict], run: dict) -> dict | None:
+    """The result of a run, if it is there."""
+    return next((result for result in results if run.items() <= result.items()), None)
+
+
+def difference(result: dict, results: list[dict], baseline: dict) -> float | None:
+    """Relative difference of the validation loss to that of ``baseline`` with the same seed, if any."""
+    base = find(results, {**baseline, "seed": result["seed"]})
+    return None if base is None or base is result else result["validation_loss"] / base["validation_loss"] - 1
+
+
+def noise(results: list[dict], baseline: dict) -> float | None:
+    """What a seed changes: the baseline's largest validation loss over its smallest, less 1."""
+    losses = [result["validation_loss"] for result in results if baseline.items() <= result.items()]
+    return max(losses) / min(losses) - 1 if len(losses) > 1 else None
+
+
+def percent(part: float | None) -> str:
+    """``+0.52%``, or a dash."""
+    return "-" if part is None else f"{part:+.2%}"
+
+
+def noise_line(results: list[dict], baseline: dict) -> str:
+    """A sentence for below the table, or nothing."""
+    spread = noise(results, baseline)
+    return (
+        "" if spread is None else f"A seed alone changes the uncompressed validation loss by {spread:.2%}.\n"
+    )
