@@ -6,10 +6,10 @@
 A regime is one run of the training loop; the settings take turns in it, a block of iterations each, so that
 all of them see the same machine, model and weights. Reported: the median of each block after its first
 iterations, from Megatron's log, with the bytes that one rank sends in an iteration, from the ledger's. The
-regimes are bench_end_to_end.py's. A setting may be named twice: the second "none" shows how much a block's
-time varies. Stages are thin (one layer of hidden size 2048 by default), so that
-point-to-point traffic weighs as it does between nodes; --num-layers and --hidden-size after the script's own
-options change the model.
+regimes are bench_end_to_end.py's. A setting may be named twice: the second "none" shows how much the times of
+two blocks differ. Stages are thin (one layer of hidden size 2048 by default), so that point-to-point traffic
+weighs as it does between nodes; --num-layers and --hidden-size after the script's own options change the
+model.
 """
 
 import argparse
