@@ -76,7 +76,14 @@ STAGES = {
     "rank-tests": Stage(
         "the distributed tests over NCCL and symmetric memory",
         4,
-        _tests("symmetric_memory", "tensor_parallel_nccl", "caat_net_nccl", "sdp4bit_nccl", "tagc_nccl"),
+        _tests(
+            "symmetric_memory",
+            "tensor_parallel_nccl",
+            "caat_net_nccl",
+            "sdp4bit_nccl",
+            "tagc_nccl",
+            "pipeline_nccl",
+        ),
     ),
     "codecs": Stage(
         "kernels against a device copy (docs/benchmarks.md)",
