@@ -126,7 +126,9 @@ STAGES = {
         (
             Command("pipeline", "scripts/bench_pipeline.py --json {output}/pipeline.json", 5.0),
             Command(
-                "pipeline_losses", "scripts/pipeline_convergence.py --output {output}/pipeline_losses", 8.0
+                "pipeline_losses",
+                "scripts/pipeline_convergence.py --output {output}/pipeline_losses --time-limit 450",
+                8.0,
             ),
         ),
     ),
@@ -148,7 +150,11 @@ STAGES = {
     "caat-net": Stage(
         "losses of partial synchronisation (docs/caat_net.md)",
         4,
-        (Command("caat_net", "scripts/caat_net_losses.py --output {output}/caat_net", 12.0),),
+        (
+            Command(
+                "caat_net", "scripts/caat_net_losses.py --output {output}/caat_net --time-limit 690", 12.0
+            ),
+        ),
     ),
     "accuracy": Stage(
         "what tensor-parallel codecs cost in loss (docs/accuracy.md)",

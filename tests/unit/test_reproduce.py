@@ -10,6 +10,8 @@ from scripts import reproduce
 ROOT = Path(reproduce.__file__).resolve().parents[1]
 COMMANDS = {command.name: command for stage in reproduce.STAGES.values() for command in stage.commands}
 
+_SHARED = re.compile(r"^import (_\w+)$", re.MULTILINE)  # one script's options that another adds
+
 
 def _sources(words: list[str]) -> list[Path]:
     """The files that read the flags of a command."""
@@ -19,7 +21,8 @@ def _sources(words: list[str]) -> list[Path]:
         return [ROOT / "taco_kernels/benchmarks" / f"{words[2].replace('-', '_')}.py"]
     if words[0] == "-m":
         return [ROOT / f"{words[1].replace('.', '/')}.py"]
-    return [ROOT / words[0]]
+    script = ROOT / words[0]
+    return [script, *(ROOT / f"scripts/{name}.py" for name in _SHARED.findall(script.read_text()))]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
