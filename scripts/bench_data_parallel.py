@@ -12,18 +12,10 @@ Gradients are reduced in bf16; --fp32-gradients measures Megatron's default inst
 """
 
 import argparse
-import json
-import os
-import re
-import statistics
-import subprocess
-import sys
-from pathlib import Path
 
-from bench_end_to_end import REGIMES, ROOT
+import _blocks
 
-WARM_UP = 2
-SETTINGS = "BENCH_DATA_PARALLEL"
+CHANNELS = ("dp.gradient", "dp.weight")
 ON = {"dp_compression": "sdp4bit", "quantized_weights": True, "quantized_gradients": True}
 TAGC = {"dp_compression": "tagc", "dp_error_feedback": "fp32"}
 CODECS = {
@@ -112,7 +104,7 @@ def worker() -> None:
     from megatron.compression import entrypoint, weave
     from megatron.compression.arguments import add_compression_arguments
 
-    switch = Switch(json.loads(os.environ[SETTINGS]))
+    switch = Switch(_blocks.settings())
     weave.bind_data_parallel = switch.bind
 
     class SwitchingForwardStep(entrypoint.ForwardStep):
@@ -124,84 +116,23 @@ def worker() -> None:
     entrypoint.run(entrypoint.parse_arguments(add_compression_arguments))
 
 
-def run_regime(regime: str, options) -> list[dict]:
-    """One launch; returns a row for each setting."""
-    iterations = options.iterations
-    environment = dict(os.environ, OMP_NUM_THREADS="1", **REGIMES[regime])
-    environment[SETTINGS] = json.dumps({"codecs": options.codecs, "iterations": iterations})
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={options.data_parallel}", __file__, *MODEL.split()]
-    command += ["--global-batch-size", str(4 * options.data_parallel * options.micro_batches)]
-    command += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
-    command += ["--train-iters", str(iterations * len(options.codecs)), *options.extra]
-    output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    text = output.stdout + output.stderr
-    times = re.findall(
-        r"iteration +\d+/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)", text
-    )
-    sent = re.findall(r"communication +\d+/.*", text)
-    expected = iterations * len(options.codecs)
-    if output.returncode or len(times) < expected or len(sent) < expected:
-        print(f"error: the {regime} run failed:\n{text[-3000:]}", file=sys.stderr)
-        return []
-    rows = []
-    for block, codec in enumerate(options.codecs):
-        chosen = slice(block * iterations + WARM_UP, (block + 1) * iterations)
-        megabytes = {
-            channel: float(re.search(rf"dp\.{channel} \(MB\): ([\d.]+)", sent[chosen][-1])[1])
-            for channel in ("gradient", "weight")
-        }
-        rows.append(
-            {
-                "regime": regime,
-                "gradients": "fp32" if options.fp32_gradients else "bf16",
-                "codec": codec,
-                "milliseconds": statistics.median(float(ms) for ms, _ in times[chosen]),
-                "gradient_megabytes": megabytes["gradient"],
-                "weight_megabytes": megabytes["weight"],
-                "iterations": iterations - WARM_UP,
-                "last_loss": float(times[chosen][-1][1]),
-            }
-        )
-    return rows
-
-
 def main() -> None:
     """Run all regimes and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _blocks.add_arguments(parser, CODECS, ["none", "sdp4bit", "sdp4bit, nodes of 1"], iterations=8)
     parser.add_argument("--data-parallel", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation, of 4 samples")
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=["nvlink", "ethernet"])
-    parser.add_argument(
-        "--codecs", nargs="+", choices=CODECS, default=["none", "sdp4bit", "sdp4bit, nodes of 1"]
-    )
-    parser.add_argument(
-        "--iterations", type=int, default=8, help=f"of a block; the first {WARM_UP} not timed"
-    )
     parser.add_argument("--fp32-gradients", action="store_true", help="the baseline reduces in fp32")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     options, options.extra = parser.parse_known_args()
-    rows = []
-    for regime in options.regimes:
-        rows += run_regime(regime, options)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{regime} done", flush=True)
-    print(
-        f"{'regime':10} {'gradients':9} {'codec':36} {'ms':>9} {'speed-up':>9} {'MB gradients':>13} "
-        f"{'MB weights':>11} {'loss':>8}"
-    )
-    for row in rows:
-        base = next(r for r in rows if r["regime"] == row["regime"])
-        print(
-            f"{row['regime']:10} {row['gradients']:9} {row['codec']:36} {row['milliseconds']:9.1f} "
-            f"{base['milliseconds'] / row['milliseconds']:9.3f} {row['gradient_megabytes']:13.1f} "
-            f"{row['weight_megabytes']:11.1f} {row['last_loss']:8.4f}"
-        )
+    batch = 4 * options.data_parallel * options.micro_batches
+    flags = [*MODEL.split(), "--global-batch-size", str(batch)]
+    flags += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
+    rows = _blocks.measure(__file__, options.data_parallel, flags, CHANNELS, options)
+    print(f"gradients of the baseline: {'fp32' if options.fp32_gradients else 'bf16'}")
+    _blocks.show(rows, CHANNELS, options)
 
 
 if __name__ == "__main__":
-    worker() if SETTINGS in os.environ else main()
+    worker() if _blocks.settings() else main()

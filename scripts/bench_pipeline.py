@@ -13,18 +13,10 @@ model.
 """
 
 import argparse
-import json
-import os
-import re
-import statistics
-import subprocess
-import sys
-from pathlib import Path
 
-from bench_end_to_end import REGIMES, ROOT
+import _blocks
 
-WARM_UP = 2
-SETTINGS = "BENCH_PIPELINE"
+CHANNELS = ("pp.forward", "pp.backward")
 CODECS = {
     "none": {},
     "tah-quant": {"pp_compression": "tah-quant"},
@@ -52,7 +44,7 @@ def worker() -> None:
     from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
     from megatron.compression.pipeline_parallel.exchange import BACKWARD, FORWARD, PipelineExchange
 
-    settings = json.loads(os.environ[SETTINGS])
+    settings = _blocks.settings()
     blocks = []
     for name in settings["codecs"]:
         config = PipelineParallelCompression(**CODECS[name])
@@ -76,81 +68,22 @@ def layout(options) -> list[str]:
     return [*flags, "--num-layers", str(layers)]
 
 
-def run_regime(regime: str, options) -> list[dict]:
-    """One launch; returns a row for each setting."""
-    iterations = options.iterations
-    environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1", **REGIMES[regime])
-    environment[SETTINGS] = json.dumps({"codecs": options.codecs, "iterations": iterations})
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={options.pipeline_parallel}", __file__, *MODEL.split(), *layout(options)]
-    command += [] if options.fp32 else ["--bf16"]
-    command += ["--train-iters", str(iterations * len(options.codecs)), *options.extra]
-    output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    text = output.stdout + output.stderr
-    times = re.findall(
-        r"iteration +\d+/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)", text
-    )
-    sent = re.findall(r"communication +\d+/.*", text)
-    expected = iterations * len(options.codecs)
-    if output.returncode or len(times) < expected or len(sent) < expected:
-        print(f"error: the {regime} run failed:\n{text[-3000:]}", file=sys.stderr)
-        return []
-    rows = []
-    for block, codec in enumerate(options.codecs):
-        chosen = slice(block * iterations + WARM_UP, (block + 1) * iterations)
-        megabytes = {
-            channel: float(re.search(rf"pp\.{channel} \(MB\): ([\d.]+)", sent[chosen][-1])[1])
-            for channel in ("forward", "backward")
-        }
-        rows.append(
-            {
-                "regime": regime,
-                "codec": codec,
-                "milliseconds": statistics.median(float(ms) for ms, _ in times[chosen]),
-                "forward_megabytes": megabytes["forward"],
-                "backward_megabytes": megabytes["backward"],
-                "iterations": iterations - WARM_UP,
-                "last_loss": float(times[chosen][-1][1]),
-            }
-        )
-    return rows
-
-
 def main() -> None:
     """Run all regimes and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _blocks.add_arguments(parser, CODECS, ["none", "tah-quant", "int8", "none"], iterations=6)
     parser.add_argument("--pipeline-parallel", type=int, default=4)
     parser.add_argument("--virtual-stages", type=int, default=1, help="layers, and stages, of each rank")
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=["nvlink", "ethernet"])
-    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=["none", "tah-quant", "int8", "none"])
-    parser.add_argument(
-        "--iterations", type=int, default=6, help=f"of a block; the first {WARM_UP} not timed"
-    )
     parser.add_argument("--fp32", action="store_true", help="an fp32 model: messages twice as large")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     options, options.extra = parser.parse_known_args()
-    rows = []
-    for regime in options.regimes:
-        rows += run_regime(regime, options)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{regime} done", flush=True)
-    print(
-        f"{'regime':10} {'codec':22} {'ms':>9} {'speed-up':>9} {'MB forward':>11} {'MB back':>9} {'loss':>8}"
+    flags = [*MODEL.split(), *layout(options), *([] if options.fp32 else ["--bf16"])]
+    rows = _blocks.measure(
+        __file__, options.pipeline_parallel, flags, CHANNELS, options, CUDA_DEVICE_MAX_CONNECTIONS="1"
     )
-    for row in rows:
-        base = next(r for r in rows if r["regime"] == row["regime"])
-        print(
-            f"{row['regime']:10} {row['codec']:22} {row['milliseconds']:9.1f} "
-            f"{base['milliseconds'] / row['milliseconds']:9.3f} {row['forward_megabytes']:11.1f} "
-            f"{row['backward_megabytes']:9.1f} {row['last_loss']:8.4f}"
-        )
-    if {row["regime"] for row in rows} != set(options.regimes):
-        sys.exit(1)
+    _blocks.show(rows, CHANNELS, options)
 
 
 if __name__ == "__main__":
-    worker() if SETTINGS in os.environ else main()
+    worker() if _blocks.settings() else main()
