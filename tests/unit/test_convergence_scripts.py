@@ -1,0 +1,74 @@
+"""What the convergence scripts share: runs are made once, a stop loses none, the noise is there to see."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import _convergence
+
+LOSSES = {("none", 1): 4.0, ("codec", 1): 4.1, ("control", 1): 4.4, ("none", 2): 3.92}
+BASELINE = {"setting": "none"}
+
+
+def _runs() -> list[dict]:
+    plan = _convergence.plan(["none", "codec", "control"], "none", [1], noise_seed=2)
+    return [{"iterations": 5, "setting": setting, "seed": seed} for setting, seed in plan]
+
+
+class Trainings:
+    """Stands for the trainings; each takes ``seconds`` of a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
+        self.trained, self.now, self.seconds = [], 0.0, seconds
+        monkeypatch.setattr(_convergence.time, "monotonic", lambda: self.now)
+
+    def __call__(self, run: dict) -> dict:
+        self.now += self.seconds
+        self.trained.append((run["setting"], run["seed"]))
+        return {"validation_loss": LOSSES[run["setting"], run["seed"]]}
+
+
+def test_differences_and_noise(tmp_path: Path, monkeypatch) -> None:
+    """Against the baseline of the same seed; the noise is the baseline's spread over seeds."""
+    results = _convergence.train_missing(_runs(), Trainings(monkeypatch), tmp_path)
+    assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES)
+    differences = [_convergence.difference(row, results, BASELINE) for row in results]
+    assert differences == [None, pytest.approx(0.025), pytest.approx(0.1), None]
+    assert _convergence.noise(results, BASELINE) == pytest.approx(4.0 / 3.92 - 1)
+    assert "uncompressed validation loss by 2.04%" in _convergence.noise_line(results, BASELINE)
+    assert _convergence.noise_line(results[:3], BASELINE) == ""
+    assert _convergence.plan(["codec"], "none", [1], 2) == [("codec", 1)], "no baseline, no noise"
+    assert _convergence.plan(["none"], "none", [1, 2], 2) == [("none", 1), ("none", 2)], "a seed once"
+
+
+def test_the_time_limit_leaves_the_rest_for_the_next_start(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two runs of 100 seconds fit into 250; the next start makes the other two and no more."""
+    first, second = Trainings(monkeypatch, 100.0), []
+    assert len(_convergence.train_missing(_runs(), first, tmp_path, time_limit=250)) == 2
+    assert "2 of 4 runs are left: start again" in capsys.readouterr().out
+    again = Trainings(monkeypatch, 100.0)
+    results = _convergence.train_missing(_runs(), again, tmp_path, time_limit=250, report=second.append)
+    assert first.trained + again.trained == list(LOSSES) and len(results) == 4
+    assert [len(rows) for rows in second] == [3, 4], "the table after each run"
+
+
+def test_another_setup_is_another_run(tmp_path: Path, monkeypatch) -> None:
+    """Results of fewer iterations are not taken for those of more."""
+    trainings = Trainings(monkeypatch)
+    _convergence.train_missing(_runs()[:1], trainings, tmp_path)
+    longer = {**_runs()[0], "iterations": 6}
+    assert _convergence.train_missing([longer], trainings, tmp_path) == [{**longer, "validation_loss": 4.0}]
+    assert len(trainings.trained) == 2
+
+
+def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+    def train(run: dict) -> dict:
+        if run["setting"] == "codec":
+            raise RuntimeError("the codec run failed")
+        return {"validation_loss": 4.0}
+
+    with pytest.raises(SystemExit) as ended:
+        _convergence.train_missing(_runs(), train, tmp_path)
+    assert ended.value.code == 1 and "error: the codec run failed" in capsys.readouterr().err
+    assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
