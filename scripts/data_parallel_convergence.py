@@ -1,27 +1,36 @@
 """Validation loss on real text with compressed data parallelism: the same tokens, weights and order.
 
     python scripts/data_parallel_convergence.py                  # 4 GPUs, or 2 CPU ranks at tiny size
-    python scripts/data_parallel_convergence.py --settings "fp32 gradients" sdp4bit --seeds 1 2
+    python scripts/data_parallel_convergence.py --settings "fp32 gradients" sdp4bit --seeds 1 2 3
 
 The text is the Python sources of this installation, as in demo.py. Every setting trains the same model from
-the same seed with the distributed optimizer; the table shows the validation losses at the end against
-uncompressed fp32 gradients, and the bits that a gradient and a weight cost on the wire. Ranks are split into
+the same seed on the same tokens with the distributed optimizer; the table shows the validation losses at the
+end against uncompressed fp32 gradients of the same seed, and what the traffic costs. Ranks are split into
 two nodes (--dp-intra-node-size), so that gradients take both hops. "plain 4 bits" is the control: gradients
 without the Hadamard transform and in 4 bits in both hops, weights quantised themselves instead of their
-differences.
+differences. "bf16 gradients" and one more uncompressed run with another seed show the noise. Flags that are
+not the script's own go to Megatron.
+
+On GPUs the next run's processes load their modules while one trains.
 """
 
 import argparse
 import json
-import statistics
+import os
+import sys
+import time
 from pathlib import Path
 
+import _convergence
 import demo
 
+WAIT_FOR = "DATA_PARALLEL_CONVERGENCE_GO"
+
+BASELINE = "fp32 gradients"
 SDP4BIT = "--dp-compression sdp4bit"
 TAGC = "--dp-compression tagc"
 SETTINGS = {
-    "fp32 gradients": "",
+    BASELINE: "",
     "bf16 gradients": "--grad-reduce-in-bf16",
     "sdp4bit": SDP4BIT,
     "sdp4bit, bf16 gradients": f"{SDP4BIT} --grad-reduce-in-bf16",
@@ -29,13 +38,13 @@ SETTINGS = {
     "sdp4bit, one hop int4": f"{SDP4BIT} --dp-intra-node-size 1",
     "sdp4bit, int8 feedback": f"{SDP4BIT} --dp-error-feedback int8",
     "sdp4bit, fp32 feedback": f"{SDP4BIT} --dp-error-feedback fp32",
-    "tagc": f"{TAGC}",
-    "tagc, all matrices": f"{TAGC} --tagc-layers all",
-    "tagc, 80 % of the sum": f"{TAGC} --tagc-sketch-ratio 3.85",
-    "tagc, packed": f"{TAGC} --tagc-wire packed",
-    "tagc, packed, all matrices": f"{TAGC} --tagc-wire packed --tagc-layers all",
-    "tagc, packed, 60 %, 8 bits": f"{TAGC} --tagc-wire packed --tagc-sparsity 0.6 --tagc-bits 8",
-    "tagc, packed, 95 %": f"{TAGC} --tagc-wire packed --tagc-sparsity 0.95",
+    "tagc, sketch": f"{TAGC} --tagc-wire sketch",
+    "tagc, sketch, all matrices": f"{TAGC} --tagc-wire sketch --tagc-layers all",
+    "tagc, sketch, 80 % of the sum": f"{TAGC} --tagc-wire sketch --tagc-sketch-ratio 3.85",
+    "tagc, packed": TAGC,
+    "tagc, packed, all matrices": f"{TAGC} --tagc-layers all",
+    "tagc, packed, 60 %, 8 bits": f"{TAGC} --tagc-sparsity 0.6 --tagc-bits 8",
+    "tagc, packed, 95 %": f"{TAGC} --tagc-sparsity 0.95",
     "no hadamard": f"{SDP4BIT} --no-hadamard-transform",
     "gradients plain 4 bits": f"{SDP4BIT} --quantized-gradients --no-hadamard-transform "
     "--gradient-quantization-bits-intra 4",
@@ -62,80 +71,154 @@ def flags_of(setting: str, ranks: int, seed: int) -> str:
     return f"{flags} --seed {seed}"
 
 
+def worker() -> None:
+    """One rank of a run that was started ahead of its turn: pretrain_gpt.py, after a file has appeared."""
+    sys.path.insert(0, str(demo.ROOT))
+    import pretrain_gpt
+    from megatron import host
+    from megatron.compression.versions import MEGATRON_CORE_VERSION
+
+    host.prepare(MEGATRON_CORE_VERSION)
+    from megatron.compression import entrypoint  # noqa: F401 - loads what takes long
+
+    while not Path(os.environ[WAIT_FOR]).exists():
+        time.sleep(0.1)
+    pretrain_gpt.main()
+
+
+class Turns:
+    """Trains one run after the other; the next one's processes are started ahead and wait for their turn.
+
+    Args:
+        runs: all that may come, in order.
+        start: starts a run, given the file that it waits for.
+        directory: for those files.
+        ahead: whether to start ahead; the processors must be able to bear it.
+    """
+
+    def __init__(self, runs: list[dict], start, directory: Path, ahead: bool) -> None:
+        self.runs, self.start, self.directory, self.ahead = runs, start, directory, ahead
+        self.waiting: tuple[dict, demo.Training] | None = None
+
+    def train(self, run: dict) -> dict:
+        """The summary of a run."""
+        if self.waiting is None or self.waiting[0] != run:
+            self.end()
+            self._launch(run)
+        training, self.waiting = self.waiting[1], None
+        self._go(run).touch()
+        later = self.runs[self.runs.index(run) + 1 :]
+        if self.ahead and later:
+            self._launch(later[0])
+        return training.finish()
+
+    def _go(self, run: dict) -> Path:
+        return self.directory / f"go-{os.getpid()}-{self.runs.index(run)}"
+
+    def _launch(self, run: dict) -> None:
+        self.waiting = run, self.start(run, self._go(run))
+
+    def end(self) -> None:
+        """Stop what has not had its turn."""
+        if self.waiting is not None:
+            self.waiting[1].process.terminate()
+            self.waiting[1].process.wait()
+            self.waiting = None
+        for file in self.directory.glob(f"go-{os.getpid()}-*"):
+            file.unlink()
+
+
 def main() -> None:
     """Train every setting and print the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", type=Path, default=demo.ROOT / "runs" / "data_parallel")
+    _convergence.add_arguments(parser, demo.ROOT / "runs" / "data_parallel")
     parser.add_argument(
         "--settings",
         nargs="+",
         choices=SETTINGS,
-        default=["fp32 gradients", "bf16 gradients", "sdp4bit", "plain 4 bits"],
+        default=[BASELINE, "sdp4bit", "tagc, packed", "tagc, sketch", "plain 4 bits", "bf16 gradients"],
     )
     parser.add_argument("--model", choices=MODELS, help="default: small on GPUs, tiny on CPUs")
     parser.add_argument("--data-parallel", type=int, help="ranks (default: 4 on GPUs, 2 on CPUs)")
     parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
     parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
     ranks = options.data_parallel or (4 if gpus >= 4 else 2)
     on_gpus = gpus >= ranks
     options.iterations = options.iterations or (400 if on_gpus else 60)
     options.output = options.output.resolve()
-    demo.CORPUS_MB = options.corpus_mb or (24 if on_gpus else 8)
-    data = demo.prepare_data(options.output / "data")
-    demo.GPT_MODEL_ARGS = MODELS[options.model or ("small" if on_gpus else "tiny")]
-    demo.TRAINING_ARGS = TRAINING
-    losses: dict[str, list[float]] = {}
-    reports = {}
-    for seed in options.seeds:
-        for setting in options.settings:
-            name = f"{setting.replace(' ', '-').replace(',', '')}-{seed}"
-            flags = " ".join([flags_of(setting, ranks, seed), *extra])
-            summary = demo.train(name, flags, data, ranks, gpus, options, tensor_parallel=1)
-            losses.setdefault(setting, []).append(summary["validation_loss"])
-            reports[setting] = summary
-    table = rows(losses, reports)
-    (options.output / "summary.json").write_text(
-        json.dumps({"ranks": ranks, "iterations": options.iterations, "rows": table}, indent=1) + "\n"
-    )
-    print(f"\n{'setting':26} {'validation loss':>16} {'against fp32':>13} {'MB gradients':>13}", end="")
-    print(f" {'between nodes':>14} {'MB weights':>11}")
-    for row in table:
-        change = "" if row["difference"] is None else f"{row['difference']:+.2%}"
-        crossed = "" if row["between_nodes_megabytes"] is None else f"{row['between_nodes_megabytes']:.3f}"
-        print(
-            f"{row['setting']:26} {row['validation_loss']:16.4f} {change:>13} "
-            f"{row['gradient_megabytes']:13.3f} {crossed:>14} {row['weight_megabytes']:11.3f}"
-        )
-    print(f"{options.output / 'summary.json'}")
+    model = options.model or ("small" if on_gpus else "tiny")
+    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = MODELS[model], TRAINING
+    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
+    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
+    common = {
+        "model": model,
+        "ranks": ranks,
+        "iterations": options.iterations,
+        "corpus_mb": corpus_mb,
+        "extra": extra,
+    }
+    plan = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)
+    runs = [{**common, "setting": setting, "seed": seed} for setting, seed in plan]
+
+    def start(run: dict, go: Path) -> demo.Training:
+        name = f"{run['setting'].replace(' ', '-').replace(',', '')}-{run['seed']}"
+        flags = " ".join([flags_of(run["setting"], ranks, run["seed"]), *extra])
+        entry = f"scripts/{Path(__file__).name}"
+        return demo.Training(name, flags, data, ranks, gpus, options, 1, entry, **{WAIT_FOR: str(go)})
+
+    turns = Turns(runs, start, options.output, ahead=on_gpus)
+
+    def train(run: dict) -> dict:
+        summary = turns.train(run)
+        kept = ("validation_loss", "last_loss", "bytes_per_iteration", "bytes_between_nodes")
+        return {key: summary[key] for key in kept}
+
+    try:
+        results = _convergence.train_missing(runs, train, options.output, options.time_limit)
+    finally:
+        turns.end()
+    rows = [row(result, results) for result in results]
+    spread = _convergence.noise(results, {"setting": BASELINE})
+    summary = {"setup": common, "rows": rows, "seed_noise": spread}
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n" + table(rows) + _convergence.noise_line(results, {"setting": BASELINE}), end="")
+    print(options.output / "summary.json")
 
 
-def rows(losses: dict[str, list[float]], reports: dict[str, dict]) -> list[dict]:
-    """One row a setting: means over seeds; differences are of pairs of one seed."""
-    table = []
-    for setting, values in losses.items():
-        base = losses.get("fp32 gradients")
-        pairs = [value / other - 1 for value, other in zip(values, base, strict=True)] if base else None
-        report = reports[setting]
-        sent = {channel: pair["sent"] / 1e6 for channel, pair in report["bytes_per_iteration"].items()}
-        crossed = report["bytes_between_nodes"].get("dp.gradient")
-        table.append(
-            {
-                "setting": setting,
-                "validation_loss": statistics.mean(values),
-                "validation_losses": values,
-                "difference": statistics.mean(pairs) if pairs else None,
-                "gradient_megabytes": sent["dp.gradient"],
-                "between_nodes_megabytes": crossed["sent"] / 1e6 if crossed else None,
-                "weight_megabytes": sent["dp.weight"],
-            }
+def row(result: dict, results: list[dict]) -> dict:
+    """One run: its loss against the uncompressed one of its seed, and the megabytes of an iteration."""
+    sent = {channel: pair["sent"] / 1e6 for channel, pair in result["bytes_per_iteration"].items()}
+    crossed = result["bytes_between_nodes"].get("dp.gradient")
+    return {
+        "setting": result["setting"],
+        "seed": result["seed"],
+        "validation_loss": result["validation_loss"],
+        "difference": _convergence.difference(result, results, {"setting": BASELINE}),
+        "gradient_megabytes": sent["dp.gradient"],
+        "between_nodes_megabytes": crossed["sent"] / 1e6 if crossed else None,
+        "weight_megabytes": sent["dp.weight"],
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, one row a run."""
+    lines = [
+        f"| setting | seed | validation loss | against {BASELINE} | MB grads | between nodes | MB weights |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        crossed = one["between_nodes_megabytes"]
+        lines.append(
+            f"| {one['setting']} | {one['seed']} | {one['validation_loss']:.4f} "
+            f"| {_convergence.percent(one['difference'])} | {one['gradient_megabytes']:.3f} "
+            f"| {'-' if crossed is None else f'{crossed:.3f}'} | {one['weight_megabytes']:.3f} |"
         )
-    return table
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    worker() if WAIT_FOR in os.environ else main()

@@ -91,36 +91,64 @@ def train(
     tensor_parallel: int | None = None,
 ) -> dict:
     """One training, all ranks tensor-parallel by default; returns the summary of its report."""
-    directory = options.output / name
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    evaluations = max(1, options.iterations // 4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "pretrain_gpt.py"), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
-    command += ["--tensor-model-parallel-size", str(tensor_parallel or ranks)]
-    command += ["--train-iters", str(options.iterations)]
-    command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
-    command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-    command += ["--eval-interval", str(evaluations), "--eval-iters", "8", "--log-interval", "5"]
-    command += ["--compression-report", str(directory / "report"), "--tensorboard-dir", str(directory / "tb")]
-    command += extra.split()
-    environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
-    if gpus < ranks:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    print(f"\n{name}: {' '.join(command[1:])}", flush=True)
-    started = time.time()
-    with open(directory / "log.txt", "w") as log:
-        process = subprocess.Popen(
+    return Training(name, extra, data, ranks, gpus, options, tensor_parallel).finish()
+
+
+class Training:
+    """A training under way. Arguments as ``train``'s.
+
+    Args:
+        entry: the script to run, relative to the repository.
+        environment: more variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        extra: str,
+        data: dict[str, str],
+        ranks: int,
+        gpus: int,
+        options,
+        tensor_parallel: int | None = None,
+        entry: str = "pretrain_gpt.py",
+        **environment: str,
+    ) -> None:
+        self.name, self.directory = name, options.output / name
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        evaluations = max(1, options.iterations // 4)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(ROOT / entry), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
+        command += ["--tensor-model-parallel-size", str(tensor_parallel or ranks)]
+        command += ["--train-iters", str(options.iterations)]
+        command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+        command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
+        command += ["--eval-interval", str(evaluations), "--eval-iters", "8", "--log-interval", "5"]
+        command += ["--compression-report", str(self.directory / "report")]
+        command += ["--tensorboard-dir", str(self.directory / "tb"), *extra.split()]
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
+        if gpus < ranks:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.started = time.time()
+        self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for line in process.stdout:
-            log.write(line)
-            show_progress(name, line)
-    if process.wait():
-        print(f"error: the {name} run failed; its output is in {directory / 'log.txt'}", file=sys.stderr)
-        sys.exit(1)
-    print(f"  {name}: {time.time() - started:.0f} s", flush=True)
-    return json.loads((directory / "report" / "report.json").read_text())["summary"]
+        self.command = " ".join(command[1:])
+
+    def finish(self) -> dict:
+        """Show its progress to the end; returns the summary of its report, or ends this process."""
+        print(f"\n{self.name}: {self.command}", flush=True)
+        log_path = self.directory / "log.txt"
+        with open(log_path, "w") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                show_progress(self.name, line)
+        if self.process.wait():
+            print(f"error: the {self.name} run failed; its output is in {log_path}", file=sys.stderr)
+            sys.exit(1)
+        print(f"  {self.name}: {time.time() - self.started:.0f} s", flush=True)
+        return json.loads((self.directory / "report" / "report.json").read_text())["summary"]
 
 
 def show_progress(name: str, line: str) -> None:

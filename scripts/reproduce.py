@@ -141,7 +141,8 @@ STAGES = {
             ),
             Command(
                 "data_parallel_losses",
-                "scripts/data_parallel_convergence.py --output {output}/data_parallel_losses",
+                "scripts/data_parallel_convergence.py --output {output}/data_parallel_losses "
+                "--time-limit 450",
                 8.0,
             ),
             Command("gradient_hooks", f"{TORCHRUN} scripts/compare_gradient_hooks.py", 3.0),
