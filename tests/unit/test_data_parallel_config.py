@@ -1,29 +1,33 @@
 """Flags of data-parallel compression: what they mean, and what is refused with which words."""
 
 from argparse import ArgumentParser, Namespace
+from functools import lru_cache
 
 import pytest
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.config import CompressionConfigError, DataParallelCompression
-from megatron.compression.data_parallel.checks import check_data_parallel, idle_reason
+from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
 from megatron.compression.data_parallel.topology import group_by_node
 
 ON = {"dp_compression": "sdp4bit"}
 TAGC = {"dp_compression": "tagc"}
-MEGATRON = Namespace(
-    use_distributed_optimizer=True,
-    bf16=True,
-    fp16=False,
-    num_distributed_optimizer_instances=1,
-    use_precision_aware_optimizer=False,
-    save=None,
-    ckpt_format="torch_dist",
-)
+DERIVED = {"use_layer_wise_distributed_optimizer": False, "gtp_weight_remat_size": 1}
+"""What Megatron's validation adds to its flags."""
+
+
+@lru_cache
+def _megatron() -> dict:
+    """Megatron's flags at their defaults, but for a bf16 run with the distributed optimizer."""
+    parser = ArgumentParser()
+    add_megatron_arguments(parser)
+    return {**vars(parser.parse_args([])), **DERIVED, "use_distributed_optimizer": True, "bf16": True}
 
 
 def _check(settings: dict, **megatron) -> DataParallelCompression:
-    args = Namespace(**{**vars(MEGATRON), **megatron})
+    assert megatron.keys() <= _megatron().keys(), "not a flag of Megatron's"
+    args = Namespace(**{**_megatron(), **megatron})
     config = DataParallelCompression(**settings).resolved(args.use_distributed_optimizer)
     check_data_parallel(config, args)
     return config
@@ -96,10 +100,16 @@ def test_impossible_settings(settings: dict, message: str) -> None:
         (ON, {"use_megatron_fsdp": True}, "--use-megatron-fsdp communicates inside its own buffers"),
         (ON, {"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         (ON, {"num_experts": 8}, "--num-experts"),
-        (ON, {"use_layer_wise_distributed_optimizer": True}, "--use-layer-wise-distributed-optimizer"),
+        (
+            ON,
+            {"use_layer_wise_distributed_optimizer": True, "optimizer": "muon"},
+            "--optimizer muon with --use-distributed-optimizer",
+        ),
+        (ON, {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph replays the optimizer's step"),
+        (TAGC, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats runs every iteration twice"),
         (ON, {"fp8_param_gather": True}, "--fp8-param-gather gathers fp8 weights already"),
         (ON, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
-        (ON, {"reduce_scatter_with_fp32_accumulation": True}, "has its own reduce-scatter"),
+        (ON, {"ddp_reduce_scatter_with_fp32_accumulation": True}, "has its own reduce-scatter"),
         (ON, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         (ON, {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         (ON, {"bf16": False}, "add --bf16 or --fp16"),
@@ -130,6 +140,13 @@ def test_impossible_combinations(settings: dict, megatron: dict, message: str) -
     """Refused together with Megatron's flags."""
     with pytest.raises(CompressionConfigError, match=message):
         _check(settings, **megatron)
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_refused_flags_exist(name: str) -> None:
+    """Under the name that Megatron gives them: another one would refuse nothing."""
+    with pytest.raises(CompressionConfigError, match=f"--{name.replace('_', '-')} "):
+        _check(ON, **{name: 2})
 
 
 def test_nothing_to_do_is_said() -> None:

@@ -9,13 +9,12 @@ from megatron.compression.data_parallel.config import DataParallelCompression
 _REFUSED = {
     "use_megatron_fsdp": "communicates inside its own buffers",
     "use_torch_fsdp2": "communicates inside torch",
-    "use_layer_wise_distributed_optimizer": "gathers whole parameters instead of shards",
     "num_experts": "has a data-parallel group of its own for experts, which is not covered",
     "fp8_param_gather": "gathers fp8 weights already",
     "fp4_param_gather": "gathers fp4 weights already",
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers weights through the gradients' buffer",
     "overlap_param_gather_with_optimizer_step": "gathers weights in the middle of the optimizer's step",
-    "reduce_scatter_with_fp32_accumulation": "has its own reduce-scatter; the compressed one sums in fp32",
+    "ddp_reduce_scatter_with_fp32_accumulation": "has its own reduce-scatter; ours sums in fp32 too",
     "nccl_ub": "registers the buffers that its own collectives use",
 }
 _WEIGHTS = ("weight_quantization_bits", "wq_group_size", "weight_difference")
@@ -43,6 +42,11 @@ def check_data_parallel(settings: DataParallelCompression, args: Namespace) -> N
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; drop it or --dp-compression")
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        raise CompressionConfigError(
+            f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters instead "
+            "of shards; drop --use-distributed-optimizer or --dp-compression"
+        )
     if args.num_distributed_optimizer_instances > 1:
         raise CompressionConfigError(
             "--num-distributed-optimizer-instances reduces gradients in two steps of its own; drop it, "
@@ -94,9 +98,19 @@ def _check_weights(args: Namespace) -> None:
             "--use-precision-aware-optimizer writes the weights inside its own kernel, where the difference "
             "to the old ones is lost; drop it or --quantized-weights"
         )
+    if args.optimizer_cuda_graph:
+        raise CompressionConfigError(
+            "--optimizer-cuda-graph replays the optimizer's step, where the host has to hand over the "
+            "difference of the weights; drop it or --quantized-weights"
+        )
 
 
 def _check_error_feedback(args: Namespace) -> None:
+    if args.rerun_mode == "report_stats":
+        raise CompressionConfigError(
+            "--rerun-mode report_stats runs every iteration twice, and error feedback would lose what the "
+            "first time sent; drop it or error feedback"
+        )
     if args.fp16:
         raise CompressionConfigError(
             "--dp-error-feedback remembers gradients in units of the loss scale, which --fp16 changes; use "
