@@ -28,7 +28,7 @@ GPT_MODEL_ARGS = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 -
     --untie-embeddings-and-output-weights"""
 TRAINING_ARGS = """--micro-batch-size 32 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-    --bf16 --no-create-attention-mask-in-dataloader --eval-iters 16 --log-interval 10"""
+    --bf16 --no-create-attention-mask-in-dataloader --eval-iters 16"""
 TACO_ARGS = "--taco --taco-format {} --taco-min-message-mb 0"
 ORDINARY = {"fraction": 1.0, "codec": "none"}
 
@@ -67,6 +67,7 @@ def train(name: str, flags: str, data: dict[str, str], seed: int, options) -> di
     command += ["--tensor-model-parallel-size", str(options.tensor_parallel)]
     command += ["--train-iters", str(options.iterations)]
     command += ["--eval-interval", str(max(1, options.iterations // 3))]
+    command += ["--log-interval", str(max(1, min(10, options.iterations // 4)))]
     command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     command += ["--compression-report", str(directory / "report"), *flags.split(), *options.extra]

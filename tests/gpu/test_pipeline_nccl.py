@@ -1,8 +1,16 @@
-"""Every pipeline schedule again, on CUDA devices over NCCL: the Triton kernels and real streams."""
+"""Pipelines on CUDA devices over NCCL: the Triton kernels and real streams.
+
+Every schedule of the CPU tests, and whole runs with all kinds of parallelism compressed.
+"""
+
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.distributed.launch import tiny_flags, torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_pipeline_schedules import (
     CASES,
@@ -14,6 +22,9 @@ from tests.distributed.test_pipeline_schedules import (
 )
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+THREE_DIMENSIONS = """--hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
+    --use-distributed-optimizer --compression-3d --taco-min-message-mb 0"""
+
 pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(DEVICES < WORLD, reason=f"needs {WORLD} CUDA devices"),
@@ -36,3 +47,32 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """The bytes of the kernels, and losses near the exact ones."""
     check_bits(results, case)
+
+
+def test_three_dimensions_train_save_and_resume(tmp_path: Path) -> None:
+    """TP 2 x PP 2 with --compression-3d: every channel compressed; a resumed run takes the same course."""
+    saved = tmp_path / "saved"
+    flags = THREE_DIMENSIONS.split()
+    whole = _train(*flags, "--save", str(saved), "--save-interval", "2", report=tmp_path / "whole")
+    losses = _losses(whole)
+    assert sorted(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
+    for channel in ("tp.forward", "tp.backward", "pp.forward", "pp.backward"):
+        pair = whole["summary"]["bytes_per_iteration"][channel]
+        assert 0 < pair["sent"] < 0.6 * pair["uncompressed"], channel
+    shutil.rmtree(saved / "iter_0000004")
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = _losses(_train(*flags, "--load", str(saved), report=tmp_path / "resumed"))
+    assert resumed == pytest.approx({iteration: losses[iteration] for iteration in (3, 4)}, rel=1e-3)
+
+
+def _train(*flags: str, report: Path) -> dict:
+    """One run of pretrain_gpt.py on four devices; its report."""
+    words = tiny_flags(*flags, "--compression-report", str(report))
+    devices = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = torchrun("pretrain_gpt.py", *words, processes=WORLD, **devices).finish(timeout=240)
+    assert run.returncode == 0, run.output[-6000:]
+    return json.loads((report / "report.json").read_text())
+
+
+def _losses(report: dict) -> dict[int, float]:
+    return {row["iteration"]: row["losses"]["lm loss"] for row in report["history"] if "split" not in row}
