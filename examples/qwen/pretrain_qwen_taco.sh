@@ -5,7 +5,9 @@
 #
 #   examples/qwen/pretrain_qwen_taco.sh
 #   QWEN_MODEL=3-32b TP=8 NNODES=4 ... examples/qwen/pretrain_qwen_taco.sh --pipeline-model-parallel-size 2
-#   examples/qwen/pretrain_qwen_taco.sh --tp-compression none   the same run uncompressed
+#   COMPRESSION= examples/qwen/pretrain_qwen_taco.sh            the same run uncompressed
+#   COMPRESSION=--compression-3d TP=2 examples/qwen/pretrain_qwen_taco.sh --pipeline-model-parallel-size 2
+#                                                               TP 2, PP 2, DP 2, all of them compressed
 #   HF_DIR=Qwen2.5-7B examples/qwen/pretrain_qwen_taco.sh       from the weights in that folder, with its tokenizer
 #   TINY=1 examples/qwen/pretrain_qwen_taco.sh                  2 small layers on 2 processes with mock data:
 #                                                               seconds on a laptop, no GPU needed
@@ -34,6 +36,7 @@ if [ "${TINY:-0}" = 1 ]; then
     : "${MICRO_BATCH_SIZE:=2}" "${GLOBAL_BATCH_SIZE:=4}" "${TRAIN_ITERS:=20}"
     : "${LR:=2e-3}" "${MIN_LR:=2e-4}" "${LOG_INTERVAL:=1}" "${EVAL_INTERVAL:=20}" "${EVAL_ITERS:=1}"
     : "${CHECKPOINT_PATH:=}" "${TENSORBOARD_LOGS_PATH:=}" "${SPLIT:=90,10,0}"
+    : "${COMPRESSION=--taco --taco-min-message-mb 0}" # the messages of so small a model are below the default
     # Flags of one's own win over those of --qwen-model.
     TINY_ARGS=(
         --num-layers 2
@@ -43,12 +46,11 @@ if [ "${TINY:-0}" = 1 ]; then
         --num-query-groups 2
         --kv-channels 16
         --vocab-size 256
-        --taco-min-message-mb 0
     )
 fi
 
 : "${NNODES:=1}" "${NODE_RANK:=0}" "${GPUS_PER_NODE:=8}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
-: "${QWEN_MODEL:=2.5-7b}" "${TP:=4}" "${SEQ_LENGTH:=4096}"
+: "${QWEN_MODEL:=2.5-7b}" "${TP:=4}" "${SEQ_LENGTH:=4096}" "${COMPRESSION=--taco}"
 : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=128}" "${TRAIN_ITERS:=100000}" "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}"
 : "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}" "${SPLIT:=99,1,0}"
 : "${CHECKPOINT_PATH=checkpoints/qwen${QWEN_MODEL}}" "${TENSORBOARD_LOGS_PATH=tensorboard/qwen${QWEN_MODEL}}"
@@ -94,7 +96,7 @@ MODEL_PARALLEL_ARGS=(
     --overlap-param-gather
 )
 
-COMPRESSION_ARGS=(--taco)
+read -ra COMPRESSION_ARGS <<<"$COMPRESSION"
 
 if [ -n "${DATA_PATH:-}" ]; then
     read -ra DATA_PREFIXES <<<"$DATA_PATH"

@@ -62,6 +62,17 @@ def test_every_model_has_a_full_size_command_line(echo_torchrun) -> None:
         assert args.save == args.load == f"checkpoints/qwen{name}"
 
 
+def test_compression_is_a_variable(echo_torchrun) -> None:
+    """None of it, all three dimensions, and the default of the tiny size."""
+    for variables, words in (
+        ({"COMPRESSION": ""}, set()),
+        ({"COMPRESSION": "--compression-3d"}, {"--compression-3d"}),
+        ({"TINY": "1"}, {"--taco", "--taco-min-message-mb"}),
+    ):
+        printed = run_script(echo_torchrun, **variables).splitlines()
+        assert {word for word in printed if "compression" in word or "taco" in word[:6]} == words
+
+
 def test_a_tiny_run_compresses_and_learns() -> None:
     tiny = {"TINY": "1", "QWEN_MODEL": "3-8b", "TRAIN_ITERS": "12", "MASTER_PORT": str(free_port())}
     log = run_script(str(Path(sys.executable).parent), "--seed", "7", "--num-workers", "0", **tiny)
