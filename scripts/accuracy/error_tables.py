@@ -1,11 +1,9 @@
-#!/usr/bin/env python
-"""Tables and plots of what ``errors`` measured.
+"""Tables and plots of what ``errors`` measured, and the small form of it that is kept.
 
-python -m scripts.accuracy.error_tables results/errors.json --plots docs/accuracy
+A kept stage holds the medians over the sites by direction, what is encoded and codec (``codecs``), and the
+signals by site without their histograms, which only the sites of ``histograms`` keep.
 """
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,16 +13,7 @@ from scripts.accuracy.errors import BINS, RANGE
 
 ORDER = ("initial", "early", "middle", "late")
 QUANTITIES = ("error", "own_error", "common", "own_gain", "bias")
-
-
-def rows_of(stage: dict) -> list[dict]:
-    """The rows of a stage as dicts."""
-    return [dict(zip(stage["columns"], row, strict=True)) for row in stage["rows"]]
-
-
-def kind_of(row: dict) -> str:
-    """What is encoded: hop 1 of a sum, hop 2 of it, or a gathered slice."""
-    return "gathered slice" if row["site"].endswith("gather") else f"sum, hop {row['hop']}"
+WITHOUT_MEAN = " without mean"
 
 
 def in_order(stages: Sequence[str]) -> list[str]:
@@ -32,21 +21,50 @@ def in_order(stages: Sequence[str]) -> list[str]:
     return sorted(stages, key=lambda name: (ORDER.index(name.split("-")[0]), name))
 
 
-def codec_table(stage: dict) -> list[str]:
-    """Median over the sites by direction, kind and codec."""
+def stages_of(records: Sequence[dict]) -> dict[str, dict]:
+    """Stage -> what was measured, in a kept form, from the records of kind errors."""
+    found = {r["id"].split("/")[1]: keep(r["errors"]) for r in records if r["kind"] == "errors"}
+    return {name: found[name] for name in in_order(list(found))}
+
+
+def kind_of(row: dict) -> str:
+    """What is encoded: hop 1 of a sum, hop 2 of it, or a gathered slice."""
+    return "gathered slice" if row["site"].endswith("gather") else f"sum, hop {row['hop']}"
+
+
+def keep(errors: dict) -> dict:
+    """The small form of what ``errors.probe`` returned; medians to four digits, and the worst error."""
+    if "codecs" in errors:
+        return errors
     groups = defaultdict(list)
-    for row in rows_of(stage):
+    for row in (dict(zip(errors["columns"], row, strict=True)) for row in errors["rows"]):
         groups[row["direction"], kind_of(row), row["codec"]].append(row)
-    lines = [
-        "| direction | what | codec | error, % | of the own part, % | common | own gain, % | bias |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    codecs = []
     for (direction, kind, codec), rows in sorted(groups.items(), key=lambda item: item[0][:2]):
-        error, own, common, gain, bias = (statistics.median(row[q] for row in rows) for q in QUANTITIES)
-        lines.append(
-            f"| {direction} | {kind} | {codec} | {100 * error:.2f} | {100 * own:.2f} | {common:.1f} | "
-            f"{100 * gain:+.3f} | {bias:.2f} |"
-        )
+        medians = {q: float(f"{statistics.median(row[q] for row in rows):.4g}") for q in QUANTITIES}
+        worst = max(rows, key=lambda row: row["error"])
+        codecs.append({"direction": direction, "what": kind, "codec": codec, **medians})
+        codecs[-1] |= {"worst": float(f"{worst['error']:.4g}"), "worst_site": worst["site"]}
+    return {"codecs": codecs, "signals": errors["signals"]}
+
+
+def codec_table(stage: dict) -> list[str]:
+    """A row a codec: errors by direction and hop, and what they do to the part of the signal that tells
+    tokens apart (``own``)."""
+    rows = {(r["direction"], r["what"], r["codec"]): r for r in stage["codecs"]}
+    names = dict.fromkeys(r["codec"] for r in stage["codecs"] if not r["codec"].endswith(WITHOUT_MEAN))
+    titles = ["codec", "hop 1, %", "hop 2, %", "of the own part, %", "without mean, of the own part, %"]
+    titles += ["own gain, %", "common", "bias", "gathered slice, %", "backward hop 1, %", "backward hop 2, %"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for name in names:
+        hop1, hop2 = (rows["forward", f"sum, hop {hop}", name] for hop in (1, 2))
+        free = rows["forward", "sum, hop 2", name + WITHOUT_MEAN]
+        cells = [hop1["error"], hop2["error"], hop2["own_error"], free["own_error"]]
+        text = [f"{100 * value:.2f}" for value in cells]
+        text += [f"{100 * hop2['own_gain']:+.3f}", f"{hop2['common']:.1f}", f"{hop2['bias']:.2f}"]
+        text.append(f"{100 * rows['forward', 'gathered slice', name]['error']:.2f}")
+        text += [f"{100 * rows['backward', f'sum, hop {hop}', name]['error']:.2f}" for hop in (1, 2)]
+        lines.append(f"| {name} | {' | '.join(text)} |")
     return lines
 
 
@@ -68,16 +86,28 @@ def signal_table(stages: dict[str, dict]) -> list[str]:
     return lines
 
 
+def tables(stages: dict[str, dict]) -> str:
+    """Everything as Markdown."""
+    if not stages:
+        return ""
+    parts = ["### Signals\n", *signal_table(stages), ""]
+    for name, stage in stages.items():
+        parts += [f"### Errors of one encoding, {name} (medians over the sites)\n", *codec_table(stage), ""]
+    return "\n".join(parts)
+
+
 def plots(stages: dict[str, dict], folder: Path) -> list[Path]:
-    """Shared share and error by layer, and the distributions that were kept, as PNG."""
+    """Shared share by layer, and the distributions that were kept, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if not stages:
+        return []
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4))
     for name in in_order(list(stages)):
         for ax, (direction, site) in zip(
             axes, (("forward", "fc2 reduce"), ("backward", "fc1 reduce")), strict=True
@@ -86,13 +116,13 @@ def plots(stages: dict[str, dict], folder: Path) -> list[Path]:
             rows = [r for r in rows if r["site"].endswith(f" {site}")]
             points = sorted((int(r["site"].split()[0]), 100 * r["shared"]) for r in rows)
             ax.plot(*zip(*points, strict=True), "o-", label=name)
-            ax.set_title(f"{direction}, {site}")
+            ax.set_title(f"{direction}, {site}", fontsize=9)
             ax.set_xlabel("layer")
-    axes[0].set_ylabel("mean over tokens, % of the energy")
+    axes[0].set_ylabel("mean over tokens, % of the energy", fontsize=8)
     axes[0].legend(fontsize=7)
     figure.tight_layout()
     written.append(folder / "shared.png")
-    figure.savefig(written[-1], dpi=110)
+    figure.savefig(written[-1], dpi=100)
     pyplot.close(figure)
 
     last = in_order(list(stages))[-1]
@@ -100,37 +130,21 @@ def plots(stages: dict[str, dict], folder: Path) -> list[Path]:
     if kept:
         columns = 3
         lines = -(-len(kept) // columns)
-        figure, grid = pyplot.subplots(lines, columns, figsize=(11, 2.6 * lines), squeeze=False)
+        figure, grid = pyplot.subplots(lines, columns, figsize=(10, 2.4 * lines), squeeze=False)
         middle = [-RANGE + (i + 0.5) * 2 * RANGE / BINS for i in range(BINS)]
         for ax, row in zip(grid.flat, kept, strict=False):
             for part, counts in row["histograms"].items():
-                ax.semilogy(middle, [max(c, 0.5) / sum(counts) for c in counts], label=part)
+                shares = [count / sum(counts) or float("nan") for count in counts]
+                ax.semilogy(
+                    middle, shares, label="all" if part == "signal" else "without the mean over tokens"
+                )
             ax.set_title(f"{row['direction']} {row['site']}", fontsize=8)
-        grid[0, 0].legend(fontsize=7)
+            ax.tick_params(labelsize=7)
+        grid[0][0].legend(fontsize=6)
         figure.supxlabel(f"value / rms ({last}; the outermost bins are open)", fontsize=8)
+        figure.supylabel("share of the values", fontsize=8)
         figure.tight_layout()
         written.append(folder / "distributions.png")
-        figure.savefig(written[-1], dpi=110)
+        figure.savefig(written[-1], dpi=100)
         pyplot.close(figure)
     return written
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("errors", type=Path, help="what scripts.accuracy.errors wrote")
-    parser.add_argument("--plots", type=Path, help="folder for PNG plots")
-    args = parser.parse_args(argv)
-    stages = json.loads(args.errors.read_text())
-    for name in in_order(list(stages)):
-        print(f"### Errors, {name}\n", *codec_table(stages[name]), "", sep="\n")
-    print("### Signals\n", *signal_table(stages), sep="\n")
-    if args.plots:
-        for path in plots(stages, args.plots):
-            print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """The codecs' error on the tensors of a real model: by site, direction, hop and stage of training.
 
-    python -m scripts.accuracy.errors --work-dir /var/tmp/accuracy --out errors.json
+    python -m scripts.accuracy.errors --work-dir /var/tmp/accuracy --out errors.jsonl
 
-takes the checkpoints that ``run`` left there. One batch goes forward and backward uncompressed; what every
-exchange would send is encoded by each codec on the side. See ``measure`` for the quantities.
+takes the checkpoints that ``run`` left there; its campaign does the same for seed 0. One batch goes forward
+and backward uncompressed; what every exchange would send is encoded by each codec on the side. See
+``measure`` for the quantities.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import torch
 
 from scripts.accuracy import layers
 from scripts.accuracy.exchange import Exchange, reduce_once, rounding_key, send
-from scripts.accuracy.model import GPT
-from scripts.accuracy.settings import PAPER, Setting, parse_codec
+from scripts.accuracy.model import GPT, ModelConfig
+from scripts.accuracy.settings import BITS, PAPER, Setting, parse_codec
+from scripts.accuracy.training import Corpus
 from taco_kernels import CodecConfig, Stream
 
 CODECS = (
@@ -25,8 +27,8 @@ CODECS = (
     "fp8-e4m3:128:dual:plain",
     "fp8-tensor",
     "fp8-e4m3:128:dual:stochastic",
-    *(f"int{bits}:128:single" for bits in (8, 6, 5, 4)),
-    *(f"int{bits}:128:single:dither" for bits in (8, 6, 5, 4)),
+    *(f"int{bits}:128:single" for bits in BITS),
+    *(f"int{bits}:128:single:dither" for bits in BITS),
 )
 DRAWS = 4
 BINS = 61
@@ -203,37 +205,54 @@ def default_histograms(blocks: int) -> list[str]:
     return forward + [f"backward {i} fc1 reduce" for i in chosen]
 
 
+def errors_at(
+    checkpoint: Path | None,
+    config: ModelConfig,
+    corpus: Corpus,
+    device: str,
+    codecs: Sequence[str] = CODECS,
+    world_size: int = 4,
+    batch: int = 16,
+) -> dict[str, list]:
+    """``probe`` with the weights of a checkpoint (None: those of seed 0 at the start), on validation text.
+
+    Args:
+        batch: sequences.
+    """
+    model = GPT(config).to(device)
+    if checkpoint is None:
+        model.initialise(0)
+    else:
+        model.load_state_dict(torch.load(checkpoint, map_location=device)["model"])
+    tokens = corpus.take(corpus.valid, torch.arange(batch, device=device))
+    return probe(model, *tokens, codecs, world_size, default_histograms(config.layers))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="that of scripts.accuracy.run")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write, a line a checkpoint")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), help="as in settings.py")
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16, help="sequences")
     parser.add_argument("--size", choices=("111m", "tiny"), default="111m")
     args = parser.parse_args(argv)
     from scripts.accuracy.run import sizes
-    from scripts.accuracy.training import Corpus
 
     args.steps = 1
     config, _ = sizes(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    corpus, model = Corpus(args.work_dir / "corpus", config.sequence, device), GPT(config).to(device)
-    batch = corpus.take(corpus.valid, torch.arange(args.batch, device=device))
-    stages = {}
-    for path in [None, *sorted((args.work_dir / "checkpoints").glob("*.pt"))]:
-        if path is None:
-            model.initialise(0)
-        else:
-            model.load_state_dict(torch.load(path, map_location=device)["model"])
-        stage = path.stem if path else "initial"
-        kept = default_histograms(config.layers)
-        stages[stage] = probe(model, *batch, args.codecs, args.world_size, kept)
-        print(f"{stage}: {len(stages[stage]['rows'])} rows", flush=True)
-    args.out.write_text(json.dumps(stages) + "\n")
+    corpus = Corpus(args.work_dir / "corpus", config.sequence, device)
+    with args.out.open("w") as stream:
+        for path in [None, *sorted((args.work_dir / "checkpoints").glob("*.pt"))]:
+            found = errors_at(path, config, corpus, device, args.codecs, args.world_size, args.batch)
+            name = path.stem if path else "initial-0"
+            record = {"id": f"errors/{name}", "kind": "errors", "start": path and name, "errors": found}
+            stream.write(json.dumps(record) + "\n")
+            print(f"{name}: {len(found['rows'])} rows", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Everything that is sent is encoded and decoded by the project's codecs, with the
 megatron.compression.collectives gives them, so a simulated all-reduce has the bits of a real one.
 """
 
+from collections.abc import Callable
+
 import torch
 
 import taco_kernels
@@ -11,6 +13,23 @@ from scripts.accuracy.settings import TENSOR_FP8, Setting, parse_codec
 from taco_kernels import CodecConfig, Stream
 
 _MASK = 2**64 - 1
+_compiling = [False]
+
+
+def compile_elementwise(value: bool) -> None:
+    """Whether what is not one of the codecs' kernels is compiled on CUDA tensors (process-wide)."""
+    _compiling[0] = value
+
+
+def _fused(function: Callable) -> Callable:
+    """``function``, compiled if that is wanted: many passes over large tensors become two."""
+    compiled = torch.compile(function, dynamic=False)
+
+    def call(x: torch.Tensor, *arguments):
+        with torch.no_grad():
+            return (compiled if _compiling[0] and x.is_cuda else function)(x, *arguments)
+
+    return call
 
 
 def rounding_key(*numbers: int) -> int:
@@ -83,8 +102,21 @@ class Exchange:
     def _send(self, x: torch.Tensor, codec, random: Stream, dtype: torch.dtype) -> torch.Tensor:
         if not self.setting.remove_mean:
             return send(x, codec, random, dtype)
-        mean = x.float().mean(dim=0).bfloat16().float()
-        return (send(x.float() - mean, codec, random, torch.float32) + mean).to(dtype)
+        own, mean = split_mean(x)
+        return add_mean(send(own, codec, random, torch.float32), mean, dtype)
+
+
+@_fused
+def split_mean(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, h] without its mean over the tokens, fp32, and that mean in bf16's precision."""
+    mean = x.float().mean(dim=0).bfloat16().float()
+    return x.float() - mean, mean
+
+
+@_fused
+def add_mean(x: torch.Tensor, mean: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of split_mean."""
+    return (x + mean).to(dtype)
 
 
 def same_groups(a: object, b: object) -> bool:
@@ -110,10 +142,7 @@ def reduce_once(partials: torch.Tensor, codec, key: int, dtype: torch.dtype) -> 
     if codec is None:
         return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
     if codec == TENSOR_FP8:
-        total = round_trip_tensor_fp8(partials[0])
-        for partial in partials[1:]:
-            total += round_trip_tensor_fp8(partial)
-        return total.to(dtype)
+        return sum_tensor_fp8(partials, dtype)
     wires = encode_partials(partials, codec, key)
     return taco_kernels.decode_sum(wires, codec, partials.shape[1:], dtype, Stream(key, 0))
 
@@ -123,13 +152,17 @@ def send(x: torch.Tensor, codec, random: Stream, dtype: torch.dtype) -> torch.Te
     if codec is None:
         return x.to(dtype, copy=True)
     if codec == TENSOR_FP8:
-        return round_trip_tensor_fp8(x).to(dtype)
+        return sum_tensor_fp8(x[None], dtype)
     wire = taco_kernels.encode(x, codec, 1, random)
     return taco_kernels.decode(wire, codec, x.shape, dtype, random)
 
 
-def round_trip_tensor_fp8(x: torch.Tensor) -> torch.Tensor:
-    """fp32: x in fp8-e4m3 with one scale for the whole tensor, its largest magnitude at 448."""
-    x = x.float()
-    scale = x.abs().amax().clamp(min=1e-30) / 448
-    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+@_fused
+def sum_tensor_fp8(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum over the first dimension in fp32, each summand in fp8-e4m3 with its largest magnitude at 448."""
+    total = None
+    for partial in partials.unbind():
+        scale = partial.abs().amax().float().clamp(min=1e-30) / 448
+        codes = (partial.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        total = codes.float() * scale if total is None else total + codes.float() * scale
+    return total.to(dtype)

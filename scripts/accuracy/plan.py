@@ -1,4 +1,5 @@
-"""Lists of runs. The order is that of importance: workers take the first job that fits into their time."""
+"""Lists of runs, most important first. Workers take the first job of the list that fits into their time, so
+the short branches at its end fill what is left of a call when no run from scratch fits any more."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -7,22 +8,32 @@ from scripts.accuracy.settings import SETTINGS
 
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
 """Where in the schedule the branches start."""
-MAIN = ("none", "paper", "int6-dither", "int8-dither", "int5-dither", "int4-dither", "int6-nearest")
-REST = (
-    *("none-tp2", "int8-nearest", "int4-nearest", "int5-nearest", "fp8-plain", "fp8-tensor"),
-    "int6-stochastic-hop2",
+SCRATCH = (
+    *("none", "paper", "int6-dither", "int5-dither", "int4-dither", "none-tp2", "int8-dither"),
+    *("int6-nearest", "int8-nearest", "int4-nearest", "fp8-plain", "int5-nearest", "fp8-tensor"),
 )
-SLICED = ("paper-sp", "int6-dither-sp", "int5-dither-sp", "int4-dither-sp")
+"""From scratch, every seed of a setting before the next setting."""
+BEFORE_BRANCHES = 9
+"""So many of them come before the first branches."""
+SLICED = ("int6-dither-sp", "paper-sp", "int4-dither-sp")
 """From scratch with sequence parallelism, when all else is done."""
-BRANCHES = (
-    *("none-tp2", "paper", "int8-dither", "int6-dither", "int5-dither", "int4-dither", "int6-nearest"),
-    *("int8-nearest", "int4-nearest", "paper-forward", "paper-backward", "paper-hop1", "paper-hop2"),
-    *("fp8-plain", "fp8-tensor", "int6-dither-hop2", "int6-stochastic-hop2", "int6-meanfree"),
-    *("paper-meanfree", "int6-stochastic", "fp8-stochastic", "int5-stochastic-hop2", "int4-int6-dither"),
-    "int4-int8-dither",
-    *("none-sp", "paper-sp", "int8-dither-sp", "int6-dither-sp", "int5-dither-sp", "int4-dither-sp"),
-    *("int6-nearest-sp", "int4-nearest-sp"),
+PAIRED = ("none-tp2", "paper", "int6-dither", "int5-dither", "int4-dither", "int8-dither")
+"""Branches of every replicate: the null comparison and what might be recommended."""
+MECHANISM = (
+    *("int6-nearest", "int6-dither-hop2", "int6-meanfree"),
+    *("int4-nearest", "int4-dither-hop2", "int4-meanfree", "paper-meanfree"),
 )
+"""Does dither in hop 2 alone, or removing the mean over the tokens, repair rounding to nearest?"""
+SEQUENCE_PARALLEL = ("paper-sp", "int6-dither-sp", "int4-dither-sp", "int8-dither-sp", "int5-dither-sp")
+LOWEST = tuple(name for name in ("int3-dither", "int3-nearest") if name in SETTINGS)
+PARTS = ("paper-forward", "paper-backward", "paper-hop1", "paper-hop2", "int6-stochastic")
+"""Which hop and direction does the damage."""
+FORMATS = (
+    *("int8-nearest", "int5-nearest", "fp8-plain", "fp8-tensor", "fp8-stochastic"),
+    *("int4-int6-dither", "int6-int4-dither", "int4-int8-dither"),
+    *("int6-nearest-sp", "int4-nearest-sp", "int6-stochastic-hop2", "int4-stochastic-hop2"),
+)
+BRANCHES = (*PAIRED, *MECHANISM, *SEQUENCE_PARALLEL, *LOWEST, *PARTS, *FORMATS)
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Job:
     save: dict[int, str] = field(default_factory=dict)
     """Checkpoints to write, by step."""
     kind: str = "scratch"
+    """scratch, branch, repeat (of a branch), or errors: no training, the codecs' errors at a checkpoint."""
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -47,9 +59,9 @@ class Job:
 
 def scratch(settings: Iterable[str], seeds: Iterable[int], steps: int) -> list[Job]:
     """Whole runs; the uncompressed one of each seed leaves the checkpoints that branches start from."""
-    jobs = []
-    for seed in seeds:
-        for name in settings:
+    jobs, seeds = [], list(seeds)
+    for name in settings:
+        for seed in seeds:
             save = {}
             if name == "none":
                 save = {round(part * steps): f"{at}-{seed}" for at, part in CHECKPOINTS.items()}
@@ -57,25 +69,28 @@ def scratch(settings: Iterable[str], seeds: Iterable[int], steps: int) -> list[J
     return jobs
 
 
-def branches(
-    settings: Iterable[str], orders: Iterable[int], steps: int, trunks: Iterable[int] = (0,)
-) -> list[Job]:
-    """Continuations of the uncompressed runs: for each checkpoint and data order, every setting and none."""
-    jobs = []
-    for order in orders:
-        for trunk in trunks:
-            for at in CHECKPOINTS:
-                start = f"{at}-{trunk}"
-                jobs += [
-                    Job(f"branch/{start}/{name}/{order}", name, order, steps, start=start, kind="branch")
-                    for name in ("none", *settings)
-                ]
-    return jobs
+def branches(settings: Iterable[str], replicates: Iterable[int], steps: int) -> list[Job]:
+    """Continuations of the uncompressed runs, each setting at every checkpoint before the next setting.
+
+    Replicate r continues from the checkpoints of seed r, with a data order of its own.
+    """
+    return [
+        Job(f"branch/{at}-{r}/{name}/{1000 + r}", name, 1000 + r, steps, start=f"{at}-{r}", kind="branch")
+        for r in replicates
+        for name in settings
+        for at in CHECKPOINTS
+    ]
 
 
 def repeat(job: Job) -> Job:
     """The same run once more, to see whether it is bitwise the same."""
     return Job(f"{job.id}/again", job.setting, job.seed, job.steps, job.start, kind="repeat")
+
+
+def error_jobs() -> list[Job]:
+    """The codecs' errors on the tensors of seed 0, at its start and at its checkpoints."""
+    starts = [None, *(f"{at}-0" for at in CHECKPOINTS)]
+    return [Job(f"errors/{start or 'initial-0'}", "none", 0, 0, start, kind="errors") for start in starts]
 
 
 def make_plan(
@@ -86,26 +101,40 @@ def make_plan(
     settings: list[str] | None,
     branch_settings: list[str] | None,
 ) -> list[Job]:
-    """The jobs of a plan: trial, scratch, branch or campaign."""
+    """The jobs of a plan: trial, scratch, branch or campaign.
+
+    Raises:
+        ValueError: an unknown plan or setting.
+    """
     unknown = {*(settings or ()), *(branch_settings or ())} - SETTINGS.keys()
     if unknown:
         raise ValueError(f"unknown settings {sorted(unknown)}; see scripts/accuracy/settings.py")
-    main = settings or list(MAIN)
-    trunk = scratch(["none"], [0], steps)
-    orders = range(1000, 1000 + seeds)
+    without_base = lambda names: [n for n in names if n != "none"]  # noqa: E731
+    chosen, of_branches = without_base(settings or SCRATCH), without_base(branch_settings or BRANCHES)
     if name == "trial":
-        short = settings or ["paper", "int6-dither"]
-        jobs = [*trunk, *branches(short, [1000], branch_steps)]
-        return [*jobs, repeat(jobs[1]), *scratch(short, [0], steps)]
-    if name == "branch":
-        return [*trunk, *branches(branch_settings or BRANCHES, orders, branch_steps)]
-    whole = scratch(["none", *(s for s in main if s != "none")], range(seeds), steps)
+        short = without_base(settings or ["paper", "int6-dither"])
+        jobs = branches(["none", *short], [0], branch_steps)
+        return [*scratch(["none"], [0], steps), *jobs, repeat(jobs[0]), *scratch(short, [0], steps)]
+    whole = scratch(["none", *chosen], range(seeds), steps)
     if name == "scratch":
         return whole
-    if name == "campaign":
-        rest = scratch(REST, range(seeds), steps) if settings is None else []
-        sliced = scratch(SLICED, range(seeds), steps) if settings is None else []
-        first, *others = (branches(branch_settings or BRANCHES, [order], branch_steps) for order in orders)
-        others = [job for jobs in others for job in jobs]
-        return [*whole, repeat(first[0]), *rest[: len(REST)], *first, *rest[len(REST) :], *sliced, *others]
-    raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
+    if name == "branch":
+        return [
+            *scratch(["none"], range(seeds), steps),
+            *branches(["none", *of_branches], range(seeds), branch_steps),
+        ]
+    if name != "campaign":
+        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
+    if branch_settings is None:
+        often, seldom = list(PAIRED), [n for n in of_branches if n not in PAIRED]
+        first, last = [*MECHANISM, *SEQUENCE_PARALLEL, *LOWEST], [*PARTS, *FORMATS]
+    else:
+        often, seldom, first, last = of_branches, [], [], []
+    replicates = range(1, seeds)
+    start = branches(["none", *often, *first], [0], branch_steps)
+    cut = seeds * BEFORE_BRANCHES
+    jobs = [*whole[:cut], *start[: len(CHECKPOINTS)], repeat(start[0]), *start[len(CHECKPOINTS) :]]
+    jobs += [*whole[cut:], *error_jobs()]
+    jobs += branches(["none", *often], replicates, branch_steps)
+    jobs += branches(last, [0], branch_steps) + branches(seldom, replicates, branch_steps)
+    return jobs + (scratch(SLICED, range(seeds), steps) if settings is None else [])

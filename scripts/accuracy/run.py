@@ -3,9 +3,10 @@
 
     python -m scripts.accuracy.run --work-dir /var/tmp/accuracy --plan campaign --minutes 9 --out results
 
-The workers share a queue: each takes the first job of the plan that is not done, whose checkpoint exists and
-that fits into the time left. Results are one JSON line a run in results-*.jsonl of --out; a later call with
-the same --work-dir goes on where this one stopped. Prints a summary at the end.
+The workers share a queue (schedule.py): each takes the first job of the plan that is not done, whose
+checkpoint exists and that fits into the time left. Results are one JSON line a run in results-*.jsonl of
+--out, written when the run ends. A later call with the same --work-dir goes on where this one stopped; on
+another machine --known names the folder of the earlier results. Prints a summary at the end.
 """
 
 import argparse
@@ -16,10 +17,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+CHECKED_STEPS = (20, 100, 300, 600, 900)
+"""Where a run looks whether it will end in time."""
+GRACE_SECONDS = 10.0
+"""How late it may be."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -29,11 +34,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
     parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
+    parser.add_argument("--known", type=Path, help="folder of earlier results-*.jsonl: those jobs are done")
     parser.add_argument("--plan", default="campaign", help="trial, scratch, branch or campaign (plan.py)")
     parser.add_argument("--settings", nargs="*", help="names for the runs from scratch (settings.py)")
     parser.add_argument("--branch-settings", nargs="*", help="names for the branches")
     parser.add_argument("--steps", type=int, default=1232, help="of a run from scratch")
-    parser.add_argument("--branch-steps", type=int, default=100)
+    parser.add_argument("--branch-steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
     parser.add_argument("--workers", type=int, help="processes, one a GPU (default: all GPUs)")
@@ -57,140 +63,210 @@ def sizes(args: argparse.Namespace):
     return ModelConfig(), Schedule(args.steps)
 
 
-def done(work: Path) -> set[str]:
-    """Ids of the jobs that have a result."""
-    found = set()
-    for path in work.glob("results-*.jsonl"):
-        found |= {json.loads(line)["id"] for line in path.read_text().splitlines()}
-    return found
+def records_of(folder: Path) -> list[dict]:
+    """All results in a folder, each job once."""
+    from scripts.accuracy.records import load
+
+    return load(sorted(folder.glob("results-*.jsonl")))
+
+
+def claim_of(work: Path, job_id: str, what: str = "taken") -> Path:
+    """The file that says that a worker has begun a job or failed in it."""
+    return work / "claims" / f"{job_id.replace('/', '_')}.{what}"
 
 
 def claim(work: Path, job_id: str) -> bool:
     """Whether this worker is the first to want the job."""
     try:
-        (work / "claims" / job_id.replace("/", "_")).touch(exist_ok=False)
+        claim_of(work, job_id).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
-class Estimate:
-    """How long a run will take, from those before it."""
-
-    def __init__(self) -> None:
-        self.step, self.rest = 0.15, 8.0
-
-    def seconds(self, steps: int) -> float:
-        """For a run of so many steps, evaluation included."""
-        return self.step * steps + self.rest
-
-    def observe(self, seconds_per_step: float, steps: int, seconds: float) -> None:
-        """Learn from a run."""
-        self.step = seconds_per_step
-        self.rest = max(1.0, seconds - seconds_per_step * steps)
-
-
-def warm_up(model, schedule, device: str, settings: list[str], sharers: tuple[int, int]) -> None:
-    """Compile: the layers in both forms, and the codec kernels of this worker's share of the settings."""
+def compile_form(model, schedule, device: str, sequence_parallel: bool) -> None:
+    """Compile the layers in one form, forward and backward and for evaluation."""
     import torch
 
     from scripts.accuracy import layers
     from scripts.accuracy.exchange import Exchange
-    from scripts.accuracy.settings import SETTINGS
+    from scripts.accuracy.settings import Setting
 
-    index, count = sharers
-    forms = [
-        name for name in ("none", "none-sp") if name == "none" or any(s.endswith("-sp") for s in settings)
-    ]
-    mine = [name for name in settings if name not in forms][index::count]
     shape = (schedule.batch, model.config.sequence)
     ids = torch.randint(model.config.vocabulary, shape, device=device)
-    model.initialise(0)
-    for name in [*forms, *mine]:
-        setting = SETTINGS[name]
-        layers.bind(Exchange(setting))
-        model.use_sequence_parallelism(setting.sequence_parallel)
-        model(ids, ids).mean().backward()
-        model.zero_grad(set_to_none=True)
-        if name in forms:
-            with torch.no_grad():
-                model(ids, ids)
+    layers.bind(Exchange(Setting("warm-up", sequence_parallel=sequence_parallel)))
+    model.use_sequence_parallelism(sequence_parallel)
+    model(ids, ids).mean().backward()
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        model(ids, ids)
     layers._bound.clear()
 
 
-def work(args: argparse.Namespace) -> None:
-    """One worker: jobs until the time is up."""
-    import torch
+class Worker:
+    """One process on one GPU.
 
-    from scripts.accuracy.model import GPT
-    from scripts.accuracy.settings import SETTINGS
-    from scripts.accuracy.training import Corpus, Trainer, use_deterministic_kernels
+    Args:
+        args: the command line.
+        plan: the jobs.
+    """
 
-    start, label = time.time(), f"[worker {args.worker}]"
-    say = lambda text: print(f"{label} {time.time() - start:6.1f} s  {text}", flush=True)  # noqa: E731
-    use_deterministic_kernels()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, schedule = sizes(args)
-    plan = plan_of(args)
-    settings = list(dict.fromkeys(job.setting for job in plan))
-    compiled = not args.eager and device == "cuda"
-    share = (args.worker, args.workers or 1)
-    model = GPT(config, compiled).to(device)
-    if device == "cuda":
-        try:
-            warm_up(model, schedule, device, settings, share)
-        except Exception:
-            traceback.print_exc()
-            say("compiling failed, going on without" if compiled else "warm-up failed")
-            compiled, model = False, GPT(config, False).to(device)
-    say(f"warm ({'compiled' if compiled else 'eager'})")
-    while not (args.work_dir / "corpus" / "meta.json").exists():
-        if time.time() > args.deadline:
+    def __init__(self, args: argparse.Namespace, plan) -> None:
+        import torch
+
+        from scripts.accuracy.exchange import compile_elementwise
+        from scripts.accuracy.model import GPT
+        from scripts.accuracy.training import use_deterministic_kernels
+
+        self.args, self.plan, self.began = args, plan, time.time()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        use_deterministic_kernels()
+        self.config, self.schedule = sizes(args)
+        self.compiled = not args.eager and self.device == "cuda"
+        self.model = GPT(self.config, self.compiled).to(self.device)
+        self.model.initialise(0)
+        compile_elementwise(self.compiled)
+        self.forms: set[bool] = set()
+        self.ensure_form(False)
+        self.say(f"warm ({'compiled' if self.compiled else 'eager'})")
+        self.trainer = None
+
+    def say(self, text: str) -> None:
+        """A line on stdout."""
+        print(f"[worker {self.args.worker}] {time.time() - self.began:6.1f} s  {text}", flush=True)
+
+    def ensure_form(self, sequence_parallel: bool) -> None:
+        """Compile the layers in a form if they are not."""
+        if self.device == "cpu" or sequence_parallel in self.forms:
             return
-        time.sleep(0.5)
-    valid_tokens = 2_000_000 if args.size == "111m" else 2048
-    corpus = Corpus(args.work_dir / "corpus", config.sequence, device, valid_tokens)
-    if int(corpus.train.max()) >= config.vocabulary:
-        raise ValueError("the corpus has more tokens than the model; give another --work-dir")
-    trainer, estimate = Trainer(model, corpus, schedule), Estimate()
-    checkpoints = args.work_dir / "checkpoints"
-    folders = dict.fromkeys((args.work_dir, args.out or args.work_dir))  # at once: time may run out
-    targets = [folder / f"results-{args.worker}.jsonl" for folder in folders]
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    while time.time() < args.deadline:
-        job, waiting = choose(plan, args, estimate)
-        if job is None:
-            if not waiting:
-                break
-            time.sleep(1.0)
-            continue
-        began = time.time()
+        self.forms.add(sequence_parallel)
+        compile_form(self.model, self.schedule, self.device, sequence_parallel)
+
+    def wait_for_corpus(self) -> bool:
+        """Read the corpus when it is there; False if the time is up before."""
+        from scripts.accuracy.training import Corpus, Trainer
+
+        while not (self.args.work_dir / "corpus" / "meta.json").exists():
+            if time.time() > self.args.deadline:
+                return False
+            time.sleep(0.5)
+        valid_tokens = 2_000_000 if self.args.size == "111m" else 2048
+        corpus = Corpus(self.args.work_dir / "corpus", self.config.sequence, self.device, valid_tokens)
+        if int(corpus.train.max()) >= self.config.vocabulary:
+            raise ValueError("the corpus has more tokens than the model; give another --work-dir")
+        self.trainer = Trainer(self.model, corpus, self.schedule)
+        return True
+
+    def cost(self, estimate) -> Callable:
+        """Seconds of a job for this worker."""
+        from scripts.accuracy.schedule import FORM_SECONDS
+        from scripts.accuracy.settings import SETTINGS
+
+        def seconds(job) -> float:
+            cold = self.compiled and SETTINGS[job.setting].sequence_parallel not in self.forms
+            return estimate.seconds(job) + FORM_SECONDS * cold
+
+        return seconds
+
+    def choose(self):
+        """The next job, claimed, and whether later ones wait for a checkpoint."""
+        from scripts.accuracy.schedule import Estimate, next_job
+
+        work = self.args.work_dir
+        records = records_of(work)
+        cost = self.cost(Estimate(r for r in records if r["device"] == self.device_name))
+        while True:
+            plan = [job for job in self.plan if not claim_of(work, job.id, "failed").exists()]
+            taken = {job.id for job in plan if claim_of(work, job.id).exists()}
+            checkpoints = {path.stem for path in (work / "checkpoints").glob("*.pt")}
+            left = self.args.deadline - time.time()
+            job, waiting = next_job(plan, {r["id"] for r in records}, taken, checkpoints, left, cost)
+            if job is None or claim(work, job.id):
+                return job, waiting
+
+    def train(self, job) -> dict:
+        """Do a run.
+
+        Raises:
+            TimeoutError: it would end too late.
+        """
+        import torch
+
+        from scripts.accuracy.settings import SETTINGS
+
+        checkpoints, start = self.args.work_dir / "checkpoints", time.time()
+        if job.start:
+            self.trainer.load(checkpoints / f"{job.start}.pt")
+        else:
+            self.trainer.start(job.seed)
+        first, begun = self.trainer.step, time.time()
+
+        def check(done: int) -> None:
+            if done in CHECKED_STEPS:
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+                ends = time.time() + (time.time() - begun) / done * (job.steps - done)
+                if ends > self.args.deadline + GRACE_SECONDS:
+                    raise TimeoutError(
+                        f"after {done} steps it would end {ends - self.args.deadline:.0f} s late"
+                    )
+
+        save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
+        part = 2 if job.start else 1
+        result = self.trainer.run(SETTINGS[job.setting], job.steps, job.seed, save, part, on_step=check)
+        return {"first_step": first, **result, "seconds": round(time.time() - start, 2)}
+
+    def errors(self, job) -> dict:
+        """Measure the codecs' errors at a checkpoint."""
+        from scripts.accuracy.errors import errors_at
+
+        start = time.time()
+        path = self.args.work_dir / "checkpoints" / f"{job.start}.pt" if job.start else None
+        found = errors_at(path, self.config, self.trainer.corpus, self.device)
+        return {"errors": found, "seconds": round(time.time() - start, 2)}
+
+    def do(self, job) -> None:
+        """Do a job and write its record."""
+        import torch
+
+        from scripts.accuracy.settings import SETTINGS
+
+        setting = SETTINGS[job.setting]
         try:
-            if job.start:
-                trainer.load(checkpoints / f"{job.start}.pt")
-            else:
-                trainer.start(job.seed)
-            first = trainer.step
-            save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
-            every = 0 if job.start else max(1, schedule.steps // 6)
-            result = trainer.run(SETTINGS[job.setting], job.steps, job.seed, save, every)
+            self.ensure_form(setting.sequence_parallel)
+            result = self.errors(job) if job.kind == "errors" else self.train(job)
         except Exception:
             traceback.print_exc()
-            say(f"{job.id} failed")
-            continue
-        seconds = time.time() - began
-        estimate.observe(result["seconds_per_step"], job.steps, seconds)
-        record = {**job.as_dict(), "first_step": first, "setting": SETTINGS[job.setting].as_dict(), **result}
-        record |= {"seconds": round(seconds, 2), "device": name, "size": args.size, "compiled": compiled}
-        record |= {"schedule_steps": schedule.steps, "torch": torch.__version__}
-        for path in targets:
-            with path.open("a") as stream:
+            self.say(f"{job.id} failed")
+            claim_of(self.args.work_dir, job.id, "failed").touch()
+            if self.device == "cuda":
+                torch.cuda.synchronize()  # raises if the device is lost: no more jobs for this worker
+            return
+        record = {**job.as_dict(), "setting": setting.as_dict(), **result}
+        record |= {"device": self.device_name, "size": self.args.size, "compiled": self.compiled}
+        record |= {"schedule_steps": self.schedule.steps, "torch": torch.__version__}
+        for folder in dict.fromkeys((self.args.work_dir, self.args.out or self.args.work_dir)):
+            with (folder / f"results-{self.args.worker}.jsonl").open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
-        say(
-            f"{job.id}: valid {result['valid']:.5f}, {1e3 * result['seconds_per_step']:.1f} ms/step, "
-            f"{seconds:.1f} s"
-        )
-    say("done")
+        loss = ""
+        if job.kind != "errors":
+            loss = f"valid {result['valid']:.5f}, {1e3 * result['seconds_per_step']:.1f} ms/step, "
+        self.say(f"{job.id}: {loss}{result['seconds']:.1f} s")
+
+    def loop(self) -> None:
+        """Jobs until the time is up."""
+        if not self.wait_for_corpus():
+            return
+        while time.time() < self.args.deadline:
+            job, waiting = self.choose()
+            if job is not None:
+                self.do(job)
+            elif waiting:
+                time.sleep(0.5)
+            else:
+                break
+        self.say("done")
 
 
 def plan_of(args: argparse.Namespace):
@@ -202,21 +278,31 @@ def plan_of(args: argparse.Namespace):
     )
 
 
-def choose(plan, args: argparse.Namespace, estimate: Estimate):
-    """The next job, claimed, and whether later ones wait for a checkpoint."""
-    finished, waiting = done(args.work_dir), False
-    pending = {target for job in plan if job.id not in finished for target in job.save.values()}
-    for job in plan:
-        if job.id in finished or (args.work_dir / "claims" / job.id.replace("/", "_")).exists():
-            continue
-        if time.time() + estimate.seconds(job.steps) > args.deadline:
-            continue
-        if job.start and not (args.work_dir / "checkpoints" / f"{job.start}.pt").exists():
-            waiting |= job.start in pending
-            continue
-        if claim(args.work_dir, job.id):
-            return job, False
-    return None, waiting
+def prepare_folders(args: argparse.Namespace) -> None:
+    """Work directory without claims, earlier results in it and in --out."""
+    for name in ("claims", "checkpoints"):
+        (args.work_dir / name).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(args.work_dir / "claims")
+    (args.work_dir / "claims").mkdir()
+    if args.known and args.known.resolve() != args.work_dir:
+        have = {record["id"] for record in records_of(args.work_dir)}
+        new = [json.dumps(record) for record in records_of(args.known) if record["id"] not in have]
+        with (args.work_dir / "results-known.jsonl").open("a") as stream:
+            stream.writelines(f"{line}\n" for line in new)
+    if args.out and args.out != args.work_dir:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in args.work_dir.glob("results-*.jsonl"):
+            shutil.copy(path, args.out)
+
+
+def environment_of(args: argparse.Namespace) -> dict[str, str]:
+    """Of the workers: deterministic cuBLAS, compiler caches shared by them and by later calls."""
+    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(args.work_dir / "cache" / "inductor"))
+    environment.setdefault("TRITON_CACHE_DIR", str(args.work_dir / "cache" / "triton"))
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
+    return environment
 
 
 def launch(args: argparse.Namespace) -> None:
@@ -224,34 +310,36 @@ def launch(args: argparse.Namespace) -> None:
     import torch
 
     deadline = time.time() + 60 * args.minutes - 5
-    workers = args.workers or max(1, torch.cuda.device_count())
-    folder = args.work_dir
-    for name in ("claims", "checkpoints"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "claims")
-    (folder / "claims").mkdir()
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    processes = []
-    if not (folder / "corpus" / "meta.json").exists():
-        command = [sys.executable, "-m", "scripts.accuracy.corpus", "--output-dir", str(folder / "corpus")]
-        processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+    gpus = torch.cuda.device_count()
+    workers = args.workers or max(1, gpus)
+    plan = plan_of(args)  # a wrong name stops here
+    prepare_folders(args)
+    environment, processes = environment_of(args), []
+
+    def start(module: str, arguments: Sequence[str], gpu: int = 0) -> None:
+        own = environment | ({"CUDA_VISIBLE_DEVICES": str(gpu % gpus)} if gpus else {})
+        command = [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments]
+        processes.append(subprocess.Popen(command, env=own, cwd=ROOT))
+
+    if not (args.work_dir / "corpus" / "meta.json").exists():
+        start("corpus", ["--output-dir", str(args.work_dir / "corpus")])
     arguments = [*sys.argv[1:], "--workers", str(workers), "--deadline", str(deadline)]
     for i in range(workers):
-        command = [sys.executable, "-m", "scripts.accuracy.run", *arguments, "--worker", str(i)]
-        own = environment if not torch.cuda.is_available() else environment | {"CUDA_VISIBLE_DEVICES": str(i)}
-        processes.append(subprocess.Popen(command, env=own, cwd=ROOT))
+        start("run", [*arguments, "--worker", str(i)], i)
+    if gpus:
+        helpers = max(1, min(4 * gpus, (os.cpu_count() or 1) // 4))
+        settings = list(dict.fromkeys(job.setting for job in plan))
+        compiling = [] if args.eager else ["--compile"]
+        for i in range(helpers):
+            start("warm", ["--share", str(i), str(helpers), *compiling, "--settings", *settings], i)
     for process in processes:
         process.wait()
-    if args.out:
-        for path in [*folder.glob("results-*.jsonl"), folder / "corpus" / "meta.json"]:
-            if path.exists():  # results of earlier calls too
-                shutil.copy(path, args.out)
-    from scripts.accuracy.summarise import load, tables
+    meta = args.work_dir / "corpus" / "meta.json"
+    if args.out and args.out != args.work_dir and meta.exists():
+        shutil.copy(meta, args.out)
+    from scripts.accuracy.tables import tables
 
-    print(tables(load(sorted(folder.glob("results-*.jsonl")))))
+    print(tables(records_of(args.work_dir)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -262,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.worker is None:
         launch(args)
     else:
-        work(args)
+        Worker(args, plan_of(args)).loop()
 
 
 if __name__ == "__main__":

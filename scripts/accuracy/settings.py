@@ -7,7 +7,7 @@ Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none``
 
 from dataclasses import asdict, dataclass
 
-from taco_kernels import CodecConfig
+from taco_kernels import FORMATS, CodecConfig
 
 TENSOR_FP8 = "fp8-tensor"
 
@@ -82,6 +82,7 @@ def bits_a_value(codec: str) -> float:
 
 
 PAPER = "fp8-e4m3:128:dual"
+BITS = tuple(bits for bits in (8, 6, 5, 4, 3) if f"int{bits}" in FORMATS)
 
 
 def _table() -> dict[str, Setting]:
@@ -98,7 +99,7 @@ def _table() -> dict[str, Setting]:
         Setting("paper-hop2", forward2=PAPER, backward2=PAPER),
         everywhere("paper-meanfree", PAPER, remove_mean=True),
     ]
-    for bits in (8, 6, 5, 4):
+    for bits in BITS:
         nearest, dither = f"int{bits}:128:single", f"int{bits}:128:single:dither"
         stochastic = f"int{bits}:128:single:stochastic"
         settings += [
@@ -117,8 +118,8 @@ def _table() -> dict[str, Setting]:
             everywhere(f"int{bits}-dither-g{group}", f"int{bits}:{group}:single:dither")
             for group in (32, 64, 256)
         ]
-    for first in (8, 6, 5, 4):  # hop 1 coarse, hop 2 fine, or the other way round
-        for second in (8, 6, 5, 4):
+    for first in BITS:  # hop 1 coarse, hop 2 fine, or the other way round
+        for second in BITS:
             if first != second:
                 a, b = f"int{first}:128:single:dither", f"int{second}:128:single:dither"
                 settings.append(Setting(f"int{first}-int{second}-dither", a, b, a, b))

@@ -1,5 +1,6 @@
 """One run: a model trained under a setting, from scratch or from a checkpoint, and its losses."""
 
+import copy
 import hashlib
 import math
 import time
@@ -66,6 +67,8 @@ class Corpus:
 class Trainer:
     """Holds the model and its optimizer; runs follow each other on them.
 
+    First weights and checkpoints stay on the device once they have been made or read: many runs start there.
+
     Args:
         model: on its device.
         corpus: what it learns.
@@ -77,10 +80,17 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.step = 0
         self.optimizer: torch.optim.AdamW | None = None
+        self._initial: dict[int, list[torch.Tensor]] = {}
+        self._checkpoints: dict[Path, dict] = {}
 
     def start(self, seed: int) -> None:
         """From scratch."""
-        self.model.initialise(seed)
+        parameters = list(self.model.parameters())
+        if seed not in self._initial:
+            self.model.initialise(seed)
+            self._initial[seed] = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, self._initial[seed])
         self.step = 0
         self._new_optimizer()
 
@@ -107,10 +117,12 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from ``save``."""
-        state = torch.load(path, map_location=self.device)
+        if path not in self._checkpoints:
+            self._checkpoints[path] = torch.load(path, map_location=self.device)
+        state = self._checkpoints[path]
         self.model.load_state_dict(state["model"])
         self._new_optimizer()
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would keep the tensors
         self.step = state["step"]
 
     def run(
@@ -119,7 +131,7 @@ class Trainer:
         steps: int,
         seed: int,
         save: dict[int, Path] | None = None,
-        every: int = 200,
+        part: int = 1,
         on_step: Callable[[int], None] | None = None,
     ) -> dict:
         """Train ``steps`` steps under a setting and evaluate.
@@ -127,8 +139,9 @@ class Trainer:
         Args:
             seed: of the order of the data and of the random rounding.
             save: checkpoints to write, by the step at which they are taken.
-            every: steps between evaluations on a part of the validation set.
-            on_step: called after each step has been issued.
+            part: evaluate on the first 1/part of the validation set; with all of it, evaluate the weights
+                uncompressed too.
+            on_step: called with the number of steps issued so far after each.
 
         Returns:
             losses of the steps, validation losses and the digest of the final weights.
@@ -139,8 +152,8 @@ class Trainer:
         model.use_sequence_parallelism(setting.sequence_parallel)
         order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
         parameters = list(model.parameters())
-        losses, quick, began = [], [], time.perf_counter()
-        for _ in range(steps):
+        losses, began = [], time.perf_counter()
+        for done in range(1, steps + 1):
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.rate(self.step)
             window = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
@@ -154,24 +167,25 @@ class Trainer:
             self.step += 1
             if save and self.step in save:
                 self.save(save[self.step])
-            if every and self.step % every == 0 and self.step < schedule.steps:
-                quick.append([self.step, self.evaluate(setting, seed, part=8)])
             if on_step is not None:
-                on_step(self.step)
+                on_step(done)
         losses = [round(value, 5) for value in torch.stack(losses).tolist()]
         seconds = time.perf_counter() - began
         result = {
             "losses": losses,
-            "quick_valid": quick,
-            "valid": self.evaluate(setting, seed),
+            "valid": self.evaluate(setting, seed, part),
+            "valid_tokens": self.batches(part) * schedule.batch * corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
-            "weights_sha256": self.digest(),
+            "weights": self.digest(),
         }
-        exact = SETTINGS["none"]
-        if setting.forward1 != "none" or setting.forward2 != "none" or setting.sequence_parallel:
-            result["valid_uncompressed"] = self.evaluate(exact, seed)
-        result["valid_tokens"] = corpus.valid_windows // schedule.batch * schedule.batch * corpus.sequence
+        compressed = setting.forward1 != "none" or setting.forward2 != "none"
+        if part == 1 and compressed:
+            result["valid_uncompressed"] = self.evaluate(SETTINGS["none"], seed)
         return result
+
+    def batches(self, part: int = 1) -> int:
+        """Batches in the first 1/part of the validation set."""
+        return max(1, self.corpus.valid_windows // self.schedule.batch // part)
 
     @torch.no_grad()
     def evaluate(self, setting: Setting, seed: int, part: int = 1) -> float:
@@ -185,7 +199,7 @@ class Trainer:
         layers.bind(exchange)
         model.use_sequence_parallelism(setting.sequence_parallel)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = max(1, corpus.valid_windows // batch // part)
+        batches = self.batches(part)
         for i in range(batches):
             exchange.start(i)
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
@@ -195,12 +209,18 @@ class Trainer:
             model.use_sequence_parallelism(bound[0].setting.sequence_parallel)
         return round(float(total) / batches, 6)
 
+    @torch.no_grad()
     def digest(self) -> str:
-        """SHA-256 of the weights: equal for runs that are bitwise equal."""
-        digest = hashlib.sha256()
+        """Digest of the weights' bits, made on the device: equal for runs that are bitwise equal.
+
+        The sum modulo 2^64 of every word times a factor of its place, whose order does not matter.
+        """
+        sums = []
         for parameter in self.model.parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+            words = parameter.detach().contiguous().view(torch.int32).flatten().long()
+            place = torch.arange(1, words.numel() + 1, device=words.device)
+            sums.append((words * (place * -7046029254386353131 | 1)).sum())  # 2^64 / golden ratio
+        return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def use_deterministic_kernels() -> None:

@@ -1,0 +1,177 @@
+"""Differences to the uncompressed runs, their errors, and what they can tell apart.
+
+A block holds runs that share everything but the setting: from scratch, those of a seed (weights and order of
+the data); branches, those of a checkpoint of one seed. Only differences within a block are looked at. What
+noise is left in one run is estimated from all settings together, with the additive model
+
+    100 ln(loss) = setting + block + noise
+
+since three runs of one setting alone tell next to nothing of their own scatter.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from scripts.accuracy.records import training_loss
+
+BASE = "none"
+MEASURES: dict[str, Callable[[dict], float]] = {
+    "valid": lambda record: record["valid"],
+    "train": training_loss,
+    "uncompressed": lambda record: record.get("valid_uncompressed", math.nan),
+}
+_T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+
+
+def t_quantile(freedom: float) -> float:
+    """97.5 % quantile of Student's t: a table below 10 degrees of freedom, an expansion from there on."""
+    if freedom < 1:
+        return math.inf
+    if freedom < 10:
+        low = int(freedom)
+        high = _T975[low] if low < 9 else t_quantile(10)
+        return _T975[low - 1] + (freedom - low) * (high - _T975[low - 1])
+    z = 1.959964
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+class Estimate(NamedTuple):
+    """A mean, its standard error (NaN if unknown), the number of values and degrees of freedom."""
+
+    mean: float
+    error: float
+    count: int
+    freedom: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the true mean is with 95 % confidence, by Student's t."""
+        half = t_quantile(self.freedom) * self.error
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and standard error s / sqrt(n), s with n - 1, from the values alone."""
+    n = len(values)
+    error = statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
+    return Estimate(statistics.fmean(values), error, n, n - 1)
+
+
+class Block(NamedTuple):
+    """What runs of a block share."""
+
+    stage: str
+    """Checkpoint that branches start from (early, middle, late); empty from scratch."""
+    replicate: int
+    """Seed, or data order of a branch."""
+    steps: int
+    size: str
+
+
+def block_of(record: dict) -> Block:
+    """The block of a run."""
+    stage = (record.get("start") or "").split("-")[0]
+    return Block(stage, record["seed"], record["steps"], record["size"])
+
+
+def values_of(records: Iterable[dict], kind: str, measure: str) -> dict[str, dict[Block, float]]:
+    """A measure of all runs of a kind, by setting and block."""
+    found: dict[str, dict[Block, float]] = defaultdict(dict)
+    for record in records:
+        if record["kind"] == kind:
+            found[record["setting"]["name"]][block_of(record)] = MEASURES[measure](record)
+    return dict(found)
+
+
+def differences(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
+    """Per cent above the uncompressed run of the same block."""
+    base_measure = "valid" if measure == "uncompressed" else measure
+    base = values_of(records, kind, base_measure).get(BASE, {})
+    found = {}
+    for name, values in values_of(records, kind, measure).items():
+        pairs = {block: 100 * (value / base[block] - 1) for block, value in values.items() if block in base}
+        pairs = {block: value for block, value in pairs.items() if not math.isnan(value)}
+        if name != BASE and pairs:
+            found[name] = pairs
+    return found
+
+
+class Noise(NamedTuple):
+    """Standard deviation of one run, per cent of its loss, and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+
+def residual(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Sum of squares and degrees of freedom that rows and columns leave over in a table."""
+    columns = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    total = statistics.fmean(columns)
+    square = 0.0
+    for row in rows:
+        mean = statistics.fmean(row)
+        square += sum((v - mean - column + total) ** 2 for v, column in zip(row, columns, strict=True))
+    return square, (len(rows) - 1) * (len(columns) - 1)
+
+
+def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, Noise]:
+    """Residual of the additive model, from those blocks of a stage and settings with all of them that leave
+    the most degrees of freedom; without the stages that leave none."""
+    values = values_of(records, kind, measure)
+    logs = {
+        name: {block: 100 * math.log(v) for block, v in runs.items() if v > 0}  # NaN is not
+        for name, runs in values.items()
+    }
+    found = {}
+    for stage in dict.fromkeys(block.stage for block in values.get(BASE, {})):
+        blocks = [block for block in values[BASE] if block.stage == stage]
+        blocks.sort(key=lambda block: -sum(block in runs for runs in logs.values()))
+        best = (0.0, 0)
+        for count in range(2, len(blocks) + 1):
+            rows = [
+                [runs[b] for b in blocks[:count]]
+                for runs in logs.values()
+                if runs.keys() >= set(blocks[:count])
+            ]
+            if rows:
+                best = max(best, residual(rows), key=lambda pair: pair[1])
+        if best[1]:
+            found[stage] = Noise(math.sqrt(best[0] / best[1]), best[1])
+    return found
+
+
+def pooled(pairs: dict[Block, float], noise: dict[str, Noise]) -> Estimate:
+    """Mean over the stages of the mean difference of a stage, its error from the noise of all settings.
+
+    Degrees of freedom by Satterthwaite. Where a stage's noise is unknown, ``estimate`` of the pairs.
+    """
+    stages = defaultdict(list)
+    for block, value in pairs.items():
+        stages[block.stage].append(value)
+    if not stages.keys() <= noise.keys():
+        return estimate(list(pairs.values()))
+    mean = statistics.fmean(statistics.fmean(values) for values in stages.values())
+    parts = [2 * noise[stage].deviation ** 2 / len(values) for stage, values in stages.items()]
+    variance = sum(parts) / len(stages) ** 2
+    below = sum(part**2 / noise[stage].freedom for stage, part in zip(stages, parts, strict=True))
+    freedom = sum(parts) ** 2 / below if below else math.inf
+    return Estimate(mean, math.sqrt(variance), len(pairs), freedom)
+
+
+def reading(found: Estimate, bound: float = 0.3) -> str:
+    """What an estimate says: worse or not, within ``bound`` per cent or not; empty without an error."""
+    if math.isnan(found.error) or math.isnan(found.mean):
+        return ""
+    low, high = found.interval
+    verdict = "worse" if low > 0 else "better" if high < 0 else "not told apart"
+    if -bound < low and high < bound:
+        return f"{verdict}, within {bound:g} %"
+    return f"{verdict}, by more than {bound:g} %" if low > bound else verdict

@@ -1,0 +1,89 @@
+"""Plots of the runs as PNG."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.accuracy.estimates import BASE, differences, noise_by_stage, pooled
+from scripts.accuracy.records import curve_of
+
+_COLOURS = {"early": "tab:orange", "middle": "tab:green", "late": "tab:purple", "": "tab:blue"}
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _write(figure, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    _pyplot().close(figure)
+    return path
+
+
+def differences_plot(records: Sequence[dict], kind: str, path: Path) -> Path | None:
+    """Every pair of every setting, with the mean and its 95 % interval; None if there is nothing to show."""
+    found, noise = differences(records, kind), noise_by_stage(records, kind)
+    if not found:
+        return None
+    summary = {name: pooled(pairs, noise) for name, pairs in found.items()}
+    names = sorted(summary, key=lambda name: -summary[name].mean)
+    figure, axes = _pyplot().subplots(figsize=(7, 1.2 + 0.24 * len(names)))
+    labelled: set[str] = set()
+    for y, name in enumerate(names):
+        for block, value in found[name].items():
+            label = block.stage if block.stage not in labelled else None
+            labelled.add(block.stage)
+            axes.plot(value, y, ".", color=_COLOURS[block.stage], alpha=0.6, label=label)
+        mean, (low, high) = summary[name].mean, summary[name].interval
+        whole = math.isfinite(high - low)
+        axes.errorbar(mean, y, xerr=(high - low) / 2 if whole else None, fmt="kD", markersize=3, capsize=2)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.axvspan(-0.3, 0.3, color="gray", alpha=0.12)
+    points = [value for pairs in found.values() for value in pairs.values()]
+    if max(points) > 3:  # a broken setting must not hide the others
+        axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlabel("validation loss against uncompressed, % (mean, 95 % interval; grey: ±0.3 %)", fontsize=8)
+    if labelled - {""}:
+        axes.legend(fontsize=7)
+    return _write(figure, path)
+
+
+def curves_plot(records: Sequence[dict], path: Path) -> Path | None:
+    """Training loss of the runs from scratch against the uncompressed ones of their seeds, over the steps."""
+    runs = [record for record in records if record["kind"] == "scratch"]
+    base = {record["seed"]: record for record in runs if record["setting"]["name"] == BASE}
+    ratios: dict[str, list[list[float]]] = {}
+    for record in runs:
+        if record["seed"] in base and record["setting"]["name"] != BASE:
+            pair = zip(curve_of(record), curve_of(base[record["seed"]]), strict=False)
+            ratios.setdefault(record["setting"]["name"], []).append([100 * (a / b - 1) for a, b in pair])
+    if not ratios:
+        return None
+    figure, axes = _pyplot().subplots(figsize=(7, 4.2))
+    for i, (name, curves) in enumerate(ratios.items()):
+        mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+        steps = [(k + 0.5) * runs[0]["steps"] / len(mean) for k in range(len(mean))]
+        style = "-" if i < 10 else "--"
+        axes.plot(steps, mean, style, color=f"C{i % 10}", linewidth=1, label=f"{name} ({len(curves)})")
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss against uncompressed, %")
+    axes.legend(fontsize=7, ncols=2, title="setting (seeds)", title_fontsize=7)
+    return _write(figure, path)
+
+
+def plots(records: Sequence[dict], folder: Path) -> list[Path]:
+    """All plots that the records allow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [differences_plot(records, kind, folder / f"{kind}.png") for kind in ("scratch", "branch")]
+    written.append(curves_plot(records, folder / "curves.png"))
+    return [path for path in written if path]

@@ -1,0 +1,61 @@
+"""The records that ``run``, ``true_runs`` and ``errors`` write: reading them, and a small form to keep."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+CURVE_POINTS = 44
+"""Of the training curve that is kept of a run from scratch."""
+_KEPT = ("id", "kind", "seed", "start", "steps", "size", "valid", "valid_tokens", "valid_uncompressed")
+_KEPT += ("weights", "seconds_per_step", "seconds", "device", "torch", "compiled", "tensor_parallel")
+
+
+def load(paths: Sequence[Path]) -> list[dict]:
+    """The records of results files (.jsonl) or of kept ones (.json), each job once, the last one of it.
+
+    The last line of a .jsonl file counts only if it is whole: a worker may be writing it.
+    """
+    records = {}
+    for path in paths:
+        text = path.read_text()
+        if path.suffix == ".json":
+            found = json.loads(text)["records"]
+        else:
+            found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        for record in found:
+            records[record["id"]] = record
+    return list(records.values())
+
+
+def training_loss(record: dict) -> float:
+    """Mean training loss over the last half of a branch, the last tenth of a run from scratch."""
+    if "train" in record:
+        return record["train"]
+    losses = record["losses"]
+    tail = len(losses) // 10 if record["kind"] in ("scratch", "true") else len(losses) // 2
+    return statistics.fmean(losses[-max(1, tail) :])
+
+
+def curve_of(record: dict) -> list[float]:
+    """Training losses, means over equal parts of the run."""
+    if "curve" in record:
+        return record["curve"]
+    losses = record["losses"]
+    width = -(-len(losses) // CURVE_POINTS)
+    return [round(statistics.fmean(losses[i : i + width]), 4) for i in range(0, len(losses), width)]
+
+
+def compact(records: Iterable[dict]) -> list[dict]:
+    """The runs (not the errors) as small records, from which the same tables and plots can be made."""
+    kept = []
+    for record in records:
+        if record["kind"] == "errors":
+            continue
+        small = {key: record[key] for key in _KEPT if record.get(key) is not None}
+        small["setting"] = record["setting"]
+        small["train"] = round(training_loss(record), 5)
+        if record["kind"] in ("scratch", "true"):
+            small["curve"] = curve_of(record)
+        kept.append(small)
+    return kept
