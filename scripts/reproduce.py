@@ -169,7 +169,7 @@ STAGES = {
             ),
             Command(
                 "errors",
-                "-m scripts.accuracy.errors --work-dir {output}/accuracy --out {output}/errors.json",
+                "-m scripts.accuracy.errors --work-dir {output}/accuracy --out {output}/errors.jsonl",
                 4.0,
             ),
         ),

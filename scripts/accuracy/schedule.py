@@ -171,7 +171,7 @@ def report(plan: Sequence[Job], done: Sequence[Done]) -> str:
                 places[entry.job.setting] += 1
         busy = sum(entry.ended - entry.began for entry in last)
         lines += [
-            f"After call {call + 1}: {sum(seeds.values())} runs from scratch, {sum(places.values())} branches, "
+            f"After call {call + 1}: {sum(seeds.values())} from scratch, {sum(places.values())} branches, "
             f"{sum(e.job.kind == 'errors' for e in part)} error stages",
             f"  {busy:.0f} worker-seconds in this call, the last ends at {max(e.ended for e in last):.0f} s",
         ]

@@ -1,0 +1,263 @@
+"""The accuracy bench's campaign: what runs when, what the numbers mean, and a tiny one from end to end."""
+
+import json
+import math
+import random
+import statistics
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.accuracy import estimates, plots, run, summarise
+from scripts.accuracy.model import ModelConfig
+from scripts.accuracy.plan import SCRATCH, Job, make_plan
+from scripts.accuracy.records import compact, load
+from scripts.accuracy.schedule import Estimate, next_job, play
+from scripts.accuracy.settings import SETTINGS
+from scripts.accuracy.tables import tables
+from scripts.accuracy.training import Schedule, Trainer
+
+
+def test_plans_name_known_settings_and_checkpoints():
+    for name in ("trial", "scratch", "branch", "campaign"):
+        jobs = make_plan(name, 1200, 50, 3, None, None)
+        assert len({job.id for job in jobs}) == len(jobs)
+        saved = {target for job in jobs for target in job.save.values()}
+        assert {job.start for job in jobs if job.start} <= saved
+        assert {job.setting for job in jobs} <= SETTINGS.keys()
+        blocks = {(job.start, job.seed, job.steps) for job in jobs if job.kind in ("scratch", "branch")}
+        base = {(j.start, j.seed, j.steps) for j in jobs if j.setting == "none" and j.kind != "errors"}
+        assert blocks <= base or name == "scratch", "every run has its uncompressed partner"
+    with pytest.raises(ValueError, match="unknown settings"):
+        make_plan("trial", 10, 2, 1, ["int7"], None)
+    chosen = {job.setting for job in make_plan("campaign", 10, 2, 1, ["paper"], ["int8-dither"])}
+    assert chosen == {"none", "paper", "int8-dither"}
+
+
+def test_campaign_fits_into_two_calls():
+    """Two calls of 9.3 minutes on four GPUs do every run from scratch and the comparisons that matter."""
+    plan = make_plan("campaign", 1232, 50, 3, None, None)
+    done = play(plan, 4, [9.3, 9.3])
+    assert all(entry.ended <= 9.3 * 60 for entry in done)
+    for worker in range(4):
+        mine = sorted((e.call, e.began, e.ended) for e in done if e.worker == worker)
+        assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(mine))
+    seeds = {name: {e.job.seed for e in done if e.job.id.startswith(f"scratch/{name}/")} for name in SCRATCH}
+    assert all(found == {0, 1, 2} for found in seeds.values())
+    branch = [e.job.setting for e in done if e.job.kind == "branch"]
+    assert branch.count("none-tp2") == branch.count("int6-dither") == branch.count("paper") == 9
+    for name in ("int6-dither-hop2", "int6-meanfree", "paper-meanfree", "int6-dither-sp", "int8-dither-sp"):
+        assert branch.count(name) >= 3, name
+    assert sum(e.job.kind == "errors" for e in done) == 4
+    first = [e.job.id for e in done if e.call == 0]
+    assert {
+        f"scratch/{name}/{seed}" for name in ("none", "paper", "int6-dither") for seed in range(3)
+    } <= set(first)
+
+
+def test_next_job_waits_for_checkpoints_and_makes_lost_ones_again():
+    trunk = Job("scratch/none/0", "none", 0, 100, save={50: "late-0"})
+    branch = Job("branch/late-0/paper/1000", "paper", 1000, 10, start="late-0", kind="branch")
+    plan, cost = [trunk, branch], lambda job: float(job.steps)
+    assert next_job(plan, set(), set(), set(), 1000, cost) == (trunk, False)
+    assert next_job(plan, set(), {trunk.id}, set(), 1000, cost) == (None, True), "wait for the checkpoint"
+    assert next_job(plan, set(), {trunk.id}, {"late-0"}, 1000, cost) == (branch, False)
+    assert next_job(plan, {trunk.id}, set(), {"late-0"}, 50, cost) == (branch, False)
+    assert next_job(plan, {trunk.id}, set(), set(), 1000, cost) == (trunk, False), "its checkpoint is gone"
+    assert next_job(plan, {trunk.id, branch.id}, set(), set(), 1000, cost) == (None, False)
+    assert next_job([branch], set(), set(), set(), 1000, cost) == (None, False), "nobody makes its checkpoint"
+
+
+def test_estimates_of_time_scale_with_what_was_measured():
+    guess, job = Estimate(), Job("scratch/paper/0", "paper", 0, 1000)
+    record = {"setting": SETTINGS["none"].as_dict(), "kind": "scratch", "steps": 100, "seconds": 30.0}
+    slower = Estimate([record | {"seconds_per_step": 2 * guess.step("none")}])
+    assert slower.step("paper") == pytest.approx(2 * guess.step("paper"))
+    assert slower.seconds(job) > 1000 * slower.step("paper")
+    measured = Estimate([record | {"setting": SETTINGS["paper"].as_dict(), "seconds_per_step": 0.2}])
+    assert measured.step("paper") == 0.2
+
+
+def test_standard_errors():
+    found = estimates.estimate([1.0, 2.0, 3.0, 6.0])
+    assert (found.mean, found.count, found.freedom) == (3.0, 4, 3)
+    assert found.error == pytest.approx(math.sqrt(14 / 3) / 2)
+    assert found.interval[1] == pytest.approx(3 + 3.1824 * found.error)
+    assert math.isnan(estimates.estimate([1.0]).error)
+    for freedom, exact in ((1, 12.7062), (9, 2.2622), (10, 2.2281), (24, 2.0639), (30, 2.0423), (1e6, 1.96)):
+        assert estimates.t_quantile(freedom) == pytest.approx(exact, abs=3e-4)
+    assert estimates.t_quantile(9) > estimates.t_quantile(9.5) > estimates.t_quantile(10)
+
+
+def _record(name: str, seed: int, valid: float, kind: str = "scratch", start: str | None = None) -> dict:
+    record = {"id": f"{kind}/{start}/{name}/{seed}", "setting": SETTINGS[name].as_dict(), "seed": seed}
+    record |= {"kind": kind, "start": start, "steps": 4, "size": "tiny", "valid": valid, "seconds": 1.0}
+    return record | {"losses": [3.0, 2.0, valid, valid], "weights": "a", "seconds_per_step": 0.07}
+
+
+def test_pairs_share_seed_and_checkpoint(tmp_path):
+    records = [_record("none", 0, 2.0), _record("none", 1, 4.0), _record("paper", 0, 2.02)]
+    records += [_record("paper", 1, 4.12), _record("paper", 7, 9.0)]  # seed 7 has no partner
+    records += [_record("none", 0, 5.0, "branch", "early-0"), _record("paper", 0, 5.05, "branch", "early-0")]
+    found = estimates.differences(records, "scratch")
+    assert sorted(found["paper"].values()) == pytest.approx([1.0, 3.0])
+    assert list(estimates.differences(records, "branch")["paper"].values()) == pytest.approx([1.0])
+    path = tmp_path / "results-0.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"id": "half a li')
+    text = tables(load([path, path]))
+    assert "| paper | 8.50 | 2.0200, 4.1200, 9.0000 | +2.000 ± 1.000 |" in text
+    assert "| paper | 8.50 | 1 | +1.000 |" in text
+    paths = summarise.write_kept(records, tmp_path / "kept")
+    assert [path.name for path in paths] == ["runs.json"]
+    assert tables(load(paths)) == text, "what is kept makes the same tables"
+
+
+def _noisy(effects: dict[str, float], seeds: int, deviation: float, generator: random.Random) -> list[dict]:
+    """Runs of the additive model: settings of known effect (per cent), seeds far apart, noise."""
+    records = []
+    for seed in range(seeds):
+        for name, effect in effects.items():
+            value = effect + 5 * seed + generator.gauss(0, deviation)
+            records.append(_record(name, seed, 2.5 * math.exp(value / 100)))
+    return records
+
+
+def test_intervals_hold_what_they_say():
+    """Over many campaigns of the additive model: the noise is found, and 95 % of the intervals are right."""
+    generator = random.Random(3)
+    names = (
+        "none",
+        "none-tp2",
+        "paper",
+        "int8-dither",
+        "int6-dither",
+        "int5-dither",
+        "int4-dither",
+        "fp8-plain",
+    )
+    effects = {name: 0.1 * i for i, name in enumerate(names)}
+    deviations, right, verdicts = [], 0, []
+    for _ in range(300):
+        records = _noisy(effects, 3, 0.2, generator)
+        noise = estimates.noise_by_stage(records, "scratch")
+        assert noise[""].freedom == 14
+        deviations.append(noise[""].deviation)
+        found = estimates.pooled(estimates.differences(records, "scratch")["int4-dither"], noise)
+        low, high = found.interval
+        truth = 100 * (math.exp(effects["int4-dither"] / 100) - 1)
+        right += low < truth < high
+        null = estimates.pooled(estimates.differences(records, "scratch")["none-tp2"], noise)
+        verdicts.append(estimates.reading(null))
+        assert found.freedom == pytest.approx(14)
+    assert statistics.fmean(deviations) == pytest.approx(0.2, rel=0.05)
+    assert 0.92 <= right / 300 <= 0.98
+    assert sum(verdict.startswith("not told apart") for verdict in verdicts) > 180
+
+
+def test_readings_and_what_cannot_be_told_apart():
+    wide, narrow = estimates.Estimate(0.1, 0.2, 3, 14), estimates.Estimate(0.1, 0.04, 3, 14)
+    assert estimates.reading(wide) == "not told apart"
+    assert estimates.reading(narrow) == "worse, within 0.3 %"
+    assert estimates.reading(estimates.Estimate(0.02, 0.04, 3, 14)) == "not told apart, within 0.3 %"
+    assert estimates.reading(estimates.Estimate(2.0, 0.04, 3, 14)) == "worse, by more than 0.3 %"
+    assert estimates.reading(estimates.Estimate(1.0, math.nan, 1, 0)) == ""
+    effects = {"none": 0.0, "none-tp2": 0.0, "paper": 0.5}
+    loud, quiet = (_noisy(effects, 3, deviation, random.Random(1)) for deviation in (1.0, 0.02))
+    assert "so 0.3 % cannot be." in tables(loud) and "so 0.3 % can be." in tables(quiet)
+
+
+def test_branches_of_unequal_replicates():
+    """One replicate of a setting gets its error from the settings with three."""
+    generator, records = random.Random(5), []
+    for stage, scale in (("early", 0.3), ("late", 0.02)):
+        for replicate in range(3):
+            for name in ("none", "none-tp2", "paper", "int6-nearest"):
+                if name != "int6-nearest" or replicate == 0:
+                    value = 2 * math.exp(generator.gauss(0, scale) / 100)
+                    records.append(_record(name, 1000 + replicate, value, "branch", f"{stage}-{replicate}"))
+    noise = estimates.noise_by_stage(records, "branch")
+    assert {stage: found.freedom for stage, found in noise.items()} == {"early": 4, "late": 4}
+    assert noise["early"].deviation > 3 * noise["late"].deviation
+    pairs = estimates.differences(records, "branch")
+    often, once = (estimates.pooled(pairs[name], noise) for name in ("paper", "int6-nearest"))
+    assert once.error == pytest.approx(often.error * math.sqrt(3)) and once.count == 2
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    """A tiny campaign done by one worker in this process."""
+    patch = pytest.MonkeyPatch()
+    config = ModelConfig(vocabulary=64, layers=1, hidden=32, heads=2, sequence=16, dtype=torch.float32)
+    patch.setattr(run, "sizes", lambda args: (config, Schedule(args.steps, 2, warmup=2)))
+    folder = tmp_path_factory.mktemp("campaign")
+    generator = np.random.default_rng(0)
+    words = generator.integers(0, 64, (40, 8))
+    (folder / "work" / "corpus").mkdir(parents=True)
+    for name, count in (("train", 600), ("valid", 40)):
+        ids = words[generator.integers(0, 40, count)].reshape(-1)
+        np.save(folder / "work" / "corpus" / f"{name}.npy", ids.astype(np.uint16))
+    (folder / "work" / "corpus" / "meta.json").write_text("{}")
+    do(folder / "work", folder / "out")
+    yield folder
+    patch.undo()
+
+
+def do(work, out, *more: str) -> run.Worker:
+    """One worker's part of a call of ``run``."""
+    args = ["--work-dir", str(work), "--out", str(out), "--size", "tiny", "--steps", "8", *more]
+    args += ["--branch-steps", "2", "--seeds", "2", "--settings", "none-tp2", "--branch-settings", "paper"]
+    args = run.parse([*args, "--worker", "0", "--deadline", "inf", "--eager"])
+    run.prepare_folders(args)
+    worker = run.Worker(args, [job for job in run.plan_of(args) if job.kind != "errors"])
+    worker.loop()
+    return worker
+
+
+def test_a_tiny_campaign(campaign, tmp_path):
+    out = campaign / "out"
+    records = load([out / "results-0.jsonl"])
+    plan = make_plan("campaign", 8, 2, 2, ["none-tp2"], ["paper"])
+    assert {r["id"] for r in records} == {job.id for job in plan if job.kind != "errors"}
+    branch = next(r for r in records if r["kind"] == "branch" and r["start"] == "late-1")
+    assert branch["first_step"] == 6 and len(branch["losses"]) == 2
+    text = tables(records)
+    assert "twice: bitwise the same" in text and "null comparison" in text and "| late, % |" in text
+    small = compact(records)
+    assert tables(small) == text and len(json.dumps(small)) < len(json.dumps(records))
+    assert [path.name for path in plots.plots(small, tmp_path)] == ["scratch.png", "branch.png", "curves.png"]
+
+
+def test_a_second_call_goes_on(campaign, tmp_path):
+    """It does what is missing; elsewhere, with the results alone, the trunk again, with the same bits."""
+    before = load([campaign / "out" / "results-0.jsonl"])
+    do(campaign / "work", tmp_path / "same")
+    assert load([tmp_path / "same" / "results-0.jsonl"]) == before
+    known = [r for r in before if r["start"] != "late-1" or r["setting"]["name"] != "paper"]
+    [lost] = [r for r in before if r not in known]
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "results-3.jsonl").write_text("".join(json.dumps(r) + "\n" for r in known))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "corpus").symlink_to(campaign / "work" / "corpus")
+    do(tmp_path / "work", tmp_path / "out", "--known", str(tmp_path / "known"))
+    again = load([tmp_path / "work" / "results-0.jsonl"])
+    assert [r["id"] for r in again] == ["scratch/none/1", lost["id"]]
+    assert again[1]["weights"] == lost["weights"]
+    assert {r["id"] for r in load(sorted((tmp_path / "work").glob("results-*")))} == {r["id"] for r in before}
+
+
+def test_a_failing_run_costs_only_itself(campaign, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "corpus").symlink_to(campaign / "work" / "corpus")
+    whole = Trainer.run
+
+    def broken(self, setting, *arguments, **named):
+        if setting.name == "none" and not named.get("part", 1) == 2 and arguments[3]:
+            raise RuntimeError("no such luck")
+        return whole(self, setting, *arguments, **named)
+
+    monkeypatch.setattr(Trainer, "run", lambda self, *a, on_step: broken(self, *a, on_step=on_step))
+    do(tmp_path / "work", tmp_path / "out")
+    ids = {r["id"] for r in load([tmp_path / "out" / "results-0.jsonl"])}
+    assert ids == {"scratch/none-tp2/0", "scratch/none-tp2/1"}, "no trunk, no branches, and no waiting"
