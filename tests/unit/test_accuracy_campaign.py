@@ -4,13 +4,14 @@ import json
 import math
 import random
 import statistics
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from scripts.accuracy import estimates, plots, run, summarise
+from scripts.accuracy import error_tables, errors, estimates, plots, run, summarise
 from scripts.accuracy.model import ModelConfig
 from scripts.accuracy.plan import SCRATCH, Job, make_plan
 from scripts.accuracy.records import compact, load
@@ -191,6 +192,8 @@ def campaign(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     config = ModelConfig(vocabulary=64, layers=1, hidden=32, heads=2, sequence=16, dtype=torch.float32)
     patch.setattr(run, "sizes", lambda args: (config, Schedule(args.steps, 2, warmup=2)))
+    codecs = ["int6:128:single"]
+    patch.setattr(errors, "errors_at", partial(errors.errors_at, codecs=codecs, batch=4))
     folder = tmp_path_factory.mktemp("campaign")
     generator = np.random.default_rng(0)
     words = generator.integers(0, 64, (40, 8))
@@ -210,7 +213,7 @@ def do(work, out, *more: str) -> run.Worker:
     args += ["--branch-steps", "2", "--seeds", "2", "--settings", "none-tp2", "--branch-settings", "paper"]
     args = run.parse([*args, "--worker", "0", "--deadline", "inf", "--eager"])
     run.prepare_folders(args)
-    worker = run.Worker(args, [job for job in run.plan_of(args) if job.kind != "errors"])
+    worker = run.Worker(args, run.plan_of(args))
     worker.loop()
     return worker
 
@@ -219,10 +222,11 @@ def test_a_tiny_campaign(campaign, tmp_path):
     out = campaign / "out"
     records = load([out / "results-0.jsonl"])
     plan = make_plan("campaign", 8, 2, 2, ["none-tp2"], ["paper"])
-    assert {r["id"] for r in records} == {job.id for job in plan if job.kind != "errors"}
+    assert {r["id"] for r in records} == {job.id for job in plan}
     branch = next(r for r in records if r["kind"] == "branch" and r["start"] == "late-1")
     assert branch["first_step"] == 6 and len(branch["losses"]) == 2
-    text = tables(records)
+    text, measured = tables(records), error_tables.tables(error_tables.stages_of(records))
+    assert "| int6:128:single | " in measured and "late-0" in measured
     assert "twice: bitwise the same" in text and "null comparison" in text and "| late, % |" in text
     small = compact(records)
     assert tables(small) == text and len(json.dumps(small)) < len(json.dumps(records))
@@ -260,4 +264,4 @@ def test_a_failing_run_costs_only_itself(campaign, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "run", lambda self, *a, on_step: broken(self, *a, on_step=on_step))
     do(tmp_path / "work", tmp_path / "out")
     ids = {r["id"] for r in load([tmp_path / "out" / "results-0.jsonl"])}
-    assert ids == {"scratch/none-tp2/0", "scratch/none-tp2/1"}, "no trunk, no branches, and no waiting"
+    assert ids == {"scratch/none-tp2/0", "scratch/none-tp2/1", "errors/initial-0"}, "no trunk, no waiting"
