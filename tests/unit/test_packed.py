@@ -1,17 +1,11 @@
 """Packed sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from taco_kernels import packed
 from taco_kernels.homomorphic.selection import share_threshold
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.interpreter import output_interpreted
 
 
 def gradients(senders: int, numel: int) -> torch.Tensor:
@@ -77,12 +71,7 @@ def test_bytes() -> None:
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.strip() == "4 cases"
+    assert output_interpreted(__file__) == "4 cases"
 
 
 def main() -> None:

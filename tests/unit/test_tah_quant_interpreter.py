@@ -1,25 +1,10 @@
-"""TAH-Quant's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes.
+"""TAH-Quant's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
-TRITON_INTERPRET must be set before triton is imported: the test runs this file as a program of its own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.interpreter import output_interpreted
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.strip() == "12 cases"
+    assert output_interpreted(__file__) == "12 cases"
 
 
 def main() -> None:

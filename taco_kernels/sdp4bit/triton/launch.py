@@ -1,8 +1,5 @@
 """Launching the kernels: argument checks, tile sizes. Same signatures as reference.py."""
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 import triton
 
@@ -18,48 +15,15 @@ from taco_kernels.sdp4bit.triton.kernels import (
     sum_kernel,
 )
 from taco_kernels.sdp4bit.triton.spec import make_rotation, make_tile
+from taco_kernels.triton.launch import Device, Tuning, device_for
 
-
-class Tuning(NamedTuple):
-    """How a kernel is run."""
-
-    tile: int
-    """Values a program holds at a time; a group at least."""
-    warps: int
-    stages: int
-    """Depth of the software pipeline over tiles."""
-    programs: int
-    """Programs a multiprocessor, of persistent kernels; 0: one program a tile."""
-    registers: int | None = None
-    """Most registers a thread, where the compiler's own choice costs occupancy."""
-
-
-TUNING = {
+TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
     "quantize": Tuning(8192, 4, 4, 2),
     "quantize_difference": Tuning(8192, 8, 3, 2),
     "sum_dequantize": Tuning(8192, 4, 2, 2),
     "sum_requantize": Tuning(2048, 2, 1, 0, registers=96),
     "add_dequantized": Tuning(8192, 8, 3, 2),
 }
-
-
-class Device(NamedTuple):
-    """What a launch needs to know of a device."""
-
-    multiprocessors: int
-    interpret: bool
-
-
-@lru_cache
-def _device_of(index: int | None) -> Device:
-    if index is None:  # the interpreter
-        return Device(4, True)
-    return Device(torch.cuda.get_device_properties(index).multi_processor_count, False)
-
-
-def device_for(tensor: torch.Tensor) -> Device:
-    """The device a tensor's kernel runs on."""
-    return _device_of(tensor.device.index if tensor.is_cuda else None)
 
 
 def grid(tiles: int, tuning: Tuning, device: Device) -> tuple[int]:
