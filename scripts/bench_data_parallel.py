@@ -76,10 +76,10 @@ class Switch:
         if not hasattr(group, "bench_views"):
             group.bench_views = [sync.bucket for sync in group.gradient_syncs]
         settings = DataParallelCompression(**CODECS[name])
-        size = settings.dp_intra_node_size
-        if size not in self.prepared:
-            self.prepared[size] = find_topology(group.topology.group, size, settings.dp_communicators)
-        group.topology = self.prepared[size]
+        wanted = settings.dp_intra_node_size, settings.dp_communicators
+        if wanted not in self.prepared:
+            self.prepared[wanted] = find_topology(group.topology.group, *wanted)
+        group.topology = self.prepared[wanted]
         gradients, weights = data_parallel_codecs(settings)
         views = [replace(view, topology=group.topology) for view in group.bench_views]
         group.gradient_syncs = [gradients(view) for view in views] if gradients else []
