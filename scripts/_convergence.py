@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 RESULTS = "results.json"
@@ -26,6 +26,54 @@ def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
         type=float,
         help="seconds: start no run that would end later, by the longest so far; start again for the rest",
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
+    """Options of the scripts that train with ``demo.Training``."""
+    parser.add_argument("--model", choices=models, help="default: small on GPUs, tiny on CPUs")
+    parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
+    parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
+
+
+def prepare(
+    options: argparse.Namespace,
+    extra: list[str],
+    models: dict[str, str],
+    training: str,
+    ranks: int,
+    on_gpus: bool,
+) -> tuple[dict[str, str], dict]:
+    """Resolve the options' defaults, hand the model to ``demo`` and make the data.
+
+    Returns:
+        The data's paths, and what all runs have in common, JSON-ready.
+    """
+    import demo  # beside this file: only a script finds it
+
+    options.iterations = options.iterations or (400 if on_gpus else 60)
+    options.output = options.output.resolve()
+    model = options.model or ("small" if on_gpus else "tiny")
+    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = models[model], training
+    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
+    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
+    common = {
+        "model": model,
+        "ranks": ranks,
+        "iterations": options.iterations,
+        "corpus_mb": corpus_mb,
+        "extra": extra,
+    }
+    return data, common
+
+
+def conclude(
+    output: Path, common: dict, results: list[dict], baseline: dict, rows: list[dict], table: str
+) -> None:
+    """Write summary.json and print the table and the noise."""
+    summary = {"setup": common, "rows": rows, "seed_noise": noise(results, baseline)}
+    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n" + table + noise_line(results, baseline), end="")
+    print(output / "summary.json")
 
 
 def plan(settings: list, baseline, seeds: list[int], noise_seed: int) -> list[tuple]:

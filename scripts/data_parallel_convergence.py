@@ -15,7 +15,6 @@ On GPUs the next run's processes load their modules while one trains.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -140,27 +139,13 @@ def main() -> None:
         choices=SETTINGS,
         default=[BASELINE, "sdp4bit", "tagc, packed", "tagc, sketch", "plain 4 bits", "bf16 gradients"],
     )
-    parser.add_argument("--model", choices=MODELS, help="default: small on GPUs, tiny on CPUs")
     parser.add_argument("--data-parallel", type=int, help="ranks (default: 4 on GPUs, 2 on CPUs)")
-    parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
-    parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
+    _convergence.add_model_arguments(parser, MODELS)
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
     ranks = options.data_parallel or (4 if gpus >= 4 else 2)
     on_gpus = gpus >= ranks
-    options.iterations = options.iterations or (400 if on_gpus else 60)
-    options.output = options.output.resolve()
-    model = options.model or ("small" if on_gpus else "tiny")
-    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = MODELS[model], TRAINING
-    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
-    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
-    common = {
-        "model": model,
-        "ranks": ranks,
-        "iterations": options.iterations,
-        "corpus_mb": corpus_mb,
-        "extra": extra,
-    }
+    data, common = _convergence.prepare(options, extra, MODELS, TRAINING, ranks, on_gpus)
     plan = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)
     runs = [{**common, "setting": setting, "seed": seed} for setting, seed in plan]
 
@@ -182,11 +167,8 @@ def main() -> None:
     finally:
         turns.end()
     rows = [row(result, results) for result in results]
-    spread = _convergence.noise(results, {"setting": BASELINE})
-    summary = {"setup": common, "rows": rows, "seed_noise": spread}
-    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print("\n" + table(rows) + _convergence.noise_line(results, {"setting": BASELINE}), end="")
-    print(options.output / "summary.json")
+    baseline = {"setting": BASELINE}
+    _convergence.conclude(options.output, common, results, baseline, rows, table(rows))
 
 
 def row(result: dict, results: list[dict]) -> dict:

@@ -10,7 +10,6 @@ with another seed shows the noise. Flags that are not the script's own go to Meg
 """
 
 import argparse
-import json
 
 import _convergence
 import demo
@@ -44,20 +43,13 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=[BASELINE, "tah-quant", "no transform"]
     )
-    parser.add_argument("--model", choices=MODELS, help="default: small on GPUs, tiny on CPUs")
     parser.add_argument("--pipeline-parallel", type=int, help="stages (default: 4 on GPUs, 2 on CPUs)")
-    parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
-    parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
+    _convergence.add_model_arguments(parser, MODELS)
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
     ranks = options.pipeline_parallel or (4 if gpus >= 4 else 2)
     on_gpus = gpus >= ranks
-    options.iterations = options.iterations or (400 if on_gpus else 60)
-    options.output = options.output.resolve()
-    model = options.model or ("small" if on_gpus else "tiny")
-    demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = MODELS[model], TRAINING
-    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
-    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
+    data, common = _convergence.prepare(options, extra, MODELS, TRAINING, ranks, on_gpus)
 
     def train(run: dict) -> dict:
         flags = f"{SETTINGS[run['setting']]} --pipeline-model-parallel-size {ranks} --seed {run['seed']}"
@@ -65,13 +57,6 @@ def main() -> None:
         summary = demo.train(name, " ".join([flags, *extra]), data, ranks, gpus, options, tensor_parallel=1)
         return {key: summary[key] for key in ("validation_loss", "last_loss", "bytes_per_iteration")}
 
-    common = {
-        "model": model,
-        "ranks": ranks,
-        "iterations": options.iterations,
-        "corpus_mb": corpus_mb,
-        "extra": extra,
-    }
     runs = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)
     results = _convergence.train_missing(
         [{**common, "setting": setting, "seed": seed} for setting, seed in runs],
@@ -80,11 +65,8 @@ def main() -> None:
         options.time_limit,
     )
     rows = [row(result, results) for result in results]
-    spread = _convergence.noise(results, {"setting": BASELINE})
-    summary = {"setup": common, "rows": rows, "seed_noise": spread}
-    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print("\n" + table(rows) + _convergence.noise_line(results, {"setting": BASELINE}), end="")
-    print(options.output / "summary.json")
+    baseline = {"setting": BASELINE}
+    _convergence.conclude(options.output, common, results, baseline, rows, table(rows))
 
 
 def row(result: dict, results: list[dict]) -> dict:
