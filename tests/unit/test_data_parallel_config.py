@@ -4,11 +4,15 @@ from argparse import ArgumentParser, Namespace
 from functools import lru_cache
 
 import pytest
+import torch
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.config import CompressionConfigError, DataParallelCompression
+from megatron.compression.data_parallel.bucket import ParameterSpan
 from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
+from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
+from megatron.compression.data_parallel.tagc_layers import is_compressed
 from megatron.compression.data_parallel.topology import group_by_node
 
 ON = {"dp_compression": "sdp4bit"}
@@ -140,6 +144,23 @@ def test_impossible_combinations(settings: dict, megatron: dict, message: str) -
     """Refused together with Megatron's flags."""
     with pytest.raises(CompressionConfigError, match=message):
         _check(settings, **megatron)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "chosen"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.weight", (4, 4), {"mlp", "mlp,attention", "all"}),
+        ("chunk1.decoder.layers.0.self_attention.linear_qkv.weight", (4, 4), {"mlp,attention", "all"}),
+        ("embedding.word_embeddings.weight", (4, 4), {"all"}),
+        ("mtp.layers.0.eh_proj.weight", (4, 4), {"all"}),
+        ("decoder.layers.0.mlp.linear_fc1.bias", (4,), set()),
+    ],
+)
+def test_tagc_layers(name: str, shape: tuple[int, ...], chosen: set[str]) -> None:
+    """Matrices by what their names say; ``all`` takes those too that belong to no kind."""
+    span = ParameterSpan(name, torch.nn.Parameter(torch.zeros(shape)), 0, 4)
+    for text in ("mlp", "mlp,attention", "all"):
+        assert is_compressed(span, parse_tagc_layers(text)) == (text in chosen)
 
 
 @pytest.mark.parametrize("name", _REFUSED)

@@ -73,7 +73,7 @@ class DataParallelCompression:
 
     dp_intra_node_size: int | None = None
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real topology, by
-    LOCAL_WORLD_SIZE. Splits one host into several nodes for a trial."""
+    LOCAL_WORLD_SIZE or the hosts' names. Splits one host into several nodes for a trial."""
 
     dp_communicators: int = 0
     """Communicators that carry each payload between nodes (or in the only exchange), a share on each: one

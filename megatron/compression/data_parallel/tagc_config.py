@@ -24,7 +24,7 @@ SDP4BIT_GRADIENTS = (
 
 
 def parse_tagc_layers(text: str) -> frozenset[str]:
-    """``mlp,embedding`` or ``all`` as names of LAYERS.
+    """``mlp,embedding`` or ``all`` as names of LAYERS; all of them mean every matrix, also of other layers.
 
     Raises:
         CompressionConfigError: something else.

@@ -20,8 +20,9 @@ Segment = tuple[int, int]
 
 def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
     """Whether a parameter is a matrix of one of ``layers``."""
-    name = "." + span.name
-    return span.parameter.dim() > 1 and any(part in name for layer in layers for part in LAYERS[layer])
+    name, everything = "." + span.name, layers == LAYERS.keys()
+    named = everything or any(part in name for layer in layers for part in LAYERS[layer])
+    return named and span.parameter.dim() > 1
 
 
 @dataclass(frozen=True)

@@ -119,17 +119,12 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
     """The topology of ``group``, with its process groups. Collective over all ranks of the job.
 
     Args:
-        node_size: members that count as one node, in the group's order; None takes the real nodes, by
-            LOCAL_WORLD_SIZE (one node where it is not set).
+        node_size: members that count as one node, in the group's order; None takes the real nodes.
         communicators: how many share a payload between nodes, or in the only exchange; 0 decides by the kind
             of link.
     """
     ranks = dist.get_process_group_ranks(group)
-    if node_size is not None:
-        node_of_rank = [i // node_size for i in range(len(ranks))]
-    else:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        node_of_rank = [rank // per_node for rank in ranks]
+    node_of_rank = nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
     shape = group_by_node(node_of_rank)
     nodes, local = shape or (len(ranks), 1)
     node, index = divmod(group.rank(), local)
@@ -141,3 +136,16 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
     intra, inter = created[:2] if two_hops else (None, None)
     more = tuple(created[2:] if two_hops else created)
     return Topology(group, nodes, local, intra, inter, more, regular=shape is not None)
+
+
+def nodes_of(group: dist.ProcessGroup) -> list[int]:
+    """The node of every member, in the group's order. Collective over the group.
+
+    By LOCAL_WORLD_SIZE, which torchrun sets; by the hosts' names where a launcher does not set it.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if per_node := os.environ.get("LOCAL_WORLD_SIZE"):
+        return [rank // int(per_node) for rank in ranks]
+    hosts: list[str] = [""] * len(ranks)
+    dist.all_gather_object(hosts, os.uname().nodename, group=group)
+    return [hosts.index(host) for host in hosts]
