@@ -1,5 +1,6 @@
 """What the convergence scripts share: runs are made once, a stop loses none, the noise is there to see."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -72,3 +73,37 @@ def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monke
         _convergence.train_missing(_runs(), train, tmp_path)
     assert ended.value.code == 1 and "error: the codec run failed" in capsys.readouterr().err
     assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
+
+
+def test_the_next_run_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started ahead, let go one after the other, stopped when its turn does not come."""
+    monkeypatch.syspath_prepend(str(Path(_convergence.__file__).parent))
+    turns_of = importlib.import_module("data_parallel_convergence").Turns
+    runs, log = [{"number": number} for number in range(4)], []
+
+    class Training:
+        def __init__(self, run: dict, go: Path) -> None:
+            self.run, self.go, self.process = run["number"], go, self
+            log.append(f"start {self.run}")
+
+        def finish(self) -> dict:
+            assert self.go.exists()
+            log.append(f"finish {self.run}")
+            return {"number": self.run}
+
+        def terminate(self) -> None:
+            log.append(f"stop {self.run}")
+
+        def wait(self) -> None:
+            assert not self.go.exists(), "it has never run"
+
+    turns = turns_of(runs, Training, tmp_path, ahead=True)
+    assert turns.train(runs[0]) == {"number": 0}
+    assert turns.train(runs[2]) == {"number": 2}, "1 was there already"
+    turns.end()
+    assert log == [
+        *("start 0", "start 1", "finish 0"),
+        *("stop 1", "start 2", "start 3", "finish 2"),
+        "stop 3",
+    ]
+    assert not list(tmp_path.iterdir())
