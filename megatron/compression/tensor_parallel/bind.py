@@ -7,12 +7,14 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import print_rank_0
 
 from megatron.compression.collectives import TransportError
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
 from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
@@ -23,13 +25,14 @@ from megatron.compression.tensor_parallel.layers import (
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.site import TensorParallelSite, layer_name, site_name
 
-# GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, so these
-# change class after building. The subclasses add no state.
+# GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, and attention
+# communicates only at some sizes, so these change class after building. The subclasses add no state.
 _CLASS_AFTER_BUILDING = {
     VocabParallelEmbedding: CompressedVocabParallelEmbedding,
     ColumnParallelLinear: CompressedColumnParallelLinear,
     RowParallelLinear: CompressedRowParallelLinear,
     LanguageModelEmbedding: CompressedLanguageModelEmbedding,
+    SelfAttention: CompressedSelfAttention,
 }
 
 
@@ -73,7 +76,7 @@ def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
         if isinstance(module, TransformerLayer)
     }
     for path, module in chunk.named_modules():
-        if not isinstance(module, tuple(_CLASS_AFTER_BUILDING)) or module.tp_group.size() == 1:
+        if not isinstance(module, tuple(_CLASS_AFTER_BUILDING)) or not _communicates(module):
             continue
         if reason := _why_not_covered(module):
             if runtime.tensor_parallel_codec is not None:
@@ -98,6 +101,13 @@ def _share_handover(module: torch.nn.Module) -> None:
             column.handover = row.handover = Handover(row)
 
 
+def _communicates(module: torch.nn.Module) -> bool:
+    ranks = module.tp_group.size()
+    if isinstance(module, SelfAttention):
+        return module.config.num_query_groups < ranks  # else its linear layers do all of it
+    return ranks > 1
+
+
 def _why_not_covered(module: torch.nn.Module) -> str | None:
     if getattr(module, "explicit_expert_comm", False):
         return "it is an expert of a mixture; drop --num-experts"
@@ -105,6 +115,8 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
         return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
+    if isinstance(module, SelfAttention) and module.config.attention_output_gate:
+        return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
     if getattr(module, "gather_output", False):
         return "it gathers its output, which is not covered"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
