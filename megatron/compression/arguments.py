@@ -26,6 +26,12 @@ _GROUPS = {
     "report": ReportSettings,
 }
 
+_GATHERED_BY_MEGATRON = {
+    "mtp_num_layers": "the input of each multi-token-prediction layer",
+    "distribute_saved_activations": "the inputs of recomputed layers",
+}
+"""Flags that make megatron-core communicate activations in a way that no site covers."""
+
 
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
@@ -109,11 +115,23 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         raise CompressionConfigError(
             "--taco does not cover expert and router traffic; drop --num-experts or --taco"
         )
-    if args.taco_rounding != "nearest" and (args.te_rng_tracker or args.cuda_graph_impl != "none"):
+    if args.cuda_graph_impl != "none":
+        raise CompressionConfigError(
+            "--taco chooses, counts and measures on the host at each message, which a replayed graph leaves out; "
+            "drop --cuda-graph-impl or --taco"
+        )
+    if args.taco_rounding != "nearest" and args.te_rng_tracker:
         raise CompressionConfigError(
             f"--taco-rounding {args.taco_rounding} takes its seeds from Megatron's default random state; "
-            "drop --te-rng-tracker and --cuda-graph-impl, or use --taco-rounding nearest"
+            "drop --te-rng-tracker, or use --taco-rounding nearest"
         )
+    for name, what in _GATHERED_BY_MEGATRON.items():
+        if getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}"
+            raise CompressionConfigError(
+                f"{flag} gathers {what} over the tensor-parallel ranks, which --taco does not compress; drop "
+                "one of the two"
+            )
     for flag in (
         "multi_latent_attention",
         "experimental_attention_variant",

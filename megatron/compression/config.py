@@ -148,8 +148,9 @@ class TensorParallelCompression:
     sequence parallelism gathers again in the backward keep --taco-format."""
 
     taco_error_bound: float | None = None
-    """Relative error of one encoding (L2) beyond which a layer's traffic goes uncompressed, forward and
-    backward each by itself, from the next --log-interval on. Measured once in a log interval."""
+    """Relative error of one encoding (L2; of two formats the worse one's) beyond which a layer's traffic goes
+    uncompressed, forward and backward each by itself, from the next --log-interval on. Measured once in a log
+    interval."""
 
     def __post_init__(self) -> None:
         if self.tp_compression == "auto":

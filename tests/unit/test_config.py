@@ -179,6 +179,9 @@ def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
         ({"num_experts": 8}, "--num-experts"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
+        ({"mtp_num_layers": 1}, "drop one of the two"),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
+        ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --taco"),
     ],
 )
 def test_traffic_that_would_stay_uncompressed_is_refused(arguments, megatron, fix) -> None:

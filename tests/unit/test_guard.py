@@ -73,6 +73,15 @@ def test_overflow_of_the_input_is_not_the_codecs_error() -> None:
     assert guard.decide() == {}, "zeros have no error"
 
 
+def test_the_worse_of_two_formats_counts() -> None:
+    """An all-reduce in int8,int4 is as wrong as its second hop, not as its first."""
+    x = _values(64, GROUP)
+    int8, int4 = (_error_of(x, _codec(number_format)) for number_format in ("int8", "int4"))
+    assert int4 > 10 * int8
+    for both in ("int8,int4", "int4,int8"):
+        assert _error_of(x, _codec(both)) == pytest.approx(int4, rel=1e-6)
+
+
 def test_codec_that_makes_nan_of_finite_values_is_taken_out() -> None:
     """No bound is large enough for that."""
 

@@ -1,5 +1,6 @@
 """The order of a backward: exchange under way, weight gradients behind it, then the rest."""
 
+import pytest
 import torch
 
 from megatron.compression.collectives import CompressedWork
@@ -10,10 +11,10 @@ from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
 
 
 class OneRankSite:
-    """A site whose collectives give back what they get, in two exchanges, and write down when."""
+    """A site whose collectives give back what they get, in one exchange or two, and write down when."""
 
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.group = log, name, None
+    def __init__(self, log: list[str], name: str, exchanges: int = 2) -> None:
+        self.log, self.name, self.group, self.exchanges = log, name, None, exchanges
 
     def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         self.log.append(f"{self.name} {channel} start")
@@ -26,16 +27,19 @@ class OneRankSite:
             self.log.append(f"{self.name} {channel} halfway")
             return CompressedWork(None, second)
 
-        return CompressedWork(None, first, exchanges=2)
+        return CompressedWork(None, second if self.exchanges == 1 else first, self.exchanges)
+
+
+def mlp_loss(x, first, second, log, handover, exchanges: int = 2) -> torch.Tensor:
+    """Loss of a two-layer block, through our layers."""
+    fc1, fc2 = (OneRankSite(log, name, exchanges) for name in ("fc1", "fc2"))
+    inner = torch.nn.functional.gelu(column_parallel_linear(x, first, None, fc1, False, handover))
+    return row_parallel_linear(inner, second, fc2, False, 1, handover).square().sum()
 
 
 def mlp_gradients(x, first, second, log, handover) -> tuple[torch.Tensor, ...]:
-    """Gradients of a two-layer block, through our layers."""
-    inner = torch.nn.functional.gelu(
-        column_parallel_linear(x, first, None, OneRankSite(log, "fc1"), False, handover)
-    )
-    out = row_parallel_linear(inner, second, OneRankSite(log, "fc2"), False, 1, handover)
-    out.square().sum().backward()
+    """Gradients of the block."""
+    mlp_loss(x, first, second, log, handover).backward()
     return x.grad, first.grad, second.grad
 
 
@@ -45,11 +49,7 @@ def leaves() -> list[torch.Tensor]:
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-def test_both_weight_gradients_run_behind_the_exchange(monkeypatch) -> None:
-    log: list[str] = []
-    x, first, second = leaves()
-    row = torch.nn.Module()
-    row.weight = torch.nn.Parameter(second.detach().clone())
+def note_weight_gradients(log: list[str], monkeypatch) -> None:
     compute = overlap.WeightGradient.compute
 
     def noted(self, like):
@@ -57,15 +57,34 @@ def test_both_weight_gradients_run_behind_the_exchange(monkeypatch) -> None:
         return compute(self, like)
 
     monkeypatch.setattr(overlap.WeightGradient, "compute", noted)
-    mlp_gradients(x, first, row.weight, log, Handover(row))
-    backward = log[log.index("fc1 tp.backward start") :]
-    assert backward == [
+
+
+@pytest.mark.parametrize("exchanges", [1, 2])
+def test_both_weight_gradients_run_behind_the_exchange(exchanges: int, monkeypatch) -> None:
+    """And so they do each time that a graph is kept for another backward."""
+    log: list[str] = []
+    x, first, second = leaves()
+    row = torch.nn.Module()
+    row.weight = torch.nn.Parameter(second.detach().clone())
+    note_weight_gradients(log, monkeypatch)
+    loss = mlp_loss(x, first, row.weight, log, Handover(row), exchanges)
+    expected = [
         "fc1 tp.backward start",
         "weight gradient (12, 8)",
         "fc1 tp.backward halfway",
         "weight gradient (8, 12)",
         "fc1 tp.backward arrived",
     ]
+    if exchanges == 1:
+        expected.remove("fc1 tp.backward halfway")
+    gradients = []
+    for _ in range(2):
+        log.clear()
+        loss.backward(retain_graph=True)
+        assert log == expected
+        gradients.append([leaf.grad.clone() for leaf in (x, first, row.weight)])
+    for once, twice in zip(*gradients, strict=True):
+        assert torch.equal(2 * once, twice)
 
 
 def test_gradients_are_those_of_plain_layers() -> None:
@@ -102,3 +121,11 @@ def test_no_gradients_no_nodes() -> None:
     with torch.no_grad():
         out = column_parallel_linear(x, first, None, OneRankSite([], "fc1"), False, None)
     assert out.grad_fn is None
+
+
+def test_second_derivatives_are_refused() -> None:
+    """The collectives have none: an error, not a wrong number."""
+    x, first, second = leaves()
+    (gradient,) = torch.autograd.grad(mlp_loss(x, first, second, [], None), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

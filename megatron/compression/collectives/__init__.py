@@ -12,12 +12,12 @@ from megatron.compression.collectives.uncompressed import (
     uncompressed_all_reduce,
     uncompressed_reduce_scatter,
 )
-from megatron.compression.collectives.work import CompressedWork, JoinedWork
+from megatron.compression.collectives.work import CompressedWork, ParallelWork
 
 __all__ = [
     "CompressedWork",
     "CopyTransport",
-    "JoinedWork",
+    "ParallelWork",
     "SymmetricTransport",
     "TorchTransport",
     "TransportError",

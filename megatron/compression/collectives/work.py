@@ -21,6 +21,9 @@ class CompressedWork:
         exchanges: how many there are from here on.
     """
 
+    exchanges: int
+    """How many have not been taken yet; 0 when it is done."""
+
     def __init__(
         self,
         work: dist.Work | None,
@@ -49,11 +52,7 @@ class CompressedWork:
             self.exchanges = outcome.exchanges
         else:
             self._work, self._finish, self._result = None, None, outcome
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to do."""
-        return self._result is not None
+            self.exchanges = 0
 
     def wait(self) -> torch.Tensor:
         """Complete the collective and return its result; a second call returns the same tensor."""
@@ -67,7 +66,7 @@ def completed(result: torch.Tensor) -> CompressedWork:
     return CompressedWork(None, lambda: result)
 
 
-class JoinedWork(CompressedWork):
+class ParallelWork(CompressedWork):
     """Several collectives under way at once; each ``advance`` moves all of them on by one exchange.
 
     Args:
@@ -76,8 +75,18 @@ class JoinedWork(CompressedWork):
     """
 
     def __init__(self, works: list[CompressedWork], result: torch.Tensor) -> None:
-        super().__init__(None, lambda: result, max(work.exchanges for work in works))
         self._works = works
+        self._filled = result
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them are."""
+        return all(work.done for work in self._works)
+
+    @property
+    def exchanges(self) -> int:
+        """Those of the one that has most left."""
+        return max((work.exchanges for work in self._works), default=0)
 
     def advance(self) -> None:
         """One exchange of each, in turn: one's codec kernels run behind the others' exchanges."""
@@ -86,6 +95,6 @@ class JoinedWork(CompressedWork):
 
     def wait(self) -> torch.Tensor:
         """Complete all of them."""
-        while any(not work.complete for work in self._works):
+        while not self.done:
             self.advance()
-        return self._finish()
+        return self._filled

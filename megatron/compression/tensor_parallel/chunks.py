@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.compression.collectives import CompressedWork, JoinedWork
+from megatron.compression.collectives import CompressedWork, ParallelWork
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
@@ -38,7 +38,7 @@ def product_in_chunks(
         )
         if part.shape[0]
     ]
-    return JoinedWork(works, result) if works else start(torch.matmul(x, matrix), channel)
+    return ParallelWork(works, result) if works else start(torch.matmul(x, matrix), channel)
 
 
 def sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Tensor]:

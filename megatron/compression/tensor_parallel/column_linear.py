@@ -5,6 +5,7 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
@@ -37,6 +38,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return output if bias is None else output + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         saved, weight = ctx.saved_tensors
         site, gathered = ctx.site, None

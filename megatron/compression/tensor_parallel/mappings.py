@@ -5,6 +5,7 @@ reduce-scatter an all-gather, a split an all-gather.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.compression.tensor_parallel.site import TensorParallelSite
 
@@ -17,6 +18,7 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
         return site.all_reduce(partial_sum, "tp.forward").wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         return grad_output, None
 
@@ -30,6 +32,7 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
         return site.reduce_scatter(partial_sum, "tp.forward").wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
 
@@ -44,6 +47,7 @@ class _ScatterToSequenceParallelRegion(torch.autograd.Function):
         return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         return ctx.site.all_gather(grad_output, "tp.backward").wait(), None
 
@@ -58,6 +62,7 @@ class _GatherColumns(torch.autograd.Function):
         return torch.cat(gathered[first : first + count].unbind(), dim=-1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         parts = torch.stack(grad_output.chunk(ctx.count, dim=-1))
         full = parts.new_zeros(ctx.site.group.size(), *parts.shape[1:])

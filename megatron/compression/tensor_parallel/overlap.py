@@ -17,6 +17,7 @@ their own. Cost in memory: the row-parallel layer's output gradient lives until 
 from collections.abc import Callable
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.compression.collectives import CompressedWork
 
@@ -30,8 +31,11 @@ class InputGradientExchange:
         """Weight gradients that are still to run behind it."""
 
     def advance(self) -> None:
-        """Take what has arrived and send what follows from it, if an exchange is under way."""
-        if self.work is not None:
+        """Take what has arrived and send what follows from it, if an exchange is under way.
+
+        The last one is left in flight for as long as there is a weight gradient to run behind it.
+        """
+        if self.work is not None and self.work.exchanges > min(self.waiting, 1):
             self.work.advance()
 
     def take(self) -> torch.Tensor:
@@ -49,12 +53,12 @@ class WeightGradient:
 
     def __init__(self, exchange: InputGradientExchange) -> None:
         self.exchange = exchange
-        exchange.waiting += 1
         self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def provide(self, inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Say where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come from."""
         self._inputs = inputs
+        self.exchange.waiting += 1  # in each backward anew, where a graph is kept for several
 
     def compute(self, like: torch.Tensor) -> torch.Tensor:
         """``grad_output.T @ input``, in two halves where the exchange has two parts and nothing else runs."""
@@ -78,6 +82,7 @@ class _Arrival(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, stand_in):
         return ctx.exchange.take(), None
 
@@ -89,6 +94,7 @@ class _WeightGradientNode(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, stand_in):
         return ctx.gradient.compute(ctx.weight), None
 

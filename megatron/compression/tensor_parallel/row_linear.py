@@ -1,6 +1,7 @@
 """Row-parallel linear with compressed communication, whole or in chunks of the sequence."""
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, stand_in
@@ -15,6 +16,7 @@ class _RowParallelLinear(torch.autograd.Function):
         return product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:

@@ -103,7 +103,7 @@ class TensorParallelSite:
             return uncompressed_reduce_scatter(tensor, self.group, out)
         transport, key = self._transport(channel, "reduce_scatter", tensor.nbytes), self.draw_key()
         work = reduce_scatter(tensor, codec, transport, async_op=True, key=key, out=out)
-        self._guard(channel, tensor, codec, key)
+        self._guard(channel, tensor, hop_codecs(codec)[0], key)
         return self._probed(work, channel, "reduce_scatter", tensor.float, uncompressed_reduce_scatter)
 
     def all_gather(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
