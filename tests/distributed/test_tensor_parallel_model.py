@@ -2,6 +2,7 @@
 
 import hashlib
 
+import pytest
 import torch
 
 from tests.distributed.spawn import spawn
@@ -140,3 +141,29 @@ def test_ledger_matches_the_transport() -> None:
         assert plain[0] == plain[1] > 0, "one iteration each"
         sent = _sum(compressed, "sent_bytes", channel="tp.forward")
         assert sent * 16 == _sum(compressed, "plain_bytes", channel="tp.forward") * 8.5, "8.5 bits a value"
+
+
+def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[tuple]:
+    """What was sent and counted with an embedding and a first layer that do not train: each setting once."""
+    start_model_parallel(world_size)
+    results = []
+    for settings in ({"tp_compression": "none", "taco_min_message_mb": 8.0}, {}, {"taco_layers": "1"}):
+        runtime = runtime_with(**settings)
+        model = build_tiny_gpt(rank, world_size, runtime, torch.float32, sequence_parallel=sequence_parallel)
+        frozen = (model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1)
+        for module in frozen:
+            module.requires_grad_(False)
+        with TransportAudit(world_size) as audit:
+            model(**batch(0, rank, BATCH)).mean().backward()
+        trained = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+        results.append((audit.sent, total_of(runtime.ledger.rows())))
+    return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_frozen_layers_send_what_is_counted(sequence_parallel: bool) -> None:
+    """Nothing is counted for backwards that never come."""
+    for results in spawn(frozen_worker, 2, sequence_parallel):
+        for sent, counted in results:
+            assert sent == counted

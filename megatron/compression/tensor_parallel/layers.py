@@ -43,7 +43,9 @@ class CompressedRowParallelLinear(RowParallelLinear):
             return super().forward(input_)
         message_bytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
         if not _compresses_reduction(self.site, self.sequence_parallel, message_bytes):
-            _count_reduction(self.site, self.sequence_parallel, message_bytes)
+            _count_reduction(
+                self.site, self.sequence_parallel, message_bytes, has_backward(input_, self.weight)
+            )
             return super().forward(input_)
         chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
         output = row_parallel_linear(
@@ -79,7 +81,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
             )
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
-        if torch.is_grad_enabled():  # each forward with gradients has exactly one backward
+        if has_backward(input, weight):
             if sequence_parallel:
                 if weight.requires_grad:
                     self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
@@ -100,7 +102,9 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
             return super().forward(input_)
         message_bytes = input_.numel() * self.embedding_dim * self.weight.element_size()
         if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, message_bytes):
-            _count_reduction(self.site, self.reduce_scatter_embeddings, message_bytes)
+            _count_reduction(
+                self.site, self.reduce_scatter_embeddings, message_bytes, has_backward(self.weight)
+            )
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
@@ -128,7 +132,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             return super().forward(input_ids, position_ids, tokentype_ids)
         message_bytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
         if not self.site.compresses(message_bytes, "tp.backward"):
-            if torch.is_grad_enabled():
+            if has_backward(*self.parameters()):
                 self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
             return super().forward(input_ids, position_ids, tokentype_ids)
         embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
@@ -156,11 +160,18 @@ def _compresses_reduction(site: TensorParallelSite, sequence_parallel: bool, mes
     return site.compresses(message_bytes, *channels)
 
 
-def _count_reduction(site: TensorParallelSite, sequence_parallel: bool, message_bytes: int) -> None:
+def _count_reduction(
+    site: TensorParallelSite, sequence_parallel: bool, message_bytes: int, backward: bool
+) -> None:
     """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
     if not sequence_parallel:
         site.count_uncompressed("tp.forward", "all_reduce", message_bytes)
         return
     site.count_uncompressed("tp.forward", "reduce_scatter", message_bytes)
-    if torch.is_grad_enabled():
+    if backward:
         site.count_uncompressed("tp.backward", "all_gather", message_bytes)
+
+
+def has_backward(*inputs: torch.Tensor) -> bool:
+    """Whether a backward will come to what is computed of ``inputs`` now: once, for each forward like this."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
