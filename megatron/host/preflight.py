@@ -62,6 +62,12 @@ def check_local_layers(args: Namespace) -> None:
         if getattr(args, name, off) != off:
             add = "--transformer-impl transformer_engine"
             raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
+    recomputed = getattr(args, "recompute_modules", None) or ()
+    if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
+        raise InputError(
+            "--recompute-modules layernorm needs Transformer Engine, which is not installed: leave layernorm "
+            "out of it, or install transformer_engine"
+        )
 
 
 def check_supported_data(args: Namespace) -> None:

@@ -161,6 +161,14 @@ class TestLocalLayers:
         args.transformer_impl = "transformer_engine"
         preflight.check_local_layers(args)
 
+    def test_recomputed_norms_need_it_too(self, monkeypatch):
+        args = Namespace(transformer_impl="local", recompute_modules=["core_attn", "layernorm"])
+        monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(InputError, match="leave layernorm out"):
+            preflight.check_local_layers(args)
+        args.recompute_modules = ["core_attn", "mlp"]
+        preflight.check_local_layers(args)
+
 
 def test_megatrons_own_checks_are_one_line_too():
     run = pretrain("--overlap-param-gather", check=False, processes=1)

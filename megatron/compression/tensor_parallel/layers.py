@@ -39,6 +39,12 @@ class CompressedRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
+        output, bias = self._reduced(input_)
+        # A view: --recompute-modules mlp returns it from an autograd function, which would otherwise make the
+        # parameter itself its output, and the backward run in a circle.
+        return output, None if bias is None else bias.view_as(bias)
+
+    def _reduced(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.site is None:
             return super().forward(input_)
         message_bytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
