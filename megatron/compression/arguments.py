@@ -117,8 +117,8 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         )
     if args.cuda_graph_impl != "none":
         raise CompressionConfigError(
-            "--taco chooses, counts and measures on the host at each message, which a replayed graph leaves out; "
-            "drop --cuda-graph-impl or --taco"
+            "--taco chooses, counts and measures on the host at each message, which a replayed graph leaves "
+            "out; drop --cuda-graph-impl or --taco"
         )
     if args.taco_rounding != "nearest" and args.te_rng_tracker:
         raise CompressionConfigError(

@@ -156,9 +156,7 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
         serial = _serial(kind, sequence_parallel, rank, world_size)
         core, identity, taco = run(False), run(True, IdentityCodec()), run(True)
         assert set(core) == set(identity) == set(taco) == set(serial)
-        for chunks in (
-            (3, 50) if kind != "embedding" else ()
-        ):  # no divisor of the rows, and more than there are
+        for chunks in (3, 50) if kind != "embedding" else ():  # no divisor of the rows; too many
             chunked = run(True, IdentityCodec(), taco_overlap_chunks=chunks)
             for name, value in chunked.items():
                 torch.testing.assert_close(value, identity[name], rtol=1e-6, atol=1e-5)

@@ -1,7 +1,7 @@
 """Self-attention of fewer query groups than tensor-parallel ranks.
 
-Then several ranks share a group's keys and values, and megatron-core gathers the output of ``linear_qkv`` over
-all ranks in every layer. That is traffic of its own, beside the linear layers'.
+Then several ranks share a group's keys and values, and megatron-core gathers the output of ``linear_qkv``
+over all ranks in every layer. That is traffic of its own, beside the linear layers'.
 """
 
 import torch

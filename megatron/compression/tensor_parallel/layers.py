@@ -179,5 +179,5 @@ def _count_reduction(
 
 
 def has_backward(*inputs: torch.Tensor) -> bool:
-    """Whether a backward will come to what is computed of ``inputs`` now: once, for each forward like this."""
+    """Whether a backward will come to what is computed of ``inputs`` now: once for each such forward."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
