@@ -138,8 +138,10 @@ class PackedPart:
 
     def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
         """See ``SketchPart.add_up``; what the wire leaves out, this rank remembers."""
-        total = packed.decode_sum(wires, self.layouts[of])[None]
-        wire = packed.encode(total, total.new_zeros(1), self.layouts[to], total)
+        total, layout = packed.decode_sum(wires, self.layouts[of])[None], self.layouts[to]
+        # zero where the union has room, else the least that has: ranks may choose less alike than by chance
+        threshold = share_threshold(total, layout.share)
+        wire = packed.encode(total, threshold, layout, total)
         self.feedback.add(0, self.owners.index(owner), total[0])
         return wire[0]
 
