@@ -210,13 +210,13 @@ def _non_finite_worker(rank: int, world_size: int, sharded: bool, wire: str) -> 
 
 
 def _state_worker(rank: int, world_size: int) -> None:
-    for sharded in (True, False):
-        first = make_sync(sharded, torch.float32)
+    for sharded, wire in ((True, "packed"), (True, "sketch"), (False, "packed"), (False, "sketch")):
+        first = make_sync(sharded, torch.float32, wire=wire)
         for step in range(2):
             fill(first, step, rank)
             first.start().wait()
         state = {slot: value.clone() for slot, value in first.state().items()}
-        resumed = make_sync(sharded, torch.float32)
+        resumed = make_sync(sharded, torch.float32, wire=wire)
         resumed.load_state(state)
         results = []
         for sync in (first, resumed):
