@@ -124,7 +124,8 @@ class Training:
         command += ["--train-iters", str(options.iterations)]
         command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
         command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-        command += ["--eval-interval", str(evaluations), "--eval-iters", "8", "--log-interval", "5"]
+        command += ["--eval-interval", str(evaluations), "--eval-iters", "8"]
+        command += ["--log-interval", str(min(5, options.iterations))]
         command += ["--compression-report", str(self.directory / "report")]
         command += ["--tensorboard-dir", str(self.directory / "tb"), *extra.split()]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
