@@ -21,6 +21,7 @@ SCALES = ("dual", "single")
 ROUNDINGS = ("nearest", "stochastic", "dither")
 GROUP_SIZES = (32, 64, 128, 256, 512)
 ALIGNMENT = 16  # bytes; chunks start at multiples of it
+STREAM_NUMEL = 2**37  # elements with random numbers of their own: 32 of them in each of 2^32 Philox blocks
 
 _QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 _PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
@@ -28,12 +29,15 @@ _SCALE_BYTES = {"dual": 8, "single": 2}
 
 
 class Stream(NamedTuple):
-    """Address of a block of counter-based random numbers (Philox-4x32-10, Salmon et al., SC'11).
+    """Address of a block of counter-based random numbers (Philox-4x32-7, Salmon et al., SC'11).
 
-    Element ``e`` of a tensor uses byte ``i % 16`` of the Philox block with key ``key`` and counter
-    ``(i // 16, stream)``, where ``i = offset + e``. Elements are numbered through all chunks of an encode:
-    element ``j`` of chunk ``c`` is ``c * chunk_numel + j``. Sender ``w`` of a decode_sum uses stream
-    ``stream + w``. The same address always gives the same numbers, on every device.
+    Element ``e`` of a tensor uses 4 bits, a number from 0 to 15, of the Philox block with key ``key`` and
+    counter ``(4 (i // 128) + i // 16 % 4, 0, stream)``, where ``i = offset + e``: of its four words number
+    ``2 (i // 64 % 2) + i // 4 % 2``, of that byte ``i % 4``, and the low half of it if ``i % 16 < 8``. (A
+    thread of the kernels holds both sixteens of a block, and the halves lie as in a plane of 4-bit codes.)
+    Elements are numbered through all chunks of an encode: element ``j`` of chunk ``c`` is ``c * chunk_numel +
+    j``. Sender ``w`` of a decode_sum uses stream ``stream + w``. The same address always gives the same
+    numbers, on every device.
     """
 
     key: int
@@ -41,7 +45,7 @@ class Stream(NamedTuple):
     stream: int
     """Number of the stream (site, hop, sender, ...), taken modulo 2^64."""
     offset: int = 0
-    """Elements to skip, a non-negative multiple of 16 (every multiple of a group size is one)."""
+    """Elements to skip: a multiple of the group size, from 0 to less than 2^37, a stream's length."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class CodecConfig:
     scales: str = "dual"
     """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up."""
     rounding: str = "nearest"
-    """``nearest`` (ties to even), ``stochastic`` (unbiased), or ``dither`` (subtractive, integers only)."""
+    """``nearest`` (ties to even), ``stochastic``, or ``dither`` (subtractive, integers only). Random rounding
+    is unbiased down to 1/16 of a step: what is left, at most 1/32 of one, is what rounding to nearest in a
+    format of 4 more bits would leave."""
     hadamard: bool = True
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
 
@@ -129,8 +135,11 @@ def check_stream(random: Stream | None, config: CodecConfig, argument: str, deco
         raise ValueError(
             f"{argument} is None: rounding={config.rounding!r} needs a Stream(key, stream, offset)"
         )
-    if needed and (random.offset < 0 or random.offset % 16):
-        raise ValueError(f"{argument}.offset={random.offset} must be a non-negative multiple of 16")
+    if needed and (random.offset % config.group_size or not 0 <= random.offset < STREAM_NUMEL):
+        raise ValueError(
+            f"{argument}.offset={random.offset} must be a multiple of the group size, {config.group_size}, "
+            "from 0 to less than 2^37"
+        )
 
 
 def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:

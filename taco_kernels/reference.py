@@ -29,7 +29,7 @@ from taco_kernels.layout import (
     check_stream,
     check_wires,
 )
-from taco_kernels.philox import uniform_bytes
+from taco_kernels.philox import uniform_nibbles
 
 EPSILON = 1e-6
 ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
@@ -60,33 +60,40 @@ def root(config: CodecConfig) -> float:
 
 
 def random_tile(random: Stream, first: int, groups: int, config: CodecConfig, device) -> torch.Tensor:
-    """int32[groups, G] of 0..255 for the elements numbered from ``first`` on."""
-    raw = uniform_bytes(random, first, groups * config.group_size, device)
-    return raw.int().view(groups, config.group_size)
+    """int32[groups, G] of 0..15 for the elements numbered from ``first`` on."""
+    return uniform_nibbles(random, first, groups * config.group_size, device).view(groups, config.group_size)
 
 
-def dither(b: torch.Tensor) -> torch.Tensor:
-    """What a decoder subtracts from codes that were dithered with bytes b: fp32 in (-1/2, 1/2)."""
-    return (b - 127.5) / 256
+def dither(r: torch.Tensor) -> torch.Tensor:
+    """What was subtracted from values that were rounded with r, and a decoder adds: fp32 in (-1/2, 1/2)."""
+    return (r - 7.5) / 16
 
 
 def round_to_grid(
-    h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig, b: torch.Tensor | None
+    h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig, r: torch.Tensor | None
 ) -> torch.Tensor:
-    """Codes uint8[groups, G] of h fp32[groups, G] / step fp32[groups, 1]; b: random bytes, None for nearest.
+    """Codes uint8[groups, G] of h fp32[groups, G] / step fp32[groups, 1].
 
-    Random rounding works in fixed point with 8 bits behind the point, q = floor((256 v + b) / 256). What
-    stays biased is 8 bits finer than the grid, below bf16's own resolution; multiples of the step never move.
+    r, of random_tile, is None for nearest. Random rounding is q = floor(v + 1/2 - u), u = (r - 7.5) / 16, in
+    fixed point with 8 bits behind the point: (256 v + 248 - 16 r) >> 8; in fp8 of the magnitude, a step being
+    that of the binade in which |v| lies. Over all r the mean is v rounded to a sixteenth of a step; multiples
+    of the step never move.
     |v| <= qmax up to the rounding of one product, so the clamp is for NaN and infinity alone, which only
     groups with a NaN step have; their codes mean nothing.
     """
-    if (
-        not config.is_float
-    ):  # the product is rounded once, to the integer: a fused multiply-add, exact in fp64
+    if not config.is_float:
+        # the product is rounded once, to the integer: a fused multiply-add, exact in fp64
         v = (h.double() * inverse.double()).nan_to_num(nan=0.0).clamp(-2 * config.qmax, 2 * config.qmax)
-        q = torch.round(v).int() if b is None else (torch.round(v * 256).int() + b) >> 8
+        q = torch.round(v).int() if r is None else (torch.round(v * 256).int() + 248 - 16 * r) >> 8
         bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
         return (q.clamp(-config.qmax, config.qmax) + bias).to(torch.uint8)
+    if r is not None:
+        # fp16 has e5m2's exponents and 8 bits more, and at 2^-8 of the value e4m3's and 7 bits more: the
+        # code and its fraction, also where it is subnormal or carries into the next binade
+        scale, shift = (2.0**-8, 1) if config.format == "fp8-e4m3" else (1.0, 0)
+        bits = (h * (inverse * scale)).half().view(torch.int16).int()
+        code = (((bits & 0x7FFF) << shift) + 248 - 16 * r) >> 8
+        return (code | bits >> 8 & 0x80).to(torch.uint8)
     v = (h * inverse).nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
     # fp8: n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the
     # binade's first code, also where it carries into the next one or where the number is subnormal.
@@ -94,9 +101,7 @@ def round_to_grid(
     bits = v.view(torch.int32)
     exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
     ulp = ((exponent - mantissa) << 23).view(torch.float32)
-    steps = v.abs() / ulp
-    n = torch.round(steps).int() if b is None else (torch.round(steps * 256).int() + b) >> 8
-    code = ((exponent - lowest) << mantissa) + n
+    code = ((exponent - lowest) << mantissa) + torch.round(v.abs() / ulp).int()
     return (code | bits >> 24 & 0x80).to(torch.uint8)
 
 
@@ -157,8 +162,8 @@ def encode_groups(
         s = (alpha * amax * (root(config) / config.qmax)).clamp(min=S_MIN)
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
-    b = None if config.rounding == "nearest" else random_tile(random, first, len(h), config, h.device)
-    codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config, b)
+    r = None if config.rounding == "nearest" else random_tile(random, first, len(h), config, h.device)
+    codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config, r)
     wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config), *scales]])
     return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
 
@@ -166,7 +171,7 @@ def encode_groups(
 def decode_groups(
     wire: torch.Tensor, groups: int, config: CodecConfig, random: Stream | None, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code values fp32[groups, G] (dither subtracted) and step fp32[groups, 1] of one chunk's wire."""
+    """Code values fp32[groups, G] (dither undone) and step fp32[groups, 1] of one chunk's wire."""
     G = config.group_size
     widths = [groups * G * bits // 8 for bits in config.planes]
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
@@ -174,7 +179,7 @@ def decode_groups(
     pieces = wire[: groups * config.bytes_per_group()].split(widths + [groups * dtype.itemsize] * scale_count)
     q = code_values(unpack(pieces[: len(widths)], config), config)
     if config.rounding == "dither":
-        q = q - dither(random_tile(random, first, groups, config, wire.device))
+        q = q + dither(random_tile(random, first, groups, config, wire.device))
     scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
     if config.scales == "single":
         step = scales[0].float()

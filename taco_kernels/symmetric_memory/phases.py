@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from taco_kernels.triton.decode_sum import add_sender, sum_senders
-from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
+from taco_kernels.triton.hadamard import transform, unshuffle
 from taco_kernels.triton.planes import load_plane, store_plane
-from taco_kernels.triton.rounding import dither, random_tile
+from taco_kernels.triton.rounding import random_words
 from taco_kernels.triton.tensor import load_tile, store_tile
-from taco_kernels.triton.wire import decode_groups, encode_groups
+from taco_kernels.triton.wire import decode_groups, dither_words, encode_groups
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def peer_slot(table, peer, offset):
 def encoded_tile(
     x, sender, piece, first, message, rows, random, matrix, FLAGS: tl.constexpr, C: tl.constexpr
 ):
-    """Groups first... of a piece in the Hadamard domain, fp32[R, G], and the random bytes of ``sender``."""
+    """Groups first... of a piece in the Hadamard domain, fp32[R, G], and the random bits of ``sender``."""
     numel, stride, length, groups = message
     if FLAGS.STRIDED:  # pieces are whole groups there, and rows are counted from the tensor's start
         h = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
@@ -45,37 +45,37 @@ def encoded_tile(
         h = unshuffle(transform(h, matrix, C), C)
     else:
         h = h.to(tl.float32)
-    b = 0
+    words = 0
     if not C.NEAREST:
-        b = random_tile(random, sender, piece * groups + first, C)
-    return h, b
+        words = random_words(random, sender, piece * groups + first, C)
+    return h, words
 
 
 @triton.jit
-def store_to_all(h, b, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
+def store_to_all(h, words, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
     """Store h as groups ``row``... of the wire of ``full`` groups at ``offset`` of every rank, own last."""
     for k in tl.static_range(1, W + 1):  # the compiler keeps one copy of the arithmetic, and W of the stores
-        encode_groups(h, b, peer_slot(table, (rank + k) % W, offset), row, full, C)
+        encode_groups(h, words, peer_slot(table, (rank + k) % W, offset), row, full, C)
 
 
 @triton.jit
 def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G], and random bytes.
+    """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G], and random bits.
 
     ``group`` is the first group's number in the message. C is the slots' format, D what the bytes are for.
     """
     key, stream, block = random
     block += (group - row).to(tl.int64) * (C.G // 16)
     h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, (key, stream, block), E.W, C)
-    b = 0
+    words = 0
     if not D.NEAREST:
-        b = random_tile(again, 0, group, D)
-    return h, b
+        words = random_words(again, 0, group, D)
+    return h, words
 
 
 @triton.jit
 def summed_tile(slots, group, random, E: tl.constexpr, C: tl.constexpr):
-    """``reduced_groups`` of a whole tile without the random bytes: one sender after the other, which saves
+    """``reduced_groups`` of a whole tile without the random bits: one sender after the other, which saves
     registers where the result goes through a transform."""
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     key, stream, block = random
@@ -90,20 +90,8 @@ def summed_tile(slots, group, random, E: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def decoded_slot(slot, group, random, matrix, C: tl.constexpr):
     """fp32[R, G] of the wire in a slot; ``group`` is the first group's number in the message."""
-    q, step = decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), tl.float16, C)
-    if C.HADAMARD:
-        h = transform(shuffle(q, C), matrix, C)
-    else:
-        h = q.to(tl.float32)
-    if C.DITHER:
-        u = dither(random, 0, group, C)
-        if C.HADAMARD:
-            u = transform(shuffle(u.to(tl.float16), C), matrix, C)
-        h = h - u
-    h = h * step[:, None]
-    if C.HADAMARD:
-        h = unshuffle(h, C)
-    return h
+    words = dither_words(random, 0, group, C)
+    return decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), words, matrix, C)
 
 
 @triton.jit

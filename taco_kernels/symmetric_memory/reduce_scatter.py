@@ -34,7 +34,7 @@ def reduce_scatter_kernel(
     stride_inner,
     key,
     stream,
-    first_block,
+    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
@@ -43,7 +43,7 @@ def reduce_scatter_kernel(
     """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -58,8 +58,8 @@ def reduce_scatter_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
-                h, b = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
-                encode_groups(h, b, peer_slot(table, piece, slot), zero, full, C)
+                h, words = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
+                encode_groups(h, words, peer_slot(table, piece, slot), zero, full, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:

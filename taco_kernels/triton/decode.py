@@ -3,10 +3,9 @@
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
-from taco_kernels.triton.rounding import dither, dither16
+from taco_kernels.triton.hadamard import sylvester
 from taco_kernels.triton.tensor import store_tile
-from taco_kernels.triton.wire import decode_groups
+from taco_kernels.triton.wire import decode_groups, dither_words
 
 
 @triton.jit
@@ -18,25 +17,13 @@ def decode_tile(
     chunk = tile // tiles
     first = (tile % tiles) * C.R
     group = chunk * groups + first
-    q, step = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, tl.float16, C)
-    if C.HADAMARD:
-        h = transform(shuffle(q, C), matrix, C)
-    else:
-        h = q.to(tl.float32)
-    if C.DITHER:
-        if C.HADAMARD:  # q - u can need 17 bits, more than fp16 has; apart each is exact, and so is the sum
-            u = transform(shuffle(dither16(random, 0, group, C), C), matrix, C)
-            h = tl.fma(u, -0.0625, h)
-        else:
-            h = h - dither(random, 0, group, C)
-    h = h * step[:, None]
-    if C.HADAMARD:
-        h = unshuffle(h, C)
+    words = dither_words(random, 0, group, C)
+    h = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, words, matrix, C)
     end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
     store_tile(x, h, group, end, rows, FLAGS, C)
 
 
-@triton.jit(do_not_specialize=["key", "stream", "first_block"])
+@triton.jit(do_not_specialize=["key", "stream", "first_run"])
 def decode_kernel(
     wires,
     x,
@@ -50,12 +37,12 @@ def decode_kernel(
     stride_inner,
     key,
     stream,
-    first_block,
+    first_run,
     FLAGS: tl.constexpr,
     C: tl.constexpr,
 ):
     """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
-    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
     if C.INTERPRET:  # no loops over run-time bounds there: one program a tile

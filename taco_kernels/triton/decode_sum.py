@@ -4,38 +4,64 @@ import triton
 import triton.language as tl
 
 from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
-from taco_kernels.triton.rounding import dither, random_tile
+from taco_kernels.triton.rounding import random_words
 from taco_kernels.triton.tensor import store_tile
-from taco_kernels.triton.unpacking import add_products, load_code_words, magic_bits
-from taco_kernels.triton.wire import decode_groups, encode_groups, load_step
+from taco_kernels.triton.unpacking import add_dithered, add_products, load_code_words, magic_bits
+from taco_kernels.triton.wire import dither_words, encode_groups, load_step, load_values
 
 
 @triton.jit
 def add_sender(total, wires, sender, wire_stride, first, groups, random, C: tl.constexpr):
-    """total + (q - u) * step of one sender, one rounding; fp32[R, G]."""
-    q, step = decode_groups(wires + sender * wire_stride, first, groups, tl.float32, C)
-    if C.DITHER:
-        q = q - dither(random, sender, first, C)
+    """total + (q + u) * step of one sender, one rounding; fp32[R, G]."""
+    words = dither_words(random, sender, first, C)
+    q, step = load_values(wires + sender * wire_stride, first, groups, words, C)
     return tl.fma(q, tl.broadcast_to(step[:, None], [C.R, C.G]), total)
+
+
+@triton.jit
+def add_sender_words(
+    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, random, magic, C: tl.constexpr
+):
+    """add_sender in an integer format, for the sums of every fourth element: fp32[R, G / 4] each."""
+    wire = wires + sender * wire_stride
+    words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+    if C.DITHER:
+        randoms = random_words(random, sender, first, C)
+        t0, t1, t2, t3 = add_dithered(t0, t1, t2, t3, words, randoms, step, C)
+    else:
+        t0, t1, t2, t3 = add_products(t0, t1, t2, t3, words, step, magic, C)
+    return t0, t1, t2, t3
 
 
 @triton.jit
 def sum_senders(wires, wire_stride, first, groups, random, W: tl.constexpr, C: tl.constexpr):
     """fp32[R, G], summed in the order of the senders."""
-    if C.INTEGER and not C.DITHER:
+    if C.INTEGER:
         t0 = tl.zeros([C.R, C.G // 4], tl.float32)
         t1, t2, t3 = t0, t0, t0
         magic = magic_bits(groups)
         if W <= 8:  # unrolled, so that the senders' loads are in flight together
             for w in tl.static_range(0, W):
-                wire = wires + tl.full((), w, tl.int64) * wire_stride
-                words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
-                t0, t1, t2, t3 = add_products(t0, t1, t2, t3, words, step, magic, C)
+                t0, t1, t2, t3 = add_sender_words(
+                    t0,
+                    t1,
+                    t2,
+                    t3,
+                    wires,
+                    tl.full((), w, tl.int64),
+                    wire_stride,
+                    first,
+                    groups,
+                    random,
+                    magic,
+                    C,
+                )
         else:
             for w in range(0, W):
-                wire = wires + (tl.full((), 0, tl.int64) + w) * wire_stride
-                words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
-                t0, t1, t2, t3 = add_products(t0, t1, t2, t3, words, step, magic, C)
+                sender = tl.full((), 0, tl.int64) + w
+                t0, t1, t2, t3 = add_sender_words(
+                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, random, magic, C
+                )
         total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
     else:
         total = tl.zeros([C.R, C.G], tl.float32)
@@ -72,7 +98,7 @@ def decode_sum_tile(
     store_tile(x, h, first, numel, rows, FLAGS, C)
 
 
-@triton.jit(do_not_specialize=["key", "stream", "first_block"])
+@triton.jit(do_not_specialize=["key", "stream", "first_run"])
 def decode_sum_kernel(
     wires,
     x,
@@ -85,13 +111,13 @@ def decode_sum_kernel(
     stride_inner,
     key,
     stream,
-    first_block,
+    first_run,
     W: tl.constexpr,
     FLAGS: tl.constexpr,
     C: tl.constexpr,
 ):
     """x = WHT(sum of q * step). Persistent programs, R groups a step."""
-    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.bfloat16)
     if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
@@ -107,7 +133,7 @@ def decode_sum_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["key_in", "stream_in", "first_block_in", "key_out", "stream_out", "first_block_out"]
+    do_not_specialize=["key_in", "stream_in", "first_run_in", "key_out", "stream_out", "first_run_out"]
 )
 def decode_sum_encode_kernel(
     wires,
@@ -116,20 +142,20 @@ def decode_sum_encode_kernel(
     wire_stride,
     key_in,
     stream_in,
-    first_block_in,
+    first_run_in,
     key_out,
     stream_out,
-    first_block_out,
+    first_run_out,
     W: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
 ):
     """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
-    random_in = (key_in.to(tl.int64), stream_in.to(tl.int64), first_block_in.to(tl.int64))
-    random_out = (key_out.to(tl.int64), stream_out.to(tl.int64), first_block_out.to(tl.int64))
+    random_in = (key_in.to(tl.int64), stream_in.to(tl.int64), first_run_in.to(tl.int64))
+    random_out = (key_out.to(tl.int64), stream_out.to(tl.int64), first_run_out.to(tl.int64))
     first = tl.program_id(0) * C.R
     h = sum_senders(wires, wire_stride, first, groups, random_in, W, C)
-    b = 0
+    words = 0
     if not D.NEAREST:
-        b = random_tile(random_out, 0, first, D)
-    encode_groups(h, b, out, first, groups, D)
+        words = random_words(random_out, 0, first, D)
+    encode_groups(h, words, out, first, groups, D)

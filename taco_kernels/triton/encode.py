@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.triton.hadamard import sylvester, transform, unshuffle
-from taco_kernels.triton.rounding import random_tile
+from taco_kernels.triton.rounding import random_words
 from taco_kernels.triton.tensor import load_tile
 from taco_kernels.triton.wire import encode_groups
 
@@ -23,13 +23,13 @@ def encode_tile(
         h = unshuffle(transform(h, matrix, C), C)
     else:
         h = h.to(tl.float32)
-    b = 0
+    words = 0
     if not C.NEAREST:
-        b = random_tile(random, 0, group, C)
-    encode_groups(h, b, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+        words = random_words(random, 0, group, C)
+    encode_groups(h, words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
 
 
-@triton.jit(do_not_specialize=["key", "stream", "first_block"])
+@triton.jit(do_not_specialize=["key", "stream", "first_run"])
 def encode_kernel(
     x,
     out,
@@ -43,12 +43,12 @@ def encode_kernel(
     stride_inner,
     key,
     stream,
-    first_block,
+    first_run,
     FLAGS: tl.constexpr,
     C: tl.constexpr,
 ):
     """out[chunk] = wire of ``groups`` groups, for ``chunks`` chunks. Persistent programs, R groups a step."""
-    random = (key.to(tl.int64), stream.to(tl.int64), first_block.to(tl.int64))
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     rows = (run, inner, stride_outer, stride_inner)
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = sylvester(C, 1.0 / C.G, True, dot_type)

@@ -78,8 +78,6 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
     dither = config.rounding == "dither"
     if operation == "encode" and config.format == "int5":
         tuning = tuning._replace(stages=3)
-    elif operation == "decode" and dither:
-        tuning = tuning._replace(programs=2)  # registers for two accumulators
     elif operation == "decode_sum" and config.format == "int8":
         tuning = tuning._replace(stages=1)
     elif operation == "decode_sum_encode" and dither:
@@ -131,7 +129,7 @@ def rows_of(x: torch.Tensor, group_size: int) -> Rows | None:
 
 
 def stream_arguments(random: Stream | None) -> tuple[int, int, int]:
-    """Key, stream and first Philox block as the kernels take them: signed 64-bit integers."""
+    """Key, stream and first sixteen elements as the kernels take them: signed 64-bit integers."""
     if random is None:
         return 0, 0, 0
     wrap = lambda value: (value + _INT64) % (2 * _INT64) - _INT64  # noqa: E731

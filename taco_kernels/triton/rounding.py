@@ -8,19 +8,19 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def philox(block, stream, key):
-    """Four uint32 tensors: Philox-4x32-10 of counter (block, stream) and key, int64; the last two scalar."""
-    c0 = block.to(tl.uint32)
-    c1 = (block >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + stream.to(tl.uint32)
-    c3 = tl.zeros_like(c0) + (stream >> 32).to(tl.uint32)
+def philox_words(c0, c1, c2, c3, key):
+    """Four uint32 tensors: Philox-4x32-7 of the counter's words, uint32, and the int64 scalar key.
+
+    Words that are scalars stay so as long as they can: with one tensor among them the first two rounds
+    multiply half as much.
+    """
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
-    m0 = tl.full(c0.shape, 0xD2511F53, tl.uint64)
-    m1 = tl.full(c0.shape, 0xCD9E8D57, tl.uint64)
-    for _ in tl.static_range(10):
-        p0, p1 = c0.to(tl.uint64) * m0, c2.to(tl.uint64) * m1  # one 32 x 32 -> 64 bit multiplication each
-        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+    for _ in tl.static_range(7):
+        # one 32 x 32 -> 64 bit multiplication each
+        p0 = c0.to(tl.uint64) * tl.full(c0.shape, 0xD2511F53, tl.uint64)
+        p1 = c2.to(tl.uint64) * tl.full(c2.shape, 0xCD9E8D57, tl.uint64)
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ (c1 ^ k0), (p0 >> 32).to(tl.uint32) ^ (c3 ^ k1)
         c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
@@ -28,71 +28,55 @@ def philox(block, stream, key):
 
 
 @triton.jit
-def byte_of(words, K: tl.constexpr, AROUND: tl.constexpr, SELECT: tl.constexpr, C: tl.constexpr):
-    """int32: byte K of each word in the place of a zero byte of the constant AROUND, in one instruction.
-
-    SELECT is that of PTX's prmt for K = 0: digit i names byte i of the result, 4-7 one of AROUND, 0 byte K.
-    """
-    PLACE: tl.constexpr = zero_digit(SELECT)
-    if C.INTERPRET:
-        result = (((words >> (8 * K)).to(tl.int32) & 0xFF) << (8 * PLACE)) | AROUND
-    else:
-        text: tl.constexpr = permutation(AROUND, SELECT + (K << (4 * PLACE)))
-        result = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-    return result
-
-
-@triton.constexpr_function
-def zero_digit(select):
-    """Which hexadecimal digit of a selector is zero, the lowest being 0."""
-    return f"{select:04x}"[::-1].index("0")
-
-
-@triton.constexpr_function
-def permutation(around, select):
-    """PTX that picks bytes of the operand and a constant."""
-    return f"prmt.b32 $0, $1, {around}, {select};"
+def philox(counter, stream, key):
+    """philox_words of the counter (int64 tensor ``counter``, int64 scalar ``stream``)."""
+    low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    return philox_words(low, high, stream.to(tl.uint32), (stream >> 32).to(tl.uint32), key)
 
 
 @triton.jit
-def spread_bytes(random, sender, group, AROUND: tl.constexpr, SELECT: tl.constexpr, C: tl.constexpr):
-    """int32[R, G]: random bytes of the tile that starts with ``group``, each set into AROUND by byte_of.
+def random_words(random, sender, group, C: tl.constexpr):
+    """int32[R, G / 16, 2]: random bits of the tile that starts with ``group``, 4 an element (layout.Stream).
 
-    ``random`` is (key, stream, first block), int64 scalars; ``sender`` is added to the stream. 16 elements a
-    Philox block.
+    ``random`` is (key, stream, first), int64 scalars, ``first`` counting 16 elements; ``sender`` is added to
+    the stream. Element i of 16 has its bits in word i // 4 % 2, byte i % 4, from bit i // 8 * 4 on.
     """
     key, stream, first = random
-    block = first + group.to(tl.int64) * (C.G // 16) + tl.arange(0, C.R * C.G // 16)
-    w0, w1, w2, w3 = philox(block, stream + sender, key)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    b0, b1 = byte_of(words, 0, AROUND, SELECT, C), byte_of(words, 1, AROUND, SELECT, C)
-    b2, b3 = byte_of(words, 2, AROUND, SELECT, C), byte_of(words, 3, AROUND, SELECT, C)
-    return tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [C.R, C.G])
+    stream += sender
+    first += group.to(tl.int64) * (C.G // 16)
+    zero = tl.full((), 0, tl.uint32)
+    low, high = stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
+    if C.G >= 128:
+        block = (first >> 1).to(tl.uint32) + tl.arange(0, C.R * C.G // 32).to(tl.uint32)
+        w0, w1, w2, w3 = philox_words(block, zero, low, high, key)
+        # [..., sixteen of 64, half of 128, word of the half]; then the half goes first
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [C.R, C.G // 128, 4, 2, 2])
+        words = tl.permute(words, [0, 1, 3, 2, 4])
+    else:  # both halves of a block lie in different groups
+        run = first + tl.arange(0, C.R * C.G // 16)
+        block = ((run >> 3 << 2) + (run & 3)).to(tl.uint32)
+        w0, w1, w2, w3 = philox_words(block, zero, low, high, key)
+        half = (run & 4) != 0
+        words = tl.join(tl.where(half, w2, w0), tl.where(half, w3, w1))
+    return tl.reshape(words, [C.R, C.G // 16, 2]).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def random_tile(random, sender, group, C: tl.constexpr):
-    """int32[R, G] random bytes, 0..255; see spread_bytes."""
-    return spread_bytes(random, sender, group, 0, 0x4440, C)
+def nibbles(words, C: tl.constexpr):
+    """int32[R, G] of 0..15 from random_words."""
+    shift = 4 * tl.arange(0, 2)[:, None, None] + 8 * tl.arange(0, 4)[None, None, :]
+    parts = tl.reshape(words, [C.R, C.G // 16, 1, 2, 1]) >> shift[None, None, :, :, :]
+    return tl.reshape(parts & 15, [C.R, C.G])
 
 
 @triton.jit
-def dither(random, sender, group, C: tl.constexpr):
-    """fp32[R, G] in (-1/2, 1/2) that a decoder subtracts: (b - 127.5) / 256 for b of random_tile."""
-    # the third byte of 1.0 holds b: 1 + b / 256 / 128
-    bits = spread_bytes(random, sender, group, 0x3F800000, 0x7604, C)
-    return tl.fma(bits.to(tl.float32, bitcast=True), 128.0, -(128 + 127.5 / 256))
+def dither(words, C: tl.constexpr):
+    """fp32[R, G] in (-1/2, 1/2) that a decoder adds: (r - 7.5) / 16 for r of nibbles."""
+    return (nibbles(words, C).to(tl.float32) - 7.5) * 0.0625
 
 
 @triton.jit
-def dither16(random, sender, group, C: tl.constexpr):
-    """fp16[R, G]: 16 times dither, exactly."""
-    bits = spread_bytes(random, sender, group, 0x5400, 0x4450, C)  # fp16 64 + b / 16
-    return (bits.to(tl.int16).to(tl.float16, bitcast=True) - 72.0) + 0.03125
-
-
-@triton.jit
-def fp8_codes(v, b, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, C: tl.constexpr):
+def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
     """int32 codes of |v| <= qmax in integer arithmetic: n steps of the binade that |v| lies in.
 
     LOWEST is the biased fp32 exponent of the smallest normal number. Codes are consecutive integers, so n
@@ -100,40 +84,71 @@ def fp8_codes(v, b, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, C: tl.constexp
     """
     bits = v.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
-    FRACTION: tl.constexpr = 0 if C.NEAREST else 8
-    scale = ((254 + MANTISSA + FRACTION - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two
+    scale = ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two
     n = (tl.abs(v) * scale + MAGIC).to(tl.int32, bitcast=True) & 0x3FFFFF
-    if not C.NEAREST:
-        n = (n + b) >> 8
     return (((exponent - LOWEST) << MANTISSA) + n) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
-def quantize(h, inverse, b, C: tl.constexpr):
-    """Codes of h[R, G] * inverse[R]: uint8 (8-bit formats) or int32 plus 2^(BITS - 1). b: random bytes.
-
-    The int32's bits from 8 on mean nothing. Nothing can saturate: the product is at most qmax, up to its
-    rounding (reference.round_to_grid).
-    """
-    inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])
+def nearest_fp8(v, C: tl.constexpr):
+    """uint8 codes of |v| <= qmax, rounded to nearest."""
     if C.FORMAT == "fp8-e4m3":
-        if C.HARDWARE_FP8 and C.NEAREST:
-            codes = (h * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        if C.HARDWARE_FP8:
+            codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
-            codes = fp8_codes(h * inverse, b, 3, 121, C).to(tl.uint8)
-    elif C.FORMAT == "fp8-e5m2":
-        if C.HARDWARE_FP8 and C.NEAREST:
-            codes = (h * inverse).to(tl.float8e5).to(tl.uint8, bitcast=True)
-        else:
-            codes = fp8_codes(h * inverse, b, 2, 113, C).to(tl.uint8)
+            codes = fp8_codes(v, 3, 121).to(tl.uint8)
     else:
-        BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
-        if C.NEAREST:
-            codes = tl.fma(h, inverse, MAGIC + BIAS).to(tl.int32, bitcast=True)
-        else:  # 8 bits behind the point
-            codes = (tl.fma(h, inverse, MAGIC / 256 + BIAS).to(tl.int32, bitcast=True) + b) >> 8
-        if C.BITS == 8:
-            codes = codes.to(tl.uint8)
+        if C.HARDWARE_FP8:
+            codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            codes = fp8_codes(v, 2, 113).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def scaled(h, inverse, C: tl.constexpr):
+    """h[R, G] * inverse[R] as random rounding takes it: 2^-8 of it for e4m3 (reference.round_to_grid)."""
+    if C.FORMAT == "fp8-e4m3" and not C.NEAREST:
+        inverse = inverse * 0.00390625
+    return h * inverse[:, None]
+
+
+@triton.jit
+def fixed_point(h, inverse, C: tl.constexpr):
+    """int32[R, G] of an integer format: h * inverse in fixed point plus 2^(BITS - 1), nothing for int8.
+
+    To nearest the code is byte 0; else it is byte 1, once 16 times a random nibble is taken off. The rest
+    means nothing. Nothing can saturate: the product is at most qmax, up to its rounding
+    (reference.round_to_grid).
+    """
+    BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
+    inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])
+    if C.NEAREST:
+        number = tl.fma(h, inverse, MAGIC + BIAS)
+    else:
+        number = tl.fma(h, inverse, MAGIC / 256 + BIAS + 248 / 256)
+    return number.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def quantize(h, inverse, words, C: tl.constexpr):
+    """int32 or uint8 codes of h[R, G] * inverse[R], the int32's bits from 8 on meaning nothing.
+
+    packing.store_groups does the same with fewer instructions; the interpreter comes this way.
+    """
+    if C.NEAREST:
+        if C.BITS == 8 and C.FORMAT != "int8":
+            codes = nearest_fp8(scaled(h, inverse, C), C)
+        else:
+            codes = fixed_point(h, inverse, C)
+    elif C.BITS == 8 and C.FORMAT != "int8":
+        bits = scaled(h, inverse, C).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        magnitude = bits & 0x7FFF
+        if C.FORMAT == "fp8-e4m3":
+            magnitude = magnitude << 1
+        codes = ((magnitude + 248 - 16 * nibbles(words, C)) >> 8) | ((bits >> 8) & 0x80)
+    else:
+        codes = (fixed_point(h, inverse, C) - 16 * nibbles(words, C)) >> 8
     return codes
 
 

@@ -7,64 +7,83 @@ is too much is taken off. fp16 values, for the tensor cores, come from PTX: two 
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.planes import beside_nibbles, joined, load_plane
+from taco_kernels.triton.packing import SELECT, four_of, sixteen_joined
+
+MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
 
 
 @triton.constexpr_function
-def assembly(bits):
-    """PTX that turns 4 bytes of each input plane into fp16 numbers: one a byte (8 bits) or one a nibble.
+def inputs_of(bits):
+    """Registers that hold the planes of 16 codes."""
+    return {8: 4, 4: 2}.get(bits, 3)
 
-    The rest of a 5- or 6-bit code comes beside_nibbles.
+
+@triton.constexpr_function
+def assembly(bits, dithered):
+    """PTX from 16 codes, and two registers of random bits if dithered, to 16 fp16 numbers.
+
+    Dithered, a number is 16 c + r: r takes the half of a byte that the code's low half leaves, and what is
+    above goes into the upper byte of fp16; int8 has two bits too many for that and takes an addition.
     """
-
-    def numbers(first):
-        return [
-            f"prmt.b32 ${first}, t, 0x64646464, 0x4140;",
-            f"prmt.b32 ${first + 1}, t, 0x64646464, 0x4342;",
-            f"sub.f16x2 ${first}, ${first}, bias;",
-            f"sub.f16x2 ${first + 1}, ${first + 1}, bias;",
-        ]
-
-    lines = ["{", ".reg .b32 t, t2, bias;", f"mov.b32 bias, {0x64006400 + (0x10001 << (bits - 1))};"]
-    if bits == 8:
-        lines += ["xor.b32 t, $2, 0x80808080;", *numbers(0)]
-    else:
-        mask = {4: 0, 5: 0x10101010, 6: 0x30303030}[bits]
-        lines.append("and.b32 t, $4, 0x0F0F0F0F;")
-        if mask:
-            lines += ["shl.b32 t2, $5, 4;", f"and.b32 t2, t2, {mask};", "or.b32 t, t, t2;"]
-        lines += numbers(0)
-        lines += ["shr.u32 t, $4, 4;", "and.b32 t, t, 0x0F0F0F0F;"]
-        if mask:
-            lines += [f"and.b32 t2, $5, {mask};", "or.b32 t, t, t2;"]
-        lines += numbers(2)
+    lines = ["{", ".reg .b32 t, u, v, r, s, ones, above, times, minus;", f"mov.b32 ones, {0x64646464};"]
+    word = 16 + inputs_of(bits)
+    keep = {5: 0x01010101, 6: 0x03030303}.get(bits)
+    if bits == 8 and dithered:
+        lines += [f"mov.b32 times, {0x4C004C00};", f"mov.b32 minus, {0xF4C0F4C0};"]  # 16 and -16 * 1216
+    if bits == 5:  # bits 2 w and 2 w + 1 of two bytes, of elements 2 apart: to bits 2 w of four
+        lines += ["shl.b32 v, $18, 15;", f"lop3.b32 v, $18, v, {0x0000FFFF}, {SELECT};"]
+    elif bits == 6:
+        lines.append("mov.b32 v, $18;")
+    for p in range(2):
+        for q in range(2):
+            number, high = 2 * p + q, "ones"
+            if bits == 8:
+                lines.append(f"xor.b32 t, ${16 + number}, {0x80808080};")
+            elif dithered and p == 0:
+                lines.append(f"shl.b32 t, ${16 + q}, 4;")
+                lines.append(f"lop3.b32 t, ${word + q}, t, {0x0F0F0F0F}, {SELECT};")
+            elif dithered:
+                lines.append(f"shr.u32 t, ${word + q}, 4;")
+                lines.append(f"lop3.b32 t, t, ${16 + q}, {0x0F0F0F0F}, {SELECT};")
+            else:
+                lines.append(f"shr.u32 t, ${16 + q}, {4 * p};")
+                lines.append(f"and.b32 t, t, {0x0F0F0F0F};")
+            if keep and dithered:
+                lines.append(f"shr.u32 u, v, {2 * number};")
+                lines.append(f"lop3.b32 above, u, {keep}, ones, {MASKED_OR};")
+                high = "above"
+            elif keep:
+                shift = 4 - 2 * number
+                lines.append(f"shl.b32 u, v, {shift};" if shift >= 0 else f"shr.u32 u, v, {-shift};")
+                lines.append(f"lop3.b32 t, u, {keep << 4}, t, {MASKED_OR};")
+            if bits == 8 and dithered:
+                lines.append(f"shr.u32 s, ${word + q}, {4 * p};")
+                lines.append(f"and.b32 s, s, {0x0F0F0F0F};")
+            for pair, order in enumerate(("0x5140", "0x7362")):
+                lines.append(f"prmt.b32 u, t, {high}, {order};")
+                if bits == 8 and dithered:  # 16 (1024 + c - 1216), and then 1024 + r
+                    lines += [
+                        "fma.rn.f16x2 u, u, times, minus;",
+                        f"prmt.b32 r, s, ones, {order};",
+                        "add.rn.f16x2 u, u, r;",
+                    ]
+                first = 4 * number + 2 * pair
+                lines.append(f"mov.b32 {{${first}, ${first + 1}}}, u;")
     return "\n".join([*lines, "}"])
 
 
 @triton.constexpr_function
-def constraints(bits):
+def constraints(bits, dithered):
     """The registers that ``assembly`` writes and reads."""
-    return {8: "=r,=r,r", 4: "=r,=r,=r,=r,r"}.get(bits, "=r,=r,=r,=r,r,r")
+    return ",".join(["=h"] * 16 + ["r"] * (inputs_of(bits) + (2 if dithered else 0)))
 
 
-@triton.jit
-def load_halves(wire, first, groups, C: tl.constexpr):
-    """fp16[R, G]: values of groups first... of the chunk at wire, in an integer format. Not interpretable."""
-    text: tl.constexpr = assembly(C.BITS)
-    registers: tl.constexpr = constraints(C.BITS)
-    if C.BITS == 8:
-        codes = load_plane(wire, first, groups, C.G, C)
-        values = tl.inline_asm_elementwise(text, registers, [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        planes = [beside_nibbles(load_plane(wire, first, groups, C.G // 2, C), 4, C)]
-        if C.BITS > 4:
-            plane = wire + tl.full((), C.G // 2, tl.int64) * groups
-            plane = load_plane(plane, first, groups, C.G * (C.BITS - 4) // 8, C)
-            planes = [planes[0], beside_nibbles(plane, C.BITS - 4, C)]
-        kinds: tl.constexpr = (tl.float16, tl.float16)
-        low, high = tl.inline_asm_elementwise(text, registers, planes, dtype=kinds, is_pure=True, pack=4)
-        values = tl.reshape(joined(low, high, 8, C), [C.R, C.G])
-    return values
+@triton.constexpr_function
+def offset(bits, dithered):
+    """What load_halves gives more than the code's value, or dithered more than 16 times value plus dither."""
+    if not dithered:
+        return 1024 + 2 ** (bits - 1)
+    return 7.5 if bits == 8 else 1024 + 16 * 2 ** (bits - 1) + 7.5
 
 
 @triton.jit
@@ -75,6 +94,33 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
     at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + flat
     words = tl.load(at, mask=flat < (groups - first) * (P // SIZE), other=0).to(tl.int32)
     return tl.reshape(words, [C.R, C.G // 16, 16 * P // C.G // SIZE])
+
+
+@triton.jit
+def load_halves(wire, first, groups, words, C: tl.constexpr):
+    """fp16[R, G]: integers for the codes of groups first... of the chunk at wire, see ``assembly``.
+
+    They are too large by ``offset``, which is cheaper taken off the Hadamard transform: that of a constant is
+    zero but in its first element. ``words``: of random_words, for dither alone. Not interpretable.
+    """
+    text: tl.constexpr = assembly(C.BITS, C.DITHER)
+    registers: tl.constexpr = constraints(C.BITS, C.DITHER)
+    kinds: tl.constexpr = (tl.float16,) * 16
+    if C.BITS == 8:
+        codes = load_words(wire, first, groups, C.G, tl.int32, C)
+        inputs = four_of(tl.reshape(codes, [C.R, C.G // 16, 2, 2]))
+    else:
+        inputs = tl.split(load_words(wire, first, groups, C.G // 2, tl.int32, C))
+        high = wire + tl.full((), C.G // 2, tl.int64) * groups
+        if C.BITS == 6:
+            rest = load_words(high, first, groups, C.G // 4, tl.int32, C)
+            inputs += (tl.reshape(rest, [C.R, C.G // 16]),)
+        elif C.BITS == 5:
+            rest = load_words(high, first, groups, C.G // 8, tl.int16, C)
+            inputs += (tl.reshape(rest, [C.R, C.G // 16]),)
+    if C.DITHER:
+        inputs = inputs + tl.split(words)
+    return sixteen_joined(*tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1), C)
 
 
 @triton.jit
@@ -127,6 +173,42 @@ def number(word, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr)
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + UNIT * 2.0 ** (C.BITS - 1))
 
 
+@triton.constexpr_function
+def dot_products(byte):
+    """PTX: 2^18 with 32 c + 2 r below, of byte number ``byte`` of two registers."""
+    return f"dp4a.u32.u32 $0, $1, {32 << 8 * byte}, {0x48800000}; dp4a.u32.u32 $0, $2, {2 << 8 * byte}, $0;"
+
+
+@triton.jit
+def dithered_number(words, randoms, K: tl.constexpr, C: tl.constexpr):
+    """fp32: value plus dither, exactly, of byte K of each word; its nibble is in the randoms' byte K."""
+    if C.INTERPRET:
+        bits = 0x48800000 + 32 * ((words >> (8 * K)) & 0xFF) + 2 * ((randoms >> (8 * K)) & 0xFF)
+    else:
+        text: tl.constexpr = dot_products(K)
+        bits = tl.inline_asm_elementwise(text, "=r,r,r", [words, randoms], tl.int32, True, 1)
+    return bits.to(tl.float32, bitcast=True) - (262144.0 + 2.0 ** (C.BITS - 1) + 7.5 / 16)
+
+
+@triton.jit
+def bytes_of_nibbles(words, C: tl.constexpr):
+    """int32[R, G / 4]: random_words with a byte an element, like load_code_words."""
+    low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+    return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [C.R, C.G // 4])
+
+
+@triton.jit
+def add_dithered(t0, t1, t2, t3, words, randoms, step, C: tl.constexpr):
+    """add_products with the dither; ``randoms``: of random_words."""
+    step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
+    randoms = bytes_of_nibbles(randoms, C)
+    t0 = tl.fma(dithered_number(words, randoms, 0, C), step, t0)
+    t1 = tl.fma(dithered_number(words, randoms, 1, C), step, t1)
+    t2 = tl.fma(dithered_number(words, randoms, 2, C), step, t2)
+    t3 = tl.fma(dithered_number(words, randoms, 3, C), step, t3)
+    return t0, t1, t2, t3
+
+
 @triton.jit
 def add_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
     """t_k + q_k * step for the four codes of each word, each rounded once; all fp32[R, G / 4].
@@ -144,8 +226,18 @@ def add_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
 
 
 @triton.jit
-def load_singles(wire, first, groups, C: tl.constexpr):
-    """fp32[R, G]: values of groups first... of the chunk at wire, in an integer format."""
+def load_singles(wire, first, groups, randoms, C: tl.constexpr):
+    """fp32[R, G]: values of groups first... of the chunk at wire, in an integer format.
+
+    ``randoms``: of random_words, for dither alone, which is added then.
+    """
     words = load_code_words(wire, first, groups, C)
-    bytes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-    return number(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)
+    if C.DITHER:
+        randoms = bytes_of_nibbles(randoms, C)
+        n0, n1 = dithered_number(words, randoms, 0, C), dithered_number(words, randoms, 1, C)
+        n2, n3 = dithered_number(words, randoms, 2, C), dithered_number(words, randoms, 3, C)
+        values = tl.reshape(tl.join(tl.join(n0, n2), tl.join(n1, n3)), [C.R, C.G])
+    else:
+        bytes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+        values = number(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)
+    return values

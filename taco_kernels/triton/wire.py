@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.planes import load_codes, store_codes
-from taco_kernels.triton.rounding import code_values, quantize
-from taco_kernels.triton.unpacking import load_halves, load_singles
+from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
+from taco_kernels.triton.packing import store_groups
+from taco_kernels.triton.planes import load_codes
+from taco_kernels.triton.rounding import code_values, dither, random_words
+from taco_kernels.triton.unpacking import load_halves, load_singles, offset
 
 
 @triton.jit
@@ -24,14 +26,48 @@ def load_step(wire, first, groups, C: tl.constexpr):
 
 
 @triton.jit
-def decode_groups(wire, first, groups, dtype: tl.constexpr, C: tl.constexpr):
-    """Code values dtype[R, G] (fp16 or fp32) and step fp32[R] of groups first... of the chunk at wire."""
-    if C.INTEGER and dtype == tl.float32:
-        values = load_singles(wire, first, groups, C)
-    elif C.INTEGER and not C.INTERPRET:
-        values = load_halves(wire, first, groups, C)
+def dither_words(random, sender, group, C: tl.constexpr):
+    """random_words where a decoder needs them, else 0."""
+    words = 0
+    if C.DITHER:
+        words = random_words(random, sender, group, C)
+    return words
+
+
+@triton.jit
+def decode_groups(wire, first, groups, words, matrix, C: tl.constexpr):
+    """fp32[R, G]: groups first... of the chunk at wire, out of the Hadamard domain.
+
+    ``words``: of dither_words.
+    """
+    step = load_step(wire, first, groups, C)
+    if C.INTEGER and not C.INTERPRET:
+        q = load_halves(wire, first, groups, words, C)
+        OFFSET: tl.constexpr = offset(C.BITS, C.DITHER)
+        if C.DITHER:
+            step = step * 0.0625
     else:
-        values = code_values(load_codes(wire, first, groups, C), dtype, C)
+        q = code_values(load_codes(wire, first, groups, C), tl.float16, C)
+        OFFSET: tl.constexpr = 0
+        if C.DITHER:
+            q = q.to(tl.float32) + dither(words, C)
+    if C.HADAMARD:
+        h = transform(shuffle(q, C), matrix, C)
+        if OFFSET != 0:
+            h = tl.where(tl.arange(0, C.G)[None, :] == 0, h - OFFSET * C.G, h)
+        h = unshuffle(h * step[:, None], C)
+    else:
+        h = (q.to(tl.float32) - OFFSET) * step[:, None]
+    return h
+
+
+@triton.jit
+def load_values(wire, first, groups, words, C: tl.constexpr):
+    """Values fp32[R, G] of codes, with the dither of ``words``, and step fp32[R]: groups first... at wire."""
+    if C.INTEGER:
+        values = load_singles(wire, first, groups, words, C)
+    else:
+        values = code_values(load_codes(wire, first, groups, C), tl.float32, C)
     return values, load_step(wire, first, groups, C)
 
 
@@ -49,12 +85,12 @@ def sum_of_squares(h, C: tl.constexpr):
 
 
 @triton.jit
-def encode_groups(h, b, wire, first, groups, C: tl.constexpr):
+def encode_groups(h, words, wire, first, groups, C: tl.constexpr):
     """Write h fp32[R, G] as groups first... of the chunk at wire.
 
-    b: int32 bytes from random_tile, or 0 when rounding to nearest.
+    words: from random_words, or 0 when rounding to nearest.
     """
-    tl.static_assert(C.NEAREST or b.dtype == tl.int32, "random rounding takes the bytes of random_tile")
+    tl.static_assert(C.NEAREST or words.dtype == tl.int32, "random rounding takes random_words")
     magnitude = tl.abs(h)
     if not C.HADAMARD:  # the transform spreads a NaN over its group, where the maximum cannot miss it
         magnitude = tl.where(h == h, magnitude, float("inf"))
@@ -90,4 +126,4 @@ def encode_groups(h, b, wire, first, groups, C: tl.constexpr):
     pad = used + tl.arange(0, 16)  # zeros up to the next multiple of 16 bytes
     tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
     inverse = tl.where(bad, 0.0, inverse)
-    store_codes(quantize(h, inverse, b, C), wire, first, groups, C)
+    store_groups(h, inverse, words, wire, first, groups, C)

@@ -16,7 +16,7 @@ from taco_kernels.testing import difference
 # moves a value that lies that near to the middle between two codes.
 CODES_APART = 1e-4  # share of codes that may differ, by one grid step
 SCALES_APART = 1e-6  # relative, of fp32 scales; a bf16 step may round up to the next bf16
-FIRST = Stream(key=2**63 + 5, stream=2**32 - 1, offset=32)  # the senders' streams cross 2^32
+FIRST = Stream(key=2**63 + 5, stream=2**32 - 1, offset=1536)  # the senders' streams cross 2^32
 SECOND = Stream(key=77, stream=123456789012, offset=0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -251,7 +251,8 @@ def test_random_rounding_repairs_the_bias() -> None:
                 y = tk.decode(tk.encode(x, config, 1, stream), config, x.shape, torch.float32, stream)
                 mean += y / trials
                 square += float((y - x).square().mean()) / trials
-            assert float((mean - x).square().mean()) < 1.1 * square / trials + 4e-6 * square
+            # a uniform error of 1/32 of a step stays
+            assert float((mean - x).square().mean()) < 1.1 * (square / trials + square / 256)
 
 
 def test_graph_replay() -> None:
