@@ -136,8 +136,9 @@ class TensorParallelCompression:
     taco_overlap_chunks: int = 1
     """Pieces of the sequence in which a row-parallel layer computes and sends its output, and a
     column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 1 sends them
-    whole; smaller messages cost more each, so it pays where the link is slow. The backward's exchange always
-    runs behind the weight gradients."""
+    whole; smaller messages cost more each, so it pays where the link is slow. The backward's exchange runs
+    behind the weight gradients in any case. (Where --taco-transport is symmetric, a collective is one kernel
+    that fills the device, and nothing runs behind anything.)"""
 
     taco_layers: str = "all"
     """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; the embedding and the output

@@ -11,13 +11,14 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 operations of all streams start in the order in wh
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from taco_kernels.symmetric_memory.order import queue_behind_others
+from taco_kernels.symmetric_memory.order import patience_of, queue_behind_others
 
 PLACES = 2
 SMALLEST_PLACE = 1 << 20
@@ -79,18 +80,21 @@ class CopyExchanges:
 
     Args:
         group: ranks on one host with peer access.
-        timeout: seconds that a kernel waits for a peer before it traps.
+        timeout: seconds that a kernel waits for a peer before it traps; the group's own unless given.
         memory: makes the memory for a number of bytes, collectively; symmetric memory unless given.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         memory: Callable[[int], PeerMemory] | None = None,
     ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        self._make = memory or (lambda nbytes: SymmetricMemory(group, nbytes, timeout))
+        if memory is None:
+            seconds = patience_of(group) if timeout is None else timeout
+            memory = functools.partial(SymmetricMemory, group, timeout=seconds)
+        self._make = memory
         self._memory: PeerMemory | None = None
         self._place_bytes = 0
         self._turn = 0

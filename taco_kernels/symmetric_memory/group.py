@@ -11,10 +11,9 @@ import torch.distributed as dist
 from taco_kernels.layout import CodecConfig, Stream
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
-from taco_kernels.symmetric_memory.order import queue_behind_others
+from taco_kernels.symmetric_memory.order import patience_of, queue_behind_others
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
-TIMEOUT_SECONDS = 60.0
 EAGER, CAPTURED = 0, 1  # lanes
 
 
@@ -70,15 +69,24 @@ def _view() -> dict:
     }
 
 
+def _raise_together(problem: str | None, group: dist.ProcessGroup) -> None:
+    """Raise SymmetricMemoryError on every rank if one has a problem. Collective."""
+    problems = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    for rank, one in enumerate(problems):
+        if one is not None:
+            raise SymmetricMemoryError(f"rank {rank} cannot share its memory: {one}")
+
+
 class SymmetricGroup:
     """Compressed collectives over symmetric memory for one process group. Construction is collective.
 
     Calls are stream-ordered like any kernel and never wait on the host. There are two buffer sets ("lanes"):
-    eager calls use one, calls captured in a CUDA graph the other, so a replay and an eager call may overlap.
-    Eager calls of all groups on a device run one after the other, whatever their streams: a kernel fills the
-    device and waits for its peers, and two that got hold of two ranks' devices in different orders would wait
-    for ever. As with NCCL, all ranks of a group make the same calls in the same order; replays of graphs must
-    not overlap each other.
+    eager calls use one, calls captured in a CUDA graph the other. Eager calls of all groups on a device run
+    one after the other, whatever their streams: a kernel fills the device and waits for its peers, and two
+    that got hold of two ranks' devices in different orders would wait for ever. Replays of graphs nobody can
+    put in order but the caller: keep them from overlapping each other and eager calls, by one stream or by
+    events. As with NCCL, all ranks of a group make the same calls in the same order.
 
     The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
     on each of 132 multiprocessors 101 MiB at 2 ranks, 201 at 4, 402 at 8.
@@ -87,14 +95,15 @@ class SymmetricGroup:
         group: ranks on one host; see ``unavailable_reason``.
         programs: programs a kernel may use, the same on all ranks; by default what fills the device.
         timeout: seconds that a kernel waits for a peer before it traps, which ends this process's use of the
-            device; the next call raises SymmetricMemoryError with the peer's rank.
+            device; the next call raises SymmetricMemoryError with the peer's rank. Unless given, the group's
+            own (Megatron's ``--distributed-timeout-minutes``).
 
     Raises:
         SymmetricMemoryError: the ranks cannot share memory.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, programs: int | None = None, timeout: float = TIMEOUT_SECONDS
+        self, group: dist.ProcessGroup, programs: int | None = None, timeout: float | None = None
     ) -> None:
         if reason := unavailable_reason(group):
             raise SymmetricMemoryError(f"no symmetric memory: {reason}")
@@ -106,11 +115,17 @@ class SymmetricGroup:
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         programs = programs or PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
         size = 2 * lane_bytes(group.size(), programs)
-        self._memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
-        handle = symm_mem.rendezvous(self._memory, group)
+        problem = handle = None
+        try:
+            self._memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+            handle = symm_mem.rendezvous(self._memory, group)
+        except RuntimeError as error:  # a container may forbid to map a peer's memory
+            problem = str(error).splitlines()[0]
+        _raise_together(problem, group)
         self._memory.zero_()
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
+        timeout = patience_of(group) if timeout is None else timeout
         self.lanes: list[Lane] = make_lanes(addresses, self.rank, self.device, 2, programs, timeout)
         torch.cuda.synchronize(self.device)
         dist.barrier(group)  # no rank may send before all have zeroed their flags

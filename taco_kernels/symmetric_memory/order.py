@@ -1,10 +1,11 @@
-"""One collective after the other on a device, whatever their groups and streams.
+"""One collective after the other on a device, whatever their groups and streams, and how long one may wait.
 
 A kernel that waits for its peers and fills the device keeps out the others that they may be waiting in: two
 ranks whose devices were taken in different orders would wait for ever.
 """
 
 import torch
+import torch.distributed as dist
 
 _last_stream: dict[int, torch.cuda.Stream] = {}
 
@@ -15,3 +16,12 @@ def queue_behind_others(stream: torch.cuda.Stream) -> None:
     if last is not None and last != stream:
         stream.wait_stream(last)
     _last_stream[stream.device_index] = stream
+
+
+def patience_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
+
+    A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait for.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return group._get_backend(device).options._timeout.total_seconds()

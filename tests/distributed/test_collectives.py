@@ -1,5 +1,7 @@
 """The compressed collectives at world sizes 2, 3 and 4, over gloo."""
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from megatron.compression.collectives import (
     all_reduce,
     reduce_scatter,
 )
+from taco_kernels.symmetric_memory.order import patience_of
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
 
@@ -67,6 +70,8 @@ def collectives_worker(rank: int, world_size: int) -> dict:
     _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
     _check_several_communicators(rank, world_size, group)
+    patient = dist.new_group(range(world_size), timeout=datetime.timedelta(minutes=7))
+    assert patience_of(patient) == 420.0, "what torch waits for, the kernels wait for"
     return outputs
 
 

@@ -182,3 +182,24 @@ def test_without_devices_the_flag_is_refused(choice: str, monkeypatch) -> None:
     with pytest.raises(TransportError, match=f"--taco-transport {choice} is not possible: no CUDA device"):
         Transports(choice).prepare([Group(0, 2)])
     assert Transports("auto").transport(Group(0, 2)).fuses(build_codec("taco")) is False
+
+
+def test_memory_that_cannot_be_shared(monkeypatch) -> None:
+    """auto goes over torch.distributed and says why; who asked for symmetric memory is told."""
+    import taco_kernels.symmetric_memory as symmetric_memory
+
+    def refuse(group):
+        raise symmetric_memory.SymmetricMemoryError("rank 1 cannot share its memory: pidfd_getfd: EPERM")
+
+    monkeypatch.setattr(symmetric_memory, "SymmetricGroup", refuse)
+    monkeypatch.setattr(Transports, "_why_collective", lambda self, group: None)
+    monkeypatch.setattr("megatron.compression.collectives.choice.over_tcp", lambda group: False)
+    monkeypatch.setattr("megatron.compression.collectives.choice.new_groups", lambda wanted: [])
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
+    group, transports = Group(0, 2), Transports("auto")
+    assert transports.prepare([group]) == [
+        "payloads travel over torch.distributed (rank 1 cannot share its memory: pidfd_getfd: EPERM)"
+    ]
+    assert transports.transport(group).overlaps
+    with pytest.raises(TransportError, match="--taco-transport copies is not possible: rank 1 cannot share"):
+        Transports("copies").prepare([group])

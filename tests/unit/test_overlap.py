@@ -1,5 +1,7 @@
 """The order of a backward: exchange under way, weight gradients behind it, then the rest."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -129,3 +131,26 @@ def test_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(mlp_loss(x, first, second, [], None), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "overlaps", "said"), [(2, False, True), (2, True, False), (1, False, False)]
+)
+def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bool, capsys) -> None:
+    """Over symmetric memory a collective is one kernel: nothing runs behind it."""
+    from megatron.compression.tensor_parallel.bind import _prepare_transports
+
+    class OneWay:
+        def prepare(self, groups) -> list[str]:
+            return [f"{len(groups)} group"]
+
+        def transport(self, group) -> SimpleNamespace:
+            return SimpleNamespace(overlaps=overlaps)
+
+    settings = SimpleNamespace(tensor_parallel=SimpleNamespace(taco_overlap_chunks=chunks))
+    layer = torch.nn.Module()
+    layer.site = SimpleNamespace(group="tp")
+    _prepare_transports([layer], SimpleNamespace(transports=OneWay(), config=settings))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compression: 1 group"
+    assert said == any("--taco-overlap-chunks 2 makes messages smaller" in line for line in lines)

@@ -16,6 +16,7 @@ host.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
+from megatron.compression.qwen import session  # noqa: E402
 from megatron.compression.qwen.flags import SWITCHES, add_qwen_arguments, expand, find_model  # noqa: E402
 from megatron.compression.qwen.hf_config import config_from_model, model_from_config  # noqa: E402
 from megatron.compression.qwen.mapping import hugging_face_names  # noqa: E402
@@ -223,6 +224,14 @@ def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
             newest_iteration(str(tmp_path))
         (tmp_path / folder / "metadata.json").write_text("{}")
         assert newest_iteration(str(tmp_path)) == tmp_path / folder
+
+
+@pytest.mark.parametrize("given", [["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size=3"]])
+def test_a_conversion_pads_for_its_tensor_parallel_size(given) -> None:
+    """Three ranks do not divide the vocabulary, however the size is written."""
+    flags = session._command_line(MODELS["2.5-0.5b"], torch.bfloat16, given)
+    rows = int(flags[flags.index("--padded-vocab-size") + 1])
+    assert rows % 3 == 0 and 0 < rows - MODELS["2.5-0.5b"].vocabulary < 3
 
 
 def test_flags_are_strings_with_or_without_value() -> None:

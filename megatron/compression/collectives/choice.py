@@ -53,7 +53,9 @@ class Transports:
             self._symmetric[group] = None
             reason = self._why_collective(group)
             if reason is None:
-                lines.append(self._share_memory(group))
+                line, reason = self._share_memory(group)
+            if reason is None:
+                lines.append(line)
                 continue
             if self.choice in ("symmetric", "copies"):
                 raise TransportError(
@@ -68,15 +70,19 @@ class Transports:
             self._more_groups.setdefault(group, []).append(more)
         return lines
 
-    def _share_memory(self, group: dist.ProcessGroup) -> str:
-        from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup
+    def _share_memory(self, group: dist.ProcessGroup) -> tuple[str | None, str | None]:
+        """A line for the log, or the reason why it failed, the same on every rank of the group."""
+        from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup, SymmetricMemoryError
 
-        self._symmetric[group] = SymmetricGroup(group)
+        try:
+            self._symmetric[group] = SymmetricGroup(group)
+        except SymmetricMemoryError as error:
+            return None, str(error)
         behind = ""
         if self.choice == "copies":
             self._copies[group] = CopyExchanges(group)
             behind = ", behind GEMMs by copy engines"
-        return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}"
+        return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}", None
 
     def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
         """The transport of a group; torch.distributed where ``prepare`` was not called."""

@@ -26,6 +26,8 @@ class SymmetricTransport(TorchTransport):
             tile) left out; operations are named after the exchanges that they replace.
     """
 
+    overlaps = False
+
     def __init__(self, symmetric, on_send: OnSend | None = None) -> None:
         super().__init__(symmetric.group, on_send)
         self.symmetric = symmetric
@@ -75,6 +77,8 @@ class CopyTransport(SymmetricTransport):
         symmetric, on_send: as for ``SymmetricTransport``.
         copies: ``taco_kernels.symmetric_memory.CopyExchanges`` of the same group.
     """
+
+    overlaps = True
 
     def __init__(self, symmetric, copies, on_send: OnSend | None = None) -> None:
         super().__init__(symmetric, on_send)

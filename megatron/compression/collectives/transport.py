@@ -23,6 +23,9 @@ class TorchTransport:
             communicator does not fill some links (TCP).
     """
 
+    overlaps = True
+    """Whether a collective under way leaves the device to other work."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -54,6 +54,13 @@ def find_model(name: str) -> QwenModel:
     )
 
 
+def tensor_parallel_size(arguments: list[str]) -> int:
+    """What a command line says of it (``--tensor-model-parallel-size 4``, or with an equals sign); else 1."""
+    reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    reader.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    return reader.parse_known_args(arguments)[0].tensor_model_parallel_size
+
+
 def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Put the flags of ``--qwen-model`` before the user's own.
 
@@ -71,11 +78,10 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     reader.add_argument("--qwen-model")
-    reader.add_argument("--tensor-model-parallel-size", type=int, default=1)
     known, _ = reader.parse_known_args(arguments)
     if known.qwen_model is None:
         raise QwenError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
-    flags = megatron_flags(find_model(known.qwen_model), known.tensor_model_parallel_size)
+    flags = megatron_flags(find_model(known.qwen_model), tensor_parallel_size(arguments))
     given = {argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")}
     for switch in SWITCHES:
         if f"--no-{switch}" not in given:

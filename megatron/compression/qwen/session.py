@@ -22,7 +22,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.compression import entrypoint
 from megatron.compression.arguments import add_compression_arguments
-from megatron.compression.qwen.flags import add_qwen_arguments
+from megatron.compression.qwen.flags import add_qwen_arguments, tensor_parallel_size
 from megatron.compression.qwen.models import QwenError, QwenModel, megatron_flags
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec
 
@@ -125,9 +125,7 @@ def newest_iteration(load: str) -> Path:
 
 def _command_line(model: QwenModel, dtype: torch.dtype, flags: list[str]) -> list[str]:
     """Fillers, then the model, then the caller's flags: the last of a kind wins."""
-    tensor_parallel = 1
-    if "--tensor-model-parallel-size" in flags:
-        tensor_parallel = int(flags[flags.index("--tensor-model-parallel-size") + 1])
+    tensor_parallel = tensor_parallel_size(flags)
     arguments = [*_FILLERS, "--seq-length", str(min(model.positions, 4096)), *PRECISION_FLAGS[dtype]]
     for flag, value in megatron_flags(model, tensor_parallel).items():
         arguments += [flag] if value is None else [flag, value]

@@ -61,12 +61,19 @@ def bind_compression(model: list[torch.nn.Module], runtime: CompressionRuntime) 
 def _prepare_transports(model: list[torch.nn.Module], runtime: CompressionRuntime) -> None:
     """All ranks come here, also those whose chunks have no site."""
     sites = [getattr(module, "site", None) for chunk in model for module in chunk.modules()]
+    groups = dict.fromkeys(site.group for site in sites if site is not None)
     try:
-        lines = runtime.transports.prepare(dict.fromkeys(site.group for site in sites if site is not None))
+        lines = runtime.transports.prepare(groups)
     except TransportError as error:
         raise CompressionConfigError(str(error)) from None
     for line in lines:
         print_rank_0(f"compression: {line}")
+    chunks = runtime.config.tensor_parallel.taco_overlap_chunks
+    if chunks > 1 and not all(runtime.transports.transport(group).overlaps for group in groups):
+        print_rank_0(
+            f"compression: --taco-overlap-chunks {chunks} makes messages smaller and hides none: over "
+            "symmetric memory a collective fills the device; drop it, or use --taco-transport copies"
+        )
 
 
 def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
