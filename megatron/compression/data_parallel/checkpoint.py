@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, split_by_parameter
+from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,9 @@ class GradientState:
         else:
             line = f"the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
             line += f"over {self._ranks()} ranks"
-        if getattr(self._saved, "tagc_layers", None) != getattr(self.args, "tagc_layers", None):
+        if self.args.dp_compression == "tagc" and (
+            parse_tagc_layers(self._saved.tagc_layers) - parse_tagc_layers(self.args.tagc_layers)
+        ):
             line += "; what is compressed no more (--tagc-layers) was dropped"
         _say(f"error feedback: {line}")
 
