@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Greedy text from a checkpoint of pretrain_gpt.py, at the tensor-parallel size it was trained with.
+"""Greedy text from a checkpoint of pretrain_gpt.py or pretrain_qwen.py, at its tensor-parallel size.
 
     torchrun --nproc-per-node 4 scripts/generate.py <the run's flags> --load checkpoints \\
         --prompt "def main(" --max-new-tokens 64 --json generated.json
@@ -23,10 +23,11 @@ FILLERS = [
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Our compression flags and those of this script."""
+    """The flags of both entrypoints and those of this script."""
     from megatron.compression.arguments import add_compression_arguments
+    from megatron.compression.qwen.flags import add_qwen_arguments
 
-    group = add_compression_arguments(parser).add_argument_group("generation")
+    group = add_qwen_arguments(add_compression_arguments(parser)).add_argument_group("generation")
     group.add_argument("--prompt", default="import ", help="text to continue")
     group.add_argument("--max-new-tokens", type=int, default=64, help="tokens to add at most")
     group.add_argument("--json", type=Path, help="write text, tokens and the ledger here")
@@ -70,6 +71,7 @@ def generate(args) -> dict:
 
     model_config = gpt_config_from_args(args)
     runtime, _ = weave(args, model_config)
+    model_config.post_wrap_hooks.clear()  # data-parallel compression: there are no gradients here
     training.initialize_megatron()
     tokenizer = get_tokenizer()
     prompt = tokenizer.tokenize(args.prompt)
@@ -121,9 +123,12 @@ def main() -> None:
 
     from megatron.compression import entrypoint
     from megatron.compression.config import CompressionConfigError
+    from megatron.compression.qwen.flags import expand
 
-    sys.argv[1:1] = FILLERS
     with host.one_line_errors(CompressionConfigError):
+        if any(word.split("=")[0] == "--qwen-model" for word in sys.argv):
+            sys.argv[1:], _ = expand(sys.argv[1:])
+        sys.argv[1:1] = FILLERS
         args = entrypoint.parse_arguments(add_arguments)
         check(args)
         result = generate(args)

@@ -94,8 +94,12 @@ def test_resume_is_bitwise(runs: Runs) -> None:
 
 
 def test_text_from_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
-    """scripts/generate.py at the same tensor-parallel size: tokens, and what they took."""
+    """scripts/generate.py at the same tensor-parallel size: tokens, and what they took.
+
+    With the flags of a run, those of data-parallel compression among them.
+    """
     flags = tiny_flags(*TP2, *HALF, "--load", str(runs.saved), "--prompt", "3 1 4", "--max-new-tokens", "4")
+    flags += ["--dp-compression", "sdp4bit", "--dp-error-feedback", "fp32"]
     out = tmp_path / "text.json"
     start("scripts/generate.py", *flags, "--json", str(out), processes=2).finish(timeout=240)
     result = json.loads(out.read_text())
