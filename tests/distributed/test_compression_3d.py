@@ -22,7 +22,11 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     check_channels(whole)
     check_replicas(whole, tied=True)
-    summary = json.loads((report / "report.json").read_text())["summary"]
+    written = json.loads((report / "report.json").read_text())
+    errors = {(row["site"], row["channel"]): row["relative_error"] for row in written["errors"]}
+    assert 0.03 < errors["pipeline stage 0", "pp.forward"] < 0.15
+    assert 0.005 < errors["pipeline stage 1", "pp.backward"] < 0.05
+    summary = written["summary"]
     assert list(summary["dimensions"]) == ["tensor parallel", "data parallel", "pipeline parallel", "all"]
     ratios = {name: row["ratio"] for name, row in summary["dimensions"].items()}
     tied_embeddings = summary["bytes_per_iteration"]["pp.other"]  # exact, and much of so small a model

@@ -91,6 +91,7 @@ def check_identity(results: list[dict], case: Case) -> None:
         plain, identity = rank[case.name]["none"], rank[case.name]["identity"]
         assert plain["gradients"] and plain["gradients"] == identity["gradients"]
         assert plain["losses"] == identity["losses"] and plain["evaluation"] == identity["evaluation"]
+        assert identity["held"] <= 2 * 4 * SEQUENCE * MICRO_BATCH * HIDDEN, "one message a direction"
         sent = {(row["channel"], row["phase"]): row for row in plain["ledger"]}
         payloads = [row for row in identity["ledger"] if row["operation"] == "send"]
         assert len(payloads) == len(sent) > 0
@@ -205,6 +206,7 @@ def _step(rank: int, case: Case, codec: str) -> dict:
         "losses": trained,
         "evaluation": list(losses),
         "ledger": ledger.rows(),
+        "held": sum(h.held.nbytes for h in exchange._last_sent.values() if h.held is not None),
     }
 
 
