@@ -6,7 +6,9 @@ noise is left in one run is estimated from all settings together, with the addit
 
     100 ln(loss) = setting + block + noise
 
-since three runs of one setting alone tell next to nothing of their own scatter.
+since three runs of one setting alone tell next to nothing of their own scatter. The reference of a block is
+the mean of its uncompressed runs (CONTROLS), as its noise goes into every difference; that of the second of
+them, the null comparison, is the first.
 """
 
 import math
@@ -18,6 +20,8 @@ from typing import NamedTuple
 from scripts.accuracy.records import training_loss
 
 BASE = "none"
+NULL = "none-tp2"
+CONTROLS = (BASE, NULL)
 MEASURES: dict[str, Callable[[dict], float]] = {
     "valid": lambda record: record["valid"],
     "train": training_loss,
@@ -91,14 +95,23 @@ def values_of(records: Iterable[dict], kind: str, measure: str) -> dict[str, dic
     return dict(found)
 
 
+def references(records: Sequence[dict], kind: str, measure: str) -> dict[Block, list[float]]:
+    """The uncompressed runs of each block that has the first of CONTROLS."""
+    values = values_of(records, kind, measure)
+    runs = [values.get(name, {}) for name in CONTROLS]
+    return {block: [found[block] for found in runs if block in found] for block in runs[0]}
+
+
 def differences(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
-    """Per cent above the uncompressed run of the same block."""
-    base_measure = "valid" if measure == "uncompressed" else measure
-    base = values_of(records, kind, base_measure).get(BASE, {})
+    """Per cent above the reference of the block, for all settings but BASE."""
+    base = references(records, kind, "valid" if measure == "uncompressed" else measure)
     found = {}
     for name, values in values_of(records, kind, measure).items():
-        pairs = {block: 100 * (value / base[block] - 1) for block, value in values.items() if block in base}
-        pairs = {block: value for block, value in pairs.items() if not math.isnan(value)}
+        pairs = {}
+        for block, value in values.items():
+            if block in base and not math.isnan(value):
+                reference = base[block][0] if name == NULL else statistics.fmean(base[block])
+                pairs[block] = 100 * (value / reference - 1)
         if name != BASE and pairs:
             found[name] = pairs
     return found
@@ -148,22 +161,31 @@ def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -
     return found
 
 
-def pooled(pairs: dict[Block, float], noise: dict[str, Noise]) -> Estimate:
-    """Mean over the stages of the mean difference of a stage, its error from the noise of all settings.
+def pooled(records: Sequence[dict], kind: str) -> dict[str, Estimate]:
+    """For each setting the mean over the stages of the mean difference in validation loss in a stage, its
+    error from the noise of all settings, and Satterthwaite's degrees of freedom.
 
-    Degrees of freedom by Satterthwaite. Where a stage's noise is unknown, ``estimate`` of the pairs.
+    Where a stage's noise is unknown, ``estimate`` of the differences.
     """
-    stages = defaultdict(list)
-    for block, value in pairs.items():
-        stages[block.stage].append(value)
-    if not stages.keys() <= noise.keys():
-        return estimate(list(pairs.values()))
-    mean = statistics.fmean(statistics.fmean(values) for values in stages.values())
-    parts = [2 * noise[stage].deviation ** 2 / len(values) for stage, values in stages.items()]
-    variance = sum(parts) / len(stages) ** 2
-    below = sum(part**2 / noise[stage].freedom for stage, part in zip(stages, parts, strict=True))
-    freedom = sum(parts) ** 2 / below if below else math.inf
-    return Estimate(mean, math.sqrt(variance), len(pairs), freedom)
+    noise, base = noise_by_stage(records, kind), references(records, kind, "valid")
+    found = {}
+    for name, pairs in differences(records, kind).items():
+        stages = defaultdict(list)
+        for block, value in pairs.items():
+            controls = 1 if name == NULL else len(base[block])
+            stages[block.stage].append((value, 1 + 1 / controls))
+        if not stages.keys() <= noise.keys():
+            found[name] = estimate(list(pairs.values()))
+            continue
+        mean = statistics.fmean(statistics.fmean(v for v, _ in values) for values in stages.values())
+        parts = [
+            noise[stage].deviation ** 2 * sum(weight for _, weight in values) / len(values) ** 2
+            for stage, values in stages.items()
+        ]
+        below = sum(part**2 / noise[stage].freedom for stage, part in zip(stages, parts, strict=True))
+        freedom = sum(parts) ** 2 / below if below else math.inf
+        found[name] = Estimate(mean, math.sqrt(sum(parts)) / len(stages), len(pairs), freedom)
+    return found
 
 
 def reading(found: Estimate, bound: float = 0.3) -> str:

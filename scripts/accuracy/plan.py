@@ -64,7 +64,7 @@ def scratch(settings: Iterable[str], seeds: Iterable[int], steps: int) -> list[J
         for seed in seeds:
             save = {}
             if name == "none":
-                save = {round(part * steps): f"{at}-{seed}" for at, part in CHECKPOINTS.items()}
+                save = {max(1, round(part * steps)): f"{at}-{seed}" for at, part in CHECKPOINTS.items()}
             jobs.append(Job(f"scratch/{name}/{seed}", name, seed, steps, save=save))
     return jobs
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.estimates import BASE, differences, noise_by_stage, pooled
+from scripts.accuracy.estimates import BASE, differences, pooled
 from scripts.accuracy.records import curve_of
 
 _COLOURS = {"early": "tab:orange", "middle": "tab:green", "late": "tab:purple", "": "tab:blue"}
@@ -20,6 +20,13 @@ def _pyplot():
     return pyplot
 
 
+def _ticks(points: Sequence[float]) -> tuple[list[float], list[str]]:
+    """Ticks and their labels between the points, for a scale that is linear up to 1 %."""
+    ticks = (-10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 30, 100)
+    inside = [tick for tick in ticks if min(points) <= tick <= max(points)]
+    return inside, [f"{tick:g}" for tick in inside]
+
+
 def _write(figure, path: Path) -> Path:
     figure.tight_layout()
     figure.savefig(path, dpi=100)
@@ -29,10 +36,9 @@ def _write(figure, path: Path) -> Path:
 
 def differences_plot(records: Sequence[dict], kind: str, path: Path) -> Path | None:
     """Every pair of every setting, with the mean and its 95 % interval; None if there is nothing to show."""
-    found, noise = differences(records, kind), noise_by_stage(records, kind)
+    found, summary = differences(records, kind), pooled(records, kind)
     if not found:
         return None
-    summary = {name: pooled(pairs, noise) for name, pairs in found.items()}
     names = sorted(summary, key=lambda name: -summary[name].mean)
     figure, axes = _pyplot().subplots(figsize=(7, 1.2 + 0.24 * len(names)))
     labelled: set[str] = set()
@@ -47,9 +53,11 @@ def differences_plot(records: Sequence[dict], kind: str, path: Path) -> Path | N
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.axvspan(-0.3, 0.3, color="gray", alpha=0.12)
-    points = [value for pairs in found.values() for value in pairs.values()]
-    if max(points) > 3:  # a broken setting must not hide the others
+    points = [value for pairs in found.values() for value in pairs.values() if math.isfinite(value)]
+    if max(points, default=0) > 3:
         axes.set_xscale("symlog", linthresh=1.0)
+        axes.xaxis.set_ticks(*_ticks([*points, -0.3]))
+        axes.xaxis.set_ticks([], minor=True)
     axes.set_xlabel("validation loss against uncompressed, % (mean, 95 % interval; grey: ±0.3 %)", fontsize=8)
     if labelled - {""}:
         axes.legend(fontsize=7)
@@ -67,17 +75,24 @@ def curves_plot(records: Sequence[dict], path: Path) -> Path | None:
             ratios.setdefault(record["setting"]["name"], []).append([100 * (a / b - 1) for a, b in pair])
     if not ratios:
         return None
-    figure, axes = _pyplot().subplots(figsize=(7, 4.2))
+    figure, axes = _pyplot().subplots(figsize=(9, 4.2))
+    highest = 0.0
     for i, (name, curves) in enumerate(ratios.items()):
         mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+        highest = max([highest, *(value for value in mean if math.isfinite(value))])
         steps = [(k + 0.5) * runs[0]["steps"] / len(mean) for k in range(len(mean))]
         style = "-" if i < 10 else "--"
         axes.plot(steps, mean, style, color=f"C{i % 10}", linewidth=1, label=f"{name} ({len(curves)})")
     axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=1.0)
+    if highest > 3:
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.yaxis.set_ticks(*_ticks([-0.3, highest]))
+        axes.yaxis.set_ticks([], minor=True)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss against uncompressed, %")
-    axes.legend(fontsize=7, ncols=2, title="setting (seeds)", title_fontsize=7)
+    axes.legend(
+        fontsize=8, title="setting (seeds)", title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
     return _write(figure, path)
 
 

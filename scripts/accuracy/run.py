@@ -314,25 +314,28 @@ def launch(args: argparse.Namespace) -> None:
     workers = args.workers or max(1, gpus)
     plan = plan_of(args)  # a wrong name stops here
     prepare_folders(args)
-    environment, processes = environment_of(args), []
+    environment, helpers = environment_of(args), []
 
-    def start(module: str, arguments: Sequence[str], gpu: int = 0) -> None:
+    def start(module: str, arguments: Sequence[str], gpu: int = 0) -> subprocess.Popen:
         own = environment | ({"CUDA_VISIBLE_DEVICES": str(gpu % gpus)} if gpus else {})
         command = [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments]
-        processes.append(subprocess.Popen(command, env=own, cwd=ROOT))
+        return subprocess.Popen(command, env=own, cwd=ROOT)
 
     if not (args.work_dir / "corpus" / "meta.json").exists():
-        start("corpus", ["--output-dir", str(args.work_dir / "corpus")])
+        helpers.append(start("corpus", ["--output-dir", str(args.work_dir / "corpus")]))
     arguments = [*sys.argv[1:], "--workers", str(workers), "--deadline", str(deadline)]
-    for i in range(workers):
-        start("run", [*arguments, "--worker", str(i)], i)
+    processes = [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]
     if gpus:
-        helpers = max(1, min(4 * gpus, (os.cpu_count() or 1) // 4))
+        count = max(1, min(4 * gpus, (os.cpu_count() or 1) // 4))
         settings = list(dict.fromkeys(job.setting for job in plan))
         compiling = [] if args.eager else ["--compile"]
-        for i in range(helpers):
-            start("warm", ["--share", str(i), str(helpers), *compiling, "--settings", *settings], i)
+        for i in range(count):
+            share = ["--share", str(i), str(count), *compiling, "--settings", *settings]
+            helpers.append(start("warm", share, i))
     for process in processes:
+        process.wait()
+    for process in helpers:
+        process.terminate()
         process.wait()
     meta = args.work_dir / "corpus" / "meta.json"
     if args.out and args.out != args.work_dir and meta.exists():

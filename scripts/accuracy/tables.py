@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from scripts.accuracy.estimates import (
     BASE,
+    NULL,
     Estimate,
     differences,
     estimate,
@@ -15,9 +16,9 @@ from scripts.accuracy.estimates import (
     reading,
     t_quantile,
 )
+from scripts.accuracy.plan import BRANCHES, SCRATCH
 from scripts.accuracy.settings import bits_a_value
 
-NULL = "none-tp2"
 BOUND = 0.3
 
 
@@ -36,8 +37,10 @@ def interval(found: Estimate) -> str:
 
 
 def settings_of(records: Sequence[dict], kind: str) -> dict[str, dict]:
-    """The settings of a kind of run by name, as they first appear."""
-    return {r["setting"]["name"]: r["setting"] for r in records if r["kind"] == kind}
+    """The settings of a kind of run by name, in the order of the plans."""
+    order = [*SCRATCH, *BRANCHES]
+    found = {r["setting"]["name"]: r["setting"] for r in records if r["kind"] == kind}
+    return dict(sorted(found.items(), key=lambda item: (*order, item[0]).index(item[0])))
 
 
 def scratch_table(records: Sequence[dict]) -> list[str]:
@@ -46,7 +49,7 @@ def scratch_table(records: Sequence[dict]) -> list[str]:
     if not settings:
         return []
     valid, train, plain = (differences(records, "scratch", m) for m in ("valid", "train", "uncompressed"))
-    noise = noise_by_stage(records, "scratch")
+    summary = pooled(records, "scratch")
     lines = [
         "| setting | bits a value | validation loss, by seed | against uncompressed, % "
         "| 95 % interval, pooled | reading | training loss, % | weights used uncompressed, % |",
@@ -57,7 +60,7 @@ def scratch_table(records: Sequence[dict]) -> list[str]:
         losses = ", ".join(f"{r['valid']:.4f}" for r in sorted(runs, key=lambda r: r["seed"]))
         cells = [name, f"{bits_of(setting):.2f}", losses]
         if name in valid:
-            found = pooled(valid[name], noise)
+            found = summary[name]
             cells += [str(estimate(list(valid[name].values()))), interval(found), reading(found, BOUND)]
             cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
         else:
@@ -70,10 +73,11 @@ def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
     """Branches of one form, in all and by the checkpoint that they start from."""
     valid, train = (differences(records, "branch", measure) for measure in ("valid", "train"))
     settings = settings_of(records, "branch")
-    names = [name for name in valid if settings[name]["sequence_parallel"] == sequence_parallel]
+    names = [n for n, found in settings.items() if found["sequence_parallel"] == sequence_parallel]
+    names = [name for name in names if name in valid]
     if not names:
         return []
-    noise = noise_by_stage(records, "branch")
+    summary = pooled(records, "branch")
     stages = list(dict.fromkeys(block.stage for pairs in valid.values() for block in pairs))
     titles = [
         "setting",
@@ -87,7 +91,7 @@ def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for name in names:
         pairs = valid[name]
-        found = pooled(pairs, noise)
+        found = summary[name]
         cells = [name, f"{bits_of(settings[name]):.2f}", str(len(pairs)), str(estimate(list(pairs.values())))]
         cells += [interval(found), reading(found, BOUND), str(estimate(list(train[name].values())))]
         for stage in stages:
@@ -101,43 +105,39 @@ def noise_lines(records: Sequence[dict]) -> list[str]:
     """What the comparisons can tell apart: noise of a run, smallest difference, and the null comparison."""
     lines = []
     for kind, what in (("scratch", "From scratch"), ("branch", "Branches")):
-        noise, found = noise_by_stage(records, kind), differences(records, kind)
+        noise, summary = noise_by_stage(records, kind), pooled(records, kind)
         for stage, (deviation, freedom) in noise.items():
             where = what + (f", {stage}" if stage else "")
             lines.append(f"- {where}: one run scatters by {deviation:.3f} % ({freedom} degrees of freedom).")
-        counts = defaultdict(list)
-        for name, pairs in found.items():
-            counts[len(pairs)].append(name)
-        for count, names in sorted(counts.items(), reverse=True):
-            example = pooled(found[names[0]], noise)
-            if math.isnan(example.error) or not noise:
-                continue
-            smallest = t_quantile(example.freedom) * example.error
-            verdict = "can" if smallest < BOUND else "cannot"
-            lines.append(
-                f"- {what}, {count} pair{'s' * (count > 1)}: differences from {smallest:.2f} % on are told "
-                f"apart (95 %), so {BOUND:g} % {verdict} be."
-            )
-        if NULL in found:
-            null = pooled(found[NULL], noise)
+        by_count = {found.count: found for name, found in summary.items() if name != NULL}
+        for count, found in sorted(by_count.items(), reverse=True):
+            smallest = t_quantile(found.freedom) * found.error
+            if noise and not math.isnan(smallest):
+                verdict = "can" if smallest < BOUND else "cannot"
+                lines.append(
+                    f"- {what}, {count} pair{'s' * (count > 1)}: differences from {smallest:.2f} % on are "
+                    f"told apart (95 %), so {BOUND:g} % {verdict} be."
+                )
+        if NULL in summary:
+            pairs = differences(records, kind)[NULL].values()
             lines.append(
                 f"- {what}, null comparison ({NULL}, uncompressed with other roundings): "
-                f"{estimate(list(found[NULL].values()))} %, interval {interval(null) or 'unknown'}."
+                f"{estimate(list(pairs))} %, interval {interval(summary[NULL]) or 'unknown'}."
             )
     return lines
 
 
 def true_table(records: Sequence[dict]) -> list[str]:
-    """Runs with real ranks beside the simulated ones of the same setting."""
+    """Runs with real ranks beside the simulated ones of the same setting, their noise taken to be alike."""
     settings = settings_of(records, "true")
     if not settings:
         return []
     true, simulated = differences(records, "true"), differences(records, "scratch")
-    noise = noise_by_stage(records, "scratch")
+    noise, summary = noise_by_stage(records, "scratch"), pooled(records, "scratch")
     lines = [
         "| setting | TP | validation loss, by seed | against uncompressed, real ranks, % | simulated, % "
-        "| 95 % interval of the simulated |",
-        "|---|---|---|---|---|---|",
+        "| real - simulated, 95 % interval | reading |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in settings:
         runs = [r for r in records if r["kind"] == "true" and r["setting"]["name"] == name]
@@ -145,10 +145,15 @@ def true_table(records: Sequence[dict]) -> list[str]:
         cells = [name, ", ".join(dict.fromkeys(str(r["tensor_parallel"]) for r in runs))]
         cells.append(", ".join(f"{record['valid']:.4f}" for record in runs))
         cells.append(str(estimate(list(true[name].values()))) if name in true else "")
-        if name in simulated:
-            cells += [str(estimate(list(simulated[name].values()))), interval(pooled(simulated[name], noise))]
-        else:
-            cells += ["", ""]
+        cells += ["", "", ""]
+        if name in true and name in simulated:
+            cells[-3] = str(estimate(list(simulated[name].values())))
+            model, real = summary[name], list(true[name].values())
+            if not math.isnan(model.error) and "" in noise:
+                error = math.hypot(model.error, noise[""].deviation * math.sqrt(2 / len(real)))
+                gap = Estimate(statistics.fmean(real) - model.mean, error, len(real), model.freedom)
+                low, high = gap.interval
+                cells[-2:] = [interval(gap), "agree within noise" if low < 0 < high else "differ"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -4,9 +4,10 @@
     python -m scripts.accuracy.true_runs --work-dir /var/tmp/accuracy --tensor-parallel 4 --minutes 9 \\
         --settings none paper int6-dither --out results
 
-One run after the other over all ranks; a record a run in results-true.jsonl, which ``summarise`` puts beside
-the simulated ones. The corpus is that of ``run`` in the same work directory, or is made. Weights and data
-order differ from the simulation's (they are Megatron's), but are alike for all settings of a seed.
+One run after the other over all ranks; a record a run in results-true.jsonl, which is put beside the
+simulated ones that are in --out. The corpus is that of ``run`` in the same work directory, or is made.
+Weights and data order differ from the simulation's (they are Megatron's), but are alike for all settings of a
+seed.
 """
 
 import argparse
@@ -21,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from scripts.accuracy.plan import scratch
+from scripts.accuracy.records import load
 from scripts.accuracy.settings import SETTINGS, Setting, parse_codec
+from scripts.accuracy.tables import tables
 from taco_kernels import CodecConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.eval_iters = max(1, valid_tokens // (shape["sequence"] * shape["batch"]))
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "results-true.jsonl"
-    done = [json.loads(line)["id"] for line in results.read_text().splitlines()] if results.exists() else []
+    done = [record["id"] for record in load([results])] if results.exists() else []
     environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -190,10 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with results.open("a") as stream:
             stream.write(json.dumps(record) + "\n")
         print(f"{name}: valid {record['valid']:.5f}, {seconds:.0f} s", flush=True)
-    from scripts.accuracy.summarise import load, tables
-
-    if results.exists():
-        print(tables(load([results])))
+    print(tables(load(sorted(args.out.glob("results-*.jsonl")))))
 
 
 if __name__ == "__main__":

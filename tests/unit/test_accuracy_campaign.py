@@ -138,20 +138,21 @@ def test_intervals_hold_what_they_say():
         "int4-dither",
         "fp8-plain",
     )
-    effects = {name: 0.1 * i for i, name in enumerate(names)}
+    effects = {name: 0.1 * max(0, i - 1) for i, name in enumerate(names)}
     deviations, right, verdicts = [], 0, []
     for _ in range(300):
         records = _noisy(effects, 3, 0.2, generator)
         noise = estimates.noise_by_stage(records, "scratch")
         assert noise[""].freedom == 14
         deviations.append(noise[""].deviation)
-        found = estimates.pooled(estimates.differences(records, "scratch")["int4-dither"], noise)
-        low, high = found.interval
-        truth = 100 * (math.exp(effects["int4-dither"] / 100) - 1)
-        right += low < truth < high
-        null = estimates.pooled(estimates.differences(records, "scratch")["none-tp2"], noise)
+        summary = estimates.pooled(records, "scratch")
+        found, null = summary["int4-dither"], summary["none-tp2"]
+        reference = statistics.fmean(math.exp(effects[name] / 100) for name in estimates.CONTROLS)
+        truth = 100 * (math.exp(effects["int4-dither"] / 100) / reference - 1)
+        right += found.interval[0] < truth < found.interval[1]
         verdicts.append(estimates.reading(null))
         assert found.freedom == pytest.approx(14)
+        assert found.error == pytest.approx(null.error * math.sqrt(0.75)), "two references against one"
     assert statistics.fmean(deviations) == pytest.approx(0.2, rel=0.05)
     assert 0.92 <= right / 300 <= 0.98
     assert sum(verdict.startswith("not told apart") for verdict in verdicts) > 180
@@ -181,8 +182,8 @@ def test_branches_of_unequal_replicates():
     noise = estimates.noise_by_stage(records, "branch")
     assert {stage: found.freedom for stage, found in noise.items()} == {"early": 4, "late": 4}
     assert noise["early"].deviation > 3 * noise["late"].deviation
-    pairs = estimates.differences(records, "branch")
-    often, once = (estimates.pooled(pairs[name], noise) for name in ("paper", "int6-nearest"))
+    summary = estimates.pooled(records, "branch")
+    often, once = summary["paper"], summary["int6-nearest"]
     assert once.error == pytest.approx(often.error * math.sqrt(3)) and once.count == 2
 
 
