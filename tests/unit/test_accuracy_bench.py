@@ -137,7 +137,7 @@ def tokens(tmp_path_factory):
 def test_a_run_repeats_and_a_branch_continues_bitwise(tokens, tmp_path):
     config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16)
     trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2))
-    setting, runs = SETTINGS["int6-dither-g64"], []
+    setting, runs = SETTINGS["int4-dither-g64"], []
     for _ in range(2):
         trainer.start(3)
         runs.append(trainer.run(setting, 6, 3, save={3: tmp_path / "half.pt"}))
