@@ -75,15 +75,12 @@ def device_of(index: int | None) -> Device:
 def tuning_of(operation: str, config: CodecConfig) -> Tuning:
     """TUNING with what single configurations need."""
     tuning = TUNING[operation]
-    dither = config.rounding == "dither"
     if operation == "encode" and config.format == "int5":
         tuning = tuning._replace(stages=3)
     elif operation == "decode_sum" and config.format == "int8":
         tuning = tuning._replace(stages=1)
-    elif operation == "decode_sum_encode" and dither:
-        tuning = tuning._replace(tile=2 * tuning.tile, registers=None)
     elif operation == "decode_sum_encode" and config.bits == 8:
-        tuning = tuning._replace(registers=80)
+        tuning = tuning._replace(registers=128 if config.rounding == "dither" else 80)
     if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
         tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
     if config.group_size == 512 and operation == "decode_sum":
