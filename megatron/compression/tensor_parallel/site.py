@@ -70,14 +70,7 @@ class TensorParallelSite:
         self, tensor: torch.Tensor, channel: str, out: torch.Tensor | None = None
     ) -> CompressedWork:
         """Start to sum over the group; ``wait`` gives the sum (in ``out`` if given). ``tensor`` stays."""
-        codec, kind = self.choose(channel)
-        if codec is None:
-            self._count(channel, kind, "all_reduce", tensor.nbytes)
-            return uncompressed_all_reduce(tensor, self.group, out)
-        transport, key = self._transport(channel, "all_reduce", tensor.nbytes), self.draw_key()
-        work = all_reduce(tensor, codec, transport, async_op=True, key=key, out=out)
-        self._guard(channel, tensor, codec, key)
-        return self._probed(work, channel, "all_reduce", tensor.float, uncompressed_all_reduce)
+        return self._sum("all_reduce", all_reduce, uncompressed_all_reduce, tensor, channel, out)
 
     def all_reduce_uncompressed(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to sum over the group without a codec; ``tensor`` may come to hold the sum.
@@ -97,14 +90,7 @@ class TensorParallelSite:
         self, tensor: torch.Tensor, channel: str, out: torch.Tensor | None = None
     ) -> CompressedWork:
         """Start to sum ``[W * n, ...]``; ``wait`` gives this rank's ``[n, ...]``, in ``out`` if given."""
-        codec, kind = self.choose(channel)
-        if codec is None:
-            self._count(channel, kind, "reduce_scatter", tensor.nbytes)
-            return uncompressed_reduce_scatter(tensor, self.group, out)
-        transport, key = self._transport(channel, "reduce_scatter", tensor.nbytes), self.draw_key()
-        work = reduce_scatter(tensor, codec, transport, async_op=True, key=key, out=out)
-        self._guard(channel, tensor, hop_codecs(codec)[0], key)
-        return self._probed(work, channel, "reduce_scatter", tensor.float, uncompressed_reduce_scatter)
+        return self._sum("reduce_scatter", reduce_scatter, uncompressed_reduce_scatter, tensor, channel, out)
 
     def all_gather(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
         """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
@@ -138,6 +124,25 @@ class TensorParallelSite:
             return uncompressed_all_gather(payload, self.group)
         transport = self._transport(channel, "all_gather", plain)
         return all_gather_encoded(payload, shape, dtype, codec, transport, async_op=True, key=key)
+
+    def _sum(
+        self,
+        operation: str,
+        compressed: Callable[..., CompressedWork],
+        uncompressed: Callable[..., CompressedWork],
+        tensor: torch.Tensor,
+        channel: str,
+        out: torch.Tensor | None,
+    ) -> CompressedWork:
+        """Start an all-reduce or a reduce-scatter, through the codec or without one."""
+        codec, kind = self.choose(channel)
+        if codec is None:
+            self._count(channel, kind, operation, tensor.nbytes)
+            return uncompressed(tensor, self.group, out)
+        transport, key = self._transport(channel, operation, tensor.nbytes), self.draw_key()
+        work = compressed(tensor, codec, transport, async_op=True, key=key, out=out)
+        self._guard(channel, tensor, codec if operation == "all_reduce" else hop_codecs(codec)[0], key)
+        return self._probed(work, channel, operation, tensor.float, uncompressed)
 
     def draw_key(self) -> int:
         """Seed for one collective's random rounding; 0 where the codec rounds to nearest."""
