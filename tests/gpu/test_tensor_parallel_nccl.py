@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_collectives import collectives_worker
+from tests.distributed.test_query_groups import check_few_groups
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
 from tests.distributed.test_tensor_parallel_model import ITERATIONS, replica_worker
 
@@ -38,3 +39,10 @@ def test_replicas_stay_identical(world_size: int) -> None:
     assert last < first - 0.5
     for other, _, _ in others:
         assert other == hashes
+
+
+@pytest.mark.skipif(DEVICES < 4, reason="needs 4 CUDA devices")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fewer_query_groups_than_ranks(sequence_parallel: bool) -> None:
+    """The gather of qkv, and what it stands for."""
+    check_few_groups(sequence_parallel, backend="nccl")
