@@ -168,6 +168,23 @@ def _check_layers(settings: TensorParallelCompression, num_layers: int) -> None:
         )
 
 
+def uncounted(args: argparse.Namespace) -> list[str]:
+    """Lines about tensor-parallel traffic that runs without ``--taco`` and that the ledger does not see."""
+    if args.tensor_model_parallel_size == 1:
+        return []
+    lines = [
+        f"--{name.replace('_', '-')} gathers {what}, which is not counted"
+        for name, what in _GATHERED_BY_MEGATRON.items()
+        if getattr(args, name, None)
+    ]
+    if args.cuda_graph_impl != "none":
+        lines.append(
+            f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, only "
+            "what its capture did"
+        )
+    return lines
+
+
 def pipeline_idle_reason(config: CompressionConfig, pipeline_model_parallel_size: int) -> str | None:
     """Why an enabled pipeline compression has nothing to do, or None."""
     if config.pipeline_parallel.enabled and pipeline_model_parallel_size == 1:

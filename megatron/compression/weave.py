@@ -7,7 +7,12 @@ from megatron.training import get_tensorboard_writer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.compression import seams
-from megatron.compression.arguments import compression_config_from_args, idle_reason, pipeline_idle_reason
+from megatron.compression.arguments import (
+    compression_config_from_args,
+    idle_reason,
+    pipeline_idle_reason,
+    uncounted,
+)
 from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
 from megatron.compression.data_parallel.checkpoint import GradientState
 from megatron.compression.data_parallel.checks import idle_reason as data_parallel_idle_reason
@@ -108,6 +113,7 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         lines.append(
             "compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)"
         )
+    lines += [f"compression: {line}" for line in uncounted(args)]
     if reason := idle_reason(config, args.tensor_model_parallel_size):
         lines.append(f"compression: {reason}")
     elif settings.enabled:

@@ -195,6 +195,18 @@ def test_traffic_that_would_stay_uncompressed_is_refused(arguments, megatron, fi
     arguments.compression_config_from_args(_parse(arguments, **megatron))
 
 
+def test_what_the_ledger_does_not_see_is_said(arguments) -> None:
+    """Without --taco the same flags run; the log says what is missing from the bytes."""
+    assert arguments.uncounted(_parse(arguments)) == []
+    args = _parse(arguments, mtp_num_layers=1, cuda_graph_impl="local")
+    mtp, graphs = arguments.uncounted(args)
+    assert mtp.startswith("--mtp-num-layers gathers the input") and graphs.startswith(
+        "--cuda-graph-impl local:"
+    )
+    args.tensor_model_parallel_size = 1
+    assert arguments.uncounted(args) == []
+
+
 def test_random_rounding_needs_megatrons_random_state(arguments) -> None:
     """Its seeds come from there."""
     flags = ("--taco", "--taco-rounding", "stochastic")
