@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from scripts.accuracy.plan import CHECKPOINTS
 from scripts.accuracy.records import training_loss
 
 BASE = "none"
@@ -86,6 +87,11 @@ def block_of(record: dict) -> Block:
     return Block(stage, record["seed"], record["steps"], record["size"])
 
 
+def in_order(stages: Iterable[str]) -> list[str]:
+    """Each stage once, from the start of the schedule on."""
+    return sorted(set(stages), key=lambda stage: ("", *CHECKPOINTS).index(stage))
+
+
 def values_of(records: Iterable[dict], kind: str, measure: str) -> dict[str, dict[Block, float]]:
     """A measure of all runs of a kind, by setting and block."""
     found: dict[str, dict[Block, float]] = defaultdict(dict)
@@ -144,7 +150,7 @@ def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -
         for name, runs in values.items()
     }
     found = {}
-    for stage in dict.fromkeys(block.stage for block in values.get(BASE, {})):
+    for stage in in_order(block.stage for block in values.get(BASE, {})):
         blocks = [block for block in values[BASE] if block.stage == stage]
         blocks.sort(key=lambda block: -sum(block in runs for runs in logs.values()))
         best = (0.0, 0)

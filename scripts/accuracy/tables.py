@@ -11,6 +11,7 @@ from scripts.accuracy.estimates import (
     Estimate,
     differences,
     estimate,
+    in_order,
     noise_by_stage,
     pooled,
     reading,
@@ -78,7 +79,7 @@ def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
     if not names:
         return []
     summary = pooled(records, "branch")
-    stages = list(dict.fromkeys(block.stage for pairs in valid.values() for block in pairs))
+    stages = in_order(block.stage for pairs in valid.values() for block in pairs)
     titles = [
         "setting",
         "bits a value",

@@ -228,7 +228,11 @@ def test_a_tiny_campaign(campaign, tmp_path):
     assert branch["first_step"] == 6 and len(branch["losses"]) == 2
     text, measured = tables(records), error_tables.tables(error_tables.stages_of(records))
     assert "| int6:128:single | " in measured and "late-0" in measured
-    assert "twice: bitwise the same" in text and "null comparison" in text and "| late, % |" in text
+    assert (
+        "twice: bitwise the same" in text
+        and "null comparison" in text
+        and "| early, % | middle, % | late, % |" in text
+    )
     small = compact(records)
     assert tables(small) == text and len(json.dumps(small)) < len(json.dumps(records))
     assert [path.name for path in plots.plots(small, tmp_path)] == ["scratch.png", "branch.png", "curves.png"]
