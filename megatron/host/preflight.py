@@ -68,6 +68,12 @@ def check_local_layers(args: Namespace) -> None:
             "--recompute-modules layernorm needs Transformer Engine, which is not installed: leave layernorm "
             "out of it, or install transformer_engine"
         )
+    predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
+    if predicts and importlib.util.find_spec("apex") is None:
+        raise InputError(
+            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one of "
+            "the two flags, install apex, or add --transformer-impl transformer_engine"
+        )
 
 
 def check_supported_data(args: Namespace) -> None:

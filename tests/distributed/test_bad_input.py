@@ -168,6 +168,11 @@ class TestLocalLayers:
             preflight.check_local_layers(args)
         args.recompute_modules = ["core_attn", "mlp"]
         preflight.check_local_layers(args)
+        args.mtp_num_layers, args.sequence_parallel = 1, False
+        preflight.check_local_layers(args)
+        args.sequence_parallel = True
+        with pytest.raises(InputError, match="--mtp-num-layers with --sequence-parallel needs apex"):
+            preflight.check_local_layers(args)
 
 
 def test_megatrons_own_checks_are_one_line_too():
