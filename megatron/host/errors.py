@@ -109,7 +109,7 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         args: the parsed command line, None where parsing itself failed.
     """
     if isinstance(error, InputError):
-        return str(error)
+        return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
     if isinstance(error, AssertionError | ValueError) and came_through(error, "validate_args"):
         return _first_line(error)
     if came_through(error, "load_checkpoint") and args is not None:

@@ -71,8 +71,8 @@ def check_local_layers(args: Namespace) -> None:
     predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
     if predicts and importlib.util.find_spec("apex") is None:
         raise InputError(
-            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one of "
-            "the two flags, install apex, or add --transformer-impl transformer_engine"
+            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one "
+            "of the two flags, install apex, or add --transformer-impl transformer_engine"
         )
 
 

@@ -242,6 +242,10 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
             "--context-parallel-size 2",
             "--context-parallel-size needs Transformer Engine: add --transformer-impl",
         ),
+        (
+            "--softmax-type learnable",
+            "not covered by the torch-native attention; use --attention-backend local",
+        ),
         ("--taco --taco-layers 1,2", "--num-layers 2 makes 1 the last one"),
         ("--taco --taco-layers embeding", "'embeding' is not a layer"),
         ("--taco --taco-backward-format fp9", "--taco-backward-format fp9 is unknown; choose one of"),

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.host import InputError
+
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
 
@@ -52,7 +54,7 @@ class SDPACoreAttention(MegatronModule):
         pg_collection: unused; every rank attends over the heads it was given.
 
     Raises:
-        ValueError: a setting that this attention does not have; the message names the flag to change.
+        InputError: a setting that this attention does not have; the message names the flag to change.
     """
 
     def __init__(
@@ -101,19 +103,19 @@ class SDPACoreAttention(MegatronModule):
             ``[sq, b, heads * head_dim]`` in the query's dtype.
 
         Raises:
-            ValueError: an argument that this attention does not take, or one that none of the kernels of
+            InputError: an argument that this attention does not take, or one that none of the kernels of
                 ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
         """
         if packed_seq_params is not None:
-            raise ValueError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
+            raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
         if attention_bias is not None:
-            raise ValueError(f"an attention bias is not covered by the torch-native attention; {USE_TE}")
+            raise InputError(f"an attention bias is not covered by the torch-native attention; {USE_TE}")
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         allowed = None if attention_mask is None else ~attention_mask
         # One query row against a key/value cache sees all of it.
         causal = causal and allowed is None and query.size(0) > 1
         if causal and query.size(0) != key.size(0):
-            raise ValueError(
+            raise InputError(
                 f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs an attention mask"
             )
         # [s, b, n, d] -> [b, n, s, d], as views.
@@ -135,7 +137,7 @@ class SDPACoreAttention(MegatronModule):
             if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                 raise
             mask = "no mask" if allowed is None else f"a {allowed.dtype} mask {list(allowed.shape)}"
-            raise ValueError(
+            raise InputError(
                 f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
                 f"queries {list(query.shape)} on {query.device.type} with {mask}; "
                 "use --attention-backend auto"
@@ -157,16 +159,16 @@ class SDPACoreAttention(MegatronModule):
 
 def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
     if config.context_parallel_size > 1:
-        raise ValueError(
+        raise InputError(
             f"--context-parallel-size {config.context_parallel_size} needs a ring attention, which the "
             f"torch-native attention does not have; {USE_TE}"
         )
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        raise ValueError(
+        raise InputError(
             f"--window-size {config.window_size} is not covered by the torch-native attention; {USE_LOCAL}"
         )
     if config.softmax_type != "vanilla":
-        raise ValueError(
+        raise InputError(
             f"--softmax-type {config.softmax_type} is not covered by the torch-native attention; {USE_LOCAL}"
         )
     for flag, wanted in (
@@ -174,14 +176,14 @@ def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_
         ("--log-max-attention-logit", config.log_max_attention_logit),
     ):
         if wanted:
-            raise ValueError(f"{flag} needs the largest score, which torch's kernels keep inside; {USE_TE}")
+            raise InputError(f"{flag} needs the largest score, which torch's kernels keep inside; {USE_TE}")
     if config.attention_backend not in _KERNELS:
-        raise ValueError(
+        raise InputError(
             f"--attention-backend {config.attention_backend.name} is not the torch-native attention; "
             f"choose one of {', '.join(backend.name for backend in _KERNELS)}"
         )
     if attn_mask_type not in _MASK_TYPES:
-        raise ValueError(
+        raise InputError(
             f"attention mask type {attn_mask_type.name} is not covered by the torch-native attention; "
             f"{USE_TE}"
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.compression.torch_native.row_norm import LONGEST_ROW, row_rms_norm
+from megatron.host import InputError
 
 
 class _MegatronNorm:
@@ -26,9 +27,9 @@ class _MegatronNorm:
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused) -> None:
         if config.memory_efficient_layer_norm:
-            raise ValueError("memory_efficient_layer_norm needs Transformer Engine or apex; leave it False")
+            raise InputError("memory_efficient_layer_norm needs Transformer Engine or apex; leave it False")
         if config.fused_residual_rmsnorm:
-            raise ValueError(
+            raise InputError(
                 "--fused-residual-rmsnorm fuses kernels of Transformer Engine; "
                 "use --transformer-impl transformer_engine or drop it"
             )
