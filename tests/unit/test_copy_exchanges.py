@@ -203,3 +203,14 @@ def test_memory_that_cannot_be_shared(monkeypatch) -> None:
     assert transports.transport(group).overlaps
     with pytest.raises(TransportError, match="--taco-transport copies is not possible: rank 1 cannot share"):
         Transports("copies").prepare([group])
+
+
+@pytest.mark.parametrize("communicators", [0, 1, 2])
+def test_communicators_without_use_are_said(communicators: int, monkeypatch) -> None:
+    """Symmetric memory needs none."""
+    monkeypatch.setattr("taco_kernels.symmetric_memory.SymmetricGroup", lambda group: group)
+    monkeypatch.setattr(Transports, "_why_collective", lambda self, group: None)
+    monkeypatch.setattr("megatron.compression.collectives.choice.new_groups", lambda wanted: [])
+    (line,) = Transports("auto", communicators).prepare([Group(0, 2)])
+    assert line.startswith("payloads travel over symmetric memory between 2 ranks")
+    assert ("--taco-communicators 2 has nothing to share" in line) == (communicators > 1)

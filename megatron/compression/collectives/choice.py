@@ -82,6 +82,8 @@ class Transports:
         if self.choice == "copies":
             self._copies[group] = CopyExchanges(group)
             behind = ", behind GEMMs by copy engines"
+        if self.communicators > 1:
+            behind += f"; --taco-communicators {self.communicators} has nothing to share there"
         return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}", None
 
     def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
