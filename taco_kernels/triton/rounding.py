@@ -132,7 +132,7 @@ def fixed_point(h, inverse, C: tl.constexpr):
 
 @triton.jit
 def quantize(h, inverse, words, C: tl.constexpr):
-    """int32 or uint8 codes of h[R, G] * inverse[R], the int32's bits from 8 on meaning nothing.
+    """Codes of h[R, G] * inverse[R]: uint8 (8-bit formats) or int32, whose bits from 8 on mean nothing.
 
     packing.store_groups does the same with fewer instructions; the interpreter comes this way.
     """
@@ -149,6 +149,8 @@ def quantize(h, inverse, words, C: tl.constexpr):
         codes = ((magnitude + 248 - 16 * nibbles(words, C)) >> 8) | ((bits >> 8) & 0x80)
     else:
         codes = (fixed_point(h, inverse, C) - 16 * nibbles(words, C)) >> 8
+    if C.BITS == 8:
+        codes = codes.to(tl.uint8)
     return codes
 
 
