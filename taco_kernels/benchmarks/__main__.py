@@ -2,12 +2,13 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec, collectives, homomorphic, sdp4bit, tah_quant
+from taco_kernels.benchmarks import codec, collectives, homomorphic, instructions, sdp4bit, tah_quant
 
 BENCHMARKS = {
     "codec": codec,
     "collectives": collectives,
     "homomorphic": homomorphic,
+    "instructions": instructions,
     "sdp4bit": sdp4bit,
     "tah-quant": tah_quant,
 }
