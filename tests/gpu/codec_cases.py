@@ -1,0 +1,37 @@
+"""Which configurations the codec kernels' GPU tests compile: few, and every pair of choices among them."""
+
+from typing import NamedTuple
+
+import torch
+
+from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_sum_encode to another format")
+
+
+class Case(NamedTuple):
+    """A configuration and what runs in it."""
+
+    config: CodecConfig
+    dtype: torch.dtype
+    operations: tuple[str, ...]
+
+
+def roundings(format: str) -> tuple[str, ...]:
+    """What a format can do."""
+    return ("nearest", "stochastic") if format.startswith("fp8") else ("nearest", "stochastic", "dither")
+
+
+def case_of(format: str, group_size: int, hadamard: bool = True) -> Case:
+    """The case of a format and group size. Encode and decode always run, the sums in turn.
+
+    Over all of them every pair of format, group size, scales, rounding, dtype and operation occurs.
+    """
+    i, j = FORMATS.index(format), GROUP_SIZES.index(group_size)
+    choices = roundings(format)
+    config = CodecConfig(
+        format, group_size, ("dual", "single")[(i + j) % 2], choices[(i + j // 2) % len(choices)], hadamard
+    )
+    sums = (OPERATIONS[2:4], OPERATIONS[3:], (OPERATIONS[2], OPERATIONS[4]))[(i // 2 + j) % 3]
+    return Case(config, DTYPES[(i + j // 2 * 2) % 3], OPERATIONS[:2] + sums)
