@@ -26,9 +26,6 @@ _GROUPS = {
     "report": ReportSettings,
 }
 
-_AND_NO_CONTEXT_PARALLELISM = (
-    " (--context-parallel-size needs Transformer Engine's attention, so it and --taco exclude each other)"
-)
 _GATHERED_BY_MEGATRON = {
     "mtp_num_layers": "the input of each multi-token-prediction layer",
     "distribute_saved_activations": "the inputs of recomputed layers",
@@ -113,8 +110,6 @@ def _check_tensor_parallel(args: argparse.Namespace) -> None:
         raise CompressionConfigError(
             f"--taco compresses the layers of --transformer-impl local, not of {args.transformer_impl}, "
             "which communicates inside its own kernels; use --transformer-impl local or drop --taco"
-            + _AND_NO_CONTEXT_PARALLELISM
-            * (getattr(args, "context_parallel_size", 1) > 1)
         )
     if args.num_experts is not None:
         raise CompressionConfigError(

@@ -14,9 +14,11 @@ CHANNELS = (
     *("tp.forward", "tp.backward", "tp.other"),
     *("dp.gradient", "dp.weight"),
     *("pp.forward", "pp.backward", "pp.other"),
+    *("cp.forward", "cp.backward"),
 )
 """tp.other: loss terms and the batch's broadcast. pp.other: the sum of tied embeddings' gradients over the
-first and the last stage. The rest is named after what it carries."""
+first and the last stage. cp: keys and values under context parallelism, and their gradients. The rest is
+named after what it carries."""
 
 KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "off", "exact", "probe")
 """compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =

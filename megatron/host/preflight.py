@@ -48,7 +48,6 @@ def check_transformer_engine(transformer_impl: str) -> None:
 _NEEDS_TRANSFORMER_ENGINE = {
     "fp8": (None, "--fp8-format"),
     "fp4": (None, "--fp4-format"),
-    "context_parallel_size": (1, "--context-parallel-size"),
     "use_precision_aware_optimizer": (False, "--use-precision-aware-optimizer"),
     "tp_comm_overlap": (False, "--tp-comm-overlap"),
 }
@@ -62,6 +61,12 @@ def check_local_layers(args: Namespace) -> None:
         if getattr(args, name, off) != off:
             add = "--transformer-impl transformer_engine"
             raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
+    backend = getattr(getattr(args, "attention_backend", None), "name", None)
+    if getattr(args, "context_parallel_size", 1) > 1 and backend == "local":
+        raise InputError(
+            "--context-parallel-size is not covered by --attention-backend local (megatron-core's unfused "
+            "attention): use --attention-backend auto"
+        )
     recomputed = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
         raise InputError(

@@ -9,6 +9,7 @@ from argparse import Namespace
 
 import psutil
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.host import preflight
 from megatron.host.errors import InputError
@@ -148,7 +149,6 @@ class TestLocalLayers:
         ("name", "value", "flag"),
         [
             ("fp8", "hybrid", "--fp8-format"),
-            ("context_parallel_size", 2, "--context-parallel-size"),
             ("tp_comm_overlap", True, "--tp-comm-overlap"),
         ],
     )
@@ -157,6 +157,15 @@ class TestLocalLayers:
         preflight.check_local_layers(args)
         setattr(args, name, value)
         with pytest.raises(InputError, match=f"{flag} needs Transformer Engine"):
+            preflight.check_local_layers(args)
+
+    def test_context_parallelism_needs_the_torch_native_attention(self):
+        args = Namespace(
+            transformer_impl="local", context_parallel_size=2, attention_backend=AttnBackend.auto
+        )
+        preflight.check_local_layers(args)
+        args.attention_backend = AttnBackend.local
+        with pytest.raises(InputError, match="--context-parallel-size is not covered by --attention-backend"):
             preflight.check_local_layers(args)
         args.transformer_impl = "transformer_engine"
         preflight.check_local_layers(args)

@@ -234,13 +234,28 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
     assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
 
 
+@pytest.mark.parametrize("compression", ["", "--taco --taco-min-message-mb 0"])
+def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
+    """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
+    flags = [*model_flags("llama", tied=False), "--micro-batch-size", "4", *runs.initial("llama")]
+    layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    run = runs.train([*flags, *layout.split(), *compression.split()], 4)
+    bound = 0.01 if compression else 2e-5
+    assert run.losses == pytest.approx(runs.serial("llama", tied=False).losses, rel=bound)
+    for first, second in ((0, 2), (1, 3)):  # of a tensor-parallel rank
+        assert run.ranks[first].parameters == run.ranks[second].parameters
+    # sequence x micro-batch x one group a rank x (16 + 16) values of fp32, of which half is sent
+    megabytes = f"{2 * 2 * 64 * 4 * 32 * 4 / 2 / 1e6:.3f}"  # two micro-batches, two layers
+    assert f"cp.forward (MB): {megabytes} | cp.backward (MB): {megabytes} |" in run.output
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         ("--num-experts 2 --taco", "--taco does not cover expert and router traffic; drop --num-experts"),
         (
-            "--context-parallel-size 2",
-            "--context-parallel-size needs Transformer Engine: add --transformer-impl",
+            "--context-parallel-size 2 --attention-backend local",
+            "--context-parallel-size is not covered by --attention-backend local",
         ),
         (
             "--softmax-type learnable",

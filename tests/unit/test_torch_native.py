@@ -169,7 +169,6 @@ def test_dropout_under_sequence_parallelism_uses_the_state_the_block_entered() -
 @pytest.mark.parametrize(
     ("changes", "flag", "instead"),
     [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2", "--transformer-impl transformer_engine"),
         ({"window_size": (4, 0)}, "--window-size", "--attention-backend local"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable", "--attention-backend local"),
         ({"qk_clip": True}, "--qk-clip", "--transformer-impl transformer_engine"),

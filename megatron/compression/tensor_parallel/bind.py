@@ -1,5 +1,7 @@
 """Gives every tensor-parallel layer of a built model its site."""
 
+from functools import partial
+
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
@@ -14,6 +16,7 @@ from megatron.training import print_rank_0
 from megatron.compression.collectives import TransportError
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.telemetry import Ledger
 from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
 from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 from megatron.compression.tensor_parallel.layers import (
@@ -24,6 +27,7 @@ from megatron.compression.tensor_parallel.layers import (
 )
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.site import TensorParallelSite, layer_name, site_name
+from megatron.compression.torch_native.attention import SDPACoreAttention
 
 # GPTModel names the classes of its embeddings and output layer itself, outside the layer spec, and attention
 # communicates only at some sizes, so these change class after building. The subclasses add no state.
@@ -97,7 +101,13 @@ def _bind_chunk(chunk: torch.nn.Module, runtime: CompressionRuntime) -> None:
         module.site = TensorParallelSite(name, module.tp_group, runtime, layer_name(path, number))
     for module in chunk.modules():
         _share_handover(module)
+        if isinstance(module, SDPACoreAttention):
+            module.on_exchange = partial(_count_context, runtime.ledger)
     chunk.register_forward_hook(_LossTraffic(chunk, runtime), with_kwargs=True)
+
+
+def _count_context(ledger: Ledger, channel: str, operation: str, nbytes: int, ranks: int) -> None:
+    ledger.record_uncompressed(channel, "exact", operation, nbytes, ranks)
 
 
 def _share_handover(module: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.compression.torch_native.context_parallel import causal_tail, chunks_of, gather_sequence
 from megatron.host import InputError
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
@@ -50,8 +52,11 @@ class SDPACoreAttention(MegatronModule):
         attention_type: unused, as in megatron-core.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
-        cp_comm_type: unused; context parallelism is refused.
-        pg_collection: unused; every rank attends over the heads it was given.
+        cp_comm_type: unused: keys and values are gathered (context_parallel.py).
+        pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
+
+    Attributes:
+        on_exchange: told of every collective under context parallelism, see ``gather_sequence``.
 
     Raises:
         InputError: a setting that this attention does not have; the message names the flag to change.
@@ -74,6 +79,10 @@ class SDPACoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.context_group, self.on_exchange = None, None
+        if config.context_parallel_size > 1:
+            given = getattr(pg_collection, "cp", None)
+            self.context_group = parallel_state.get_context_parallel_group() if given is None else given
         if config.deterministic_mode and config.attention_backend is AttnBackend.auto:
             self.kernels = _DETERMINISTIC_KERNELS
         else:
@@ -118,6 +127,28 @@ class SDPACoreAttention(MegatronModule):
             raise InputError(
                 f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs an attention mask"
             )
+        if self.context_group is None:
+            return self._attend(query, key, value, allowed, causal)
+        key, value = gather_sequence(key, value, self.context_group, self.on_exchange)
+        if not causal:
+            return self._attend(query, key, value, allowed, False)
+        contexts = []
+        numbers = chunks_of(self.context_group.rank(), self.context_group.size())
+        for number, part in zip(numbers, query.chunk(2), strict=True):
+            seen = (number + 1) * part.size(0)
+            tail = causal_tail(part.size(0), seen, query.device)
+            contexts.append(self._attend(part, key[:seen], value[:seen], tail, False))
+        return torch.cat(contexts)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        causal: bool,
+    ) -> torch.Tensor:
+        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``."""
         # [s, b, n, d] -> [b, n, s, d], as views.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
@@ -158,11 +189,6 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
-    if config.context_parallel_size > 1:
-        raise InputError(
-            f"--context-parallel-size {config.context_parallel_size} needs a ring attention, which the "
-            f"torch-native attention does not have; {USE_TE}"
-        )
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         raise InputError(
             f"--window-size {config.window_size} is not covered by the torch-native attention; {USE_LOCAL}"
