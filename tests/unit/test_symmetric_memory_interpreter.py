@@ -34,7 +34,7 @@ def test_collectives_have_the_bits_of_the_codec_kernels(world_size: int = 3) -> 
     command = [sys.executable, "-W", "ignore", __file__, str(world_size)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.split() == ["ok"] * world_size
+    assert result.stdout.count("ok") == world_size  # lines of several processes may mix
 
 
 def use_python_flags() -> None:
