@@ -176,10 +176,6 @@ def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
     ("megatron", "fix"),
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
-        (
-            {"transformer_impl": "transformer_engine", "context_parallel_size": 2},
-            "--context-parallel-size needs Transformer Engine's attention, so it and --taco exclude",
-        ),
         ({"num_experts": 8}, "--num-experts"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
