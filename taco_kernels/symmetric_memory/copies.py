@@ -22,7 +22,6 @@ from taco_kernels.symmetric_memory.order import patience_of, queue_behind_others
 
 PLACES = 2
 SMALLEST_PLACE = 1 << 20
-ALIGNMENT = 256
 
 
 class PeerMemory(Protocol):

@@ -31,7 +31,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("world_size", "config", "shape", "dtype"),
     [
@@ -79,7 +78,6 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
     lanes[0].check()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("config", "config_out"),
     [
@@ -108,7 +106,6 @@ def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
             assert torch.equal(bits(result), bits(expected))
 
 
-@pytest.mark.gpu
 def test_strided_input() -> None:
     """Rows of a wider tensor are read where they lie."""
     from taco_kernels.symmetric_memory import collectives
