@@ -11,7 +11,6 @@ from megatron.compression.collectives.groups import new_groups
 from megatron.compression.collectives.symmetric import CopyTransport, SymmetricTransport
 from megatron.compression.collectives.transport import OnSend, TorchTransport
 
-CHOICES = ("auto", "collective", "symmetric", "copies")
 TCP_COMMUNICATORS = 2  # measured: docs/benchmarks.md
 
 
@@ -23,7 +22,7 @@ class Transports:
     """Which transport each process group uses; asked for by every site.
 
     Args:
-        choice: one of ``CHOICES``, the flag ``--taco-transport``.
+        choice: the flag ``--taco-transport``; config.py lists what it may be.
         communicators: how many share each payload over torch.distributed, the flag ``--taco-communicators``;
             0 lets ``prepare`` decide.
     """
