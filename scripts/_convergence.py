@@ -7,8 +7,10 @@ trains what is missing. One more uncompressed run, with another seed, shows what
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 RESULTS = "results.json"
@@ -25,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
         "--time-limit",
         type=float,
         help="seconds: start no run that would end later, by the longest so far; start again for the rest",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs at once on the same devices: faster where one leaves them idle, on GPUs with NVIDIA's "
+        "multi-process service (MPS) running; times of an iteration then mean nothing",
     )
 
 
@@ -90,6 +99,7 @@ def train_missing(
     output: Path,
     time_limit: float | None = None,
     report: Callable[[list[dict]], None] | None = None,
+    jobs: int = 1,
 ) -> list[dict]:
     """Train what ``results.json`` does not hold yet.
 
@@ -99,6 +109,7 @@ def train_missing(
         output: folder of results.json.
         time_limit: seconds, see ``add_arguments``.
         report: called after each training with the results of ``runs`` that there are.
+        jobs: trainings at once; ``train`` is then called from several threads.
 
     Returns:
         The results of ``runs`` that there are, each its run with what ``train`` returned.
@@ -113,24 +124,38 @@ def train_missing(
     def present() -> list[dict]:
         return [result for run in runs if (result := find(results, run)) is not None]
 
-    for run in runs:
-        if find(results, run) is not None:
-            continue
+    lock, failed = threading.Lock(), threading.Event()
+
+    def attempt(run: dict) -> None:
+        nonlocal longest
         spent = time.monotonic() - began
-        if time_limit is not None and longest and spent + longest > time_limit:
-            print(
-                f"{len(runs) - len(present())} of {len(runs)} runs are left: start again for them", flush=True
-            )
-            break
+        late = time_limit is not None and longest and spent + longest > time_limit
+        if late or failed.is_set():
+            return
         try:
-            results.append({**run, **train(run)})
-        except RuntimeError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
-        longest = max(longest, time.monotonic() - began - spent)
-        file.write_text(json.dumps(results, indent=1) + "\n")
-        if report is not None:
-            report(present())
+            result = {**run, **train(run)}
+        except BaseException:
+            failed.set()  # here, since a worker takes the next run before anybody reads this one's result
+            raise
+        with lock:
+            results.append(result)
+            longest = max(longest, time.monotonic() - began - spent)
+            file.write_text(json.dumps(results, indent=1) + "\n")
+            if report is not None:
+                report(present())
+
+    missing = [run for run in runs if find(results, run) is None]
+    with ThreadPoolExecutor(jobs) as pool:
+        trainings = [pool.submit(attempt, run) for run in missing]
+        for training in trainings:
+            try:
+                training.result()
+            except RuntimeError as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(1)
+    left = len(runs) - len(present())
+    if left:
+        print(f"{left} of {len(runs)} runs are left: start again for them", flush=True)
     return present()
 
 

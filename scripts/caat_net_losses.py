@@ -154,7 +154,9 @@ def main() -> None:
     def report(results: list[dict]) -> None:
         (options.output / "results.md").write_text(table(results))
 
-    results = _convergence.train_missing(runs, train_one, options.output, options.time_limit, report)
+    results = _convergence.train_missing(
+        runs, train_one, options.output, options.time_limit, report, options.jobs
+    )
     print(table(results), end="")
 
 

@@ -92,7 +92,7 @@ class Turns:
         runs: all that may come, in order.
         start: starts a run, given the file that it waits for.
         directory: for those files.
-        ahead: whether to start ahead; the processors must be able to bear it.
+        ahead: whether to; the processors must be able to bear it.
     """
 
     def __init__(self, runs: list[dict], start, directory: Path, ahead: bool) -> None:
@@ -100,14 +100,17 @@ class Turns:
         self.waiting: tuple[dict, demo.Training] | None = None
 
     def train(self, run: dict) -> dict:
-        """The summary of a run."""
+        """The summary of a run. Several threads may call it where nothing is started ahead."""
+        if not self.ahead:
+            self._go(run).touch()
+            return self.start(run, self._go(run)).finish()
         if self.waiting is None or self.waiting[0] != run:
             self.end()
             self._launch(run)
         training, self.waiting = self.waiting[1], None
         self._go(run).touch()
         later = self.runs[self.runs.index(run) + 1 :]
-        if self.ahead and later:
+        if later:
             self._launch(later[0])
         return training.finish()
 
@@ -155,7 +158,7 @@ def main() -> None:
         entry = f"scripts/{Path(__file__).name}"
         return demo.Training(name, flags, data, ranks, gpus, options, 1, entry, **{WAIT_FOR: str(go)})
 
-    turns = Turns(runs, start, options.output, ahead=on_gpus)
+    turns = Turns(runs, start, options.output, ahead=on_gpus and options.jobs == 1)
 
     def train(run: dict) -> dict:
         summary = turns.train(run)
@@ -163,7 +166,9 @@ def main() -> None:
         return {key: summary[key] for key in kept}
 
     try:
-        results = _convergence.train_missing(runs, train, options.output, options.time_limit)
+        results = _convergence.train_missing(
+            runs, train, options.output, options.time_limit, jobs=options.jobs
+        )
     finally:
         turns.end()
     rows = [row(result, results) for result in results]

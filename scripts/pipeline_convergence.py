@@ -63,6 +63,7 @@ def main() -> None:
         train,
         options.output,
         options.time_limit,
+        jobs=options.jobs,
     )
     rows = [row(result, results) for result in results]
     baseline = {"setting": BASELINE}

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,19 @@ def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monke
         _convergence.train_missing(_runs(), train, tmp_path)
     assert ended.value.code == 1 and "error: the codec run failed" in capsys.readouterr().err
     assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
+
+
+def test_jobs_are_trained_at_once_and_all_kept(tmp_path: Path) -> None:
+    """Two trainings that wait for each other end; each result is there once, whatever the order."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def train(run: dict) -> dict:
+        barrier.wait()
+        return {"validation_loss": LOSSES[run["setting"], run["seed"]]}
+
+    results = _convergence.train_missing(_runs(), train, tmp_path, jobs=2)
+    assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES), "in the order of the plan"
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 4
 
 
 def test_the_next_run_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
