@@ -19,6 +19,7 @@ RESULTS = "results.json"
 def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
     """Options that all of them take."""
     parser.add_argument("--output", type=Path, default=output, help="folder for everything")
+    parser.add_argument("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="every setting with each of them")
     parser.add_argument(
         "--noise-seed", type=int, default=2, help="of one more uncompressed run, to see the noise; 0: none"
@@ -41,7 +42,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, models: Iterable[str]) 
     """Options of the scripts that train with ``demo.Training``."""
     parser.add_argument("--model", choices=models, help="default: small on GPUs, tiny on CPUs")
     parser.add_argument("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
-    parser.add_argument("--corpus-mb", type=int, help="megabytes of text (default: 24 on GPUs, 8 on CPUs)")
+    parser.add_argument(
+        "--corpus-mb",
+        type=int,
+        help="MB of text (default: on GPUs 90 of the installed packages' sources, on CPUs 8 of Python's)",
+    )
 
 
 def prepare(
@@ -63,8 +68,10 @@ def prepare(
     options.output = options.output.resolve()
     model = options.model or ("small" if on_gpus else "tiny")
     demo.GPT_MODEL_ARGS, demo.TRAINING_ARGS = models[model], training
-    corpus_mb = options.corpus_mb or (24 if on_gpus else 8)
-    data = demo.prepare_data(options.output / "data", max_mb=corpus_mb)
+    corpus_mb = options.corpus_mb or (90 if on_gpus else 8)
+    folder = options.data.resolve() if options.data else options.output / "data"
+    text = ("site-packages", corpus_mb, 16384) if on_gpus else ("stdlib", corpus_mb)
+    data = demo.prepare_data(folder, *text)
     common = {
         "model": model,
         "ranks": ranks,

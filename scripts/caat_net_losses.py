@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import _convergence
 from demo import ROOT, gpu_count, prepare_data, show_progress
@@ -41,7 +40,6 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _convergence.add_arguments(parser, ROOT / "runs" / "caat_net")
-    parser.add_argument("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0, 0.5, 0.25])
     parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3"], help="none or --taco-format's")
     parser.add_argument("--iterations", type=int, default=600, help="of 32 sequences of 1024 tokens")

@@ -3,13 +3,13 @@
     python scripts/data_parallel_convergence.py                  # 4 GPUs, or 2 CPU ranks at tiny size
     python scripts/data_parallel_convergence.py --settings "fp32 gradients" sdp4bit --seeds 1 2 3
 
-The text is the Python sources of this installation, as in demo.py. Every setting trains the same model from
-the same seed on the same tokens with the distributed optimizer; the table shows the validation losses at the
-end against uncompressed fp32 gradients of the same seed, and what the traffic costs. Ranks are split into
-two nodes (--dp-intra-node-size), so that gradients take both hops. "plain 4 bits" is the control: gradients
-without the Hadamard transform and in 4 bits in both hops, weights quantised themselves instead of their
-differences. "bf16 gradients" and one more uncompressed run with another seed show the noise. Flags that are
-not the script's own go to Megatron.
+The text is the sources of the installed Python packages (on CPUs Python's own, as in demo.py). Every
+setting trains the same model from the same seed on the same tokens with the distributed optimizer; the
+table shows the validation losses at the end against uncompressed fp32 gradients of the same seed, and
+what the traffic costs. Ranks are split into two nodes (--dp-intra-node-size), so that gradients take both
+hops. "plain 4 bits" is the control: gradients without the Hadamard transform and in 4 bits in both hops,
+weights quantised themselves instead of their differences. "bf16 gradients" and one more uncompressed run
+with another seed show the noise. Flags that are not the script's own go to Megatron.
 
 On GPUs the next run's processes load their modules while one trains.
 """

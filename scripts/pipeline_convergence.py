@@ -3,10 +3,11 @@
     python scripts/pipeline_convergence.py                       # 4 GPUs, or 2 CPU ranks at tiny size
     python scripts/pipeline_convergence.py --settings none tah-quant --seeds 1 2 3
 
-The text is the Python sources of this installation, as in demo.py. Every setting trains the same model from
-the same seed; the table shows the validation losses at the end, against the uncompressed run of that seed.
-"no transform" is TAH-Quant without pivot swap and Hadamard transform, the control. One more uncompressed run
-with another seed shows the noise. Flags that are not the script's own go to Megatron.
+The text is the sources of the installed Python packages (on CPUs Python's own, as in demo.py). Every
+setting trains the same model from the same seed; the table shows the validation losses at the end,
+against the uncompressed run of that seed. "no transform" is TAH-Quant without pivot swap and Hadamard
+transform, the control. One more uncompressed run with another seed shows the noise. Flags that are not
+the script's own go to Megatron.
 """
 
 import argparse
