@@ -11,6 +11,7 @@ bits, int4 one of 4, int6 a plane of the low 4 bits and one of the high 2, int5 
 Codes narrower than a byte are stored plus ``2^(bits - 1)``, int8 in two's complement.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,9 +155,14 @@ def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
 
 def check_wires(wires: torch.Tensor, config: CodecConfig, chunk: int) -> None:
     """Raise ValueError unless ``wires`` is uint8[rows, wire_bytes(chunk)] with contiguous rows."""
+    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+
+
+def check_wire_shape(shape: Sequence[int], dtype: torch.dtype, config: CodecConfig, chunk: int) -> None:
+    """``check_wires`` without the tensor."""
     expected = config.wire_bytes(chunk)
-    if wires.dim() != 2 or wires.shape[1] != expected or wires.dtype != torch.uint8:
+    if len(shape) != 2 or shape[1] != expected or dtype != torch.uint8:
         raise ValueError(
-            f"wires is {wires.dtype}{list(wires.shape)}; chunks of {chunk} values in this config need "
+            f"wires is {dtype}{list(shape)}; chunks of {chunk} values in this config need "
             f"torch.uint8[rows, {expected}]"
         )

@@ -1,24 +1,37 @@
 """The collectives over one lane: argument checks, choice of algorithm, launches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 
-from taco_kernels.layout import CodecConfig, Stream, check_same_groups, check_stream
+from taco_kernels.layout import CodecConfig, Stream, check_same_groups, check_stream, check_wires
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
 from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
-from taco_kernels.triton import launch
+from taco_kernels.triton import fast_launch, launch
 from taco_kernels.triton.spec import Spec, make_flags, make_spec
 
 ALGORITHMS = ("auto", "one-shot", "two-shot")
 MAX_WORLD_SIZE = 8
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
+
+
+class Plan(NamedTuple):
+    """What is to be done for all calls on a lane that are alike but for addresses and random numbers."""
+
+    launch: fast_launch.Launch
+    walkable: bool
+    """False: the kernel cannot walk x in its strides."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, random: Stream | None) -> torch.Tensor:
+        self.launch((x if self.walkable else x.contiguous(), out), launch.stream_arguments(random))
+        return out
 
 
 def choose_algorithm(nbytes: int) -> str:
@@ -54,27 +67,29 @@ def all_reduce(
     """
     lane.check()
     config_out = config_out or config
-    check_same_groups(config, config_out)
     check_stream(random, config, "random")
     check_stream(random, config_out, "random")
+    out = _output(out, x.shape, x)
+    like = x.numel(), x.dtype, launch.layout_of(x)
+    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out, random)
+
+
+def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) -> Plan:
+    check_same_groups(config, config_out)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
     if algorithm == "auto":
-        algorithm = choose_algorithm(x.nbytes)
-    pieces = lane.world_size if algorithm == "two-shot" else 1
-    groups = config.chunk_numel(x.numel(), pieces) // config.group_size
+        algorithm = choose_algorithm(numel * dtype.itemsize)
+    two_shot = algorithm == "two-shot"
+    groups = config.chunk_numel(numel, lane.world_size if two_shot else 1) // config.group_size
     values = groups * config.group_size
-    out = _output(out, x.shape, x)
-    tail = x.numel() % config.group_size != 0
-    x, rows = _walkable(x, config)
-    message = (x.numel(), values, values, groups)
-    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
-    if algorithm == "one-shot":
-        _launch(one_shot_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, config_out)
-    else:
-        splits = choose_splits(tiles, lane)
-        _launch(two_shot_kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, config_out)
-    return out
+    tiles = triton.cdiv(values, tile_of(config))
+    splits = choose_splits(tiles, lane) if two_shot else 1
+    kernel = two_shot_kernel if two_shot else one_shot_kernel
+    rows = launch.rows_of(layout, config.group_size)
+    tail = numel % config.group_size != 0
+    message = (numel, values, values, groups)
+    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
 
 
 def reduce_scatter(
@@ -92,15 +107,19 @@ def reduce_scatter(
     check_stream(random, config, "random")
     if x.shape[0] % lane.world_size:
         raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {lane.world_size} ranks")
-    shard = x.numel() // lane.world_size
-    groups = config.chunk_numel(shard) // config.group_size
     out = _output(out, (x.shape[0] // lane.world_size, *x.shape[1:]), x)
+    like = x.numel(), x.dtype, launch.layout_of(x)
+    return _plan(lane, _plan_reduce_scatter, config, *like)(x, out, random)
+
+
+def _plan_reduce_scatter(lane, config, numel, dtype, layout) -> Plan:
+    shard = numel // lane.world_size
+    groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
-    x, rows = (x.contiguous(), (1, 1, 0, 0, False)) if tail else _walkable(x, config)
-    message = (x.numel(), shard, shard, groups)
+    rows = None if tail and layout else launch.rows_of(layout, config.group_size)
     tiles = triton.cdiv(groups * config.group_size, tile_of(config))
-    _launch(reduce_scatter_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config)
-    return out
+    message = (numel, shard, shard, groups)
+    return _prepare(reduce_scatter_kernel, lane, tiles, 1, message, rows, tail, dtype, config)
 
 
 def all_gather(
@@ -117,9 +136,7 @@ def all_gather(
         random: the stream of all ranks; groups are numbered through all of them.
     """
     check_stream(random, config, "random")
-    tail = x.numel() % config.group_size != 0
-    x, rows = _walkable(x, config)
-    return _all_gather(lane, x, rows, tail, x.shape, x.dtype, config, random, out, encoded=False)
+    return _all_gather(lane, x, launch.layout_of(x), x.shape, x.dtype, config, random, out, encoded=False)
 
 
 def all_gather_encoded(
@@ -138,22 +155,24 @@ def all_gather_encoded(
     """
     check_stream(random, config, "random", decoding=True)
     numel = torch.Size(shape).numel()
-    launch.check_wires(wire, config, config.chunk_numel(numel))
-    tail = numel % config.group_size != 0
-    rows = (1, 1, 0, 0, False)
-    return _all_gather(lane, wire.contiguous(), rows, tail, shape, dtype, config, random, out, encoded=True)
+    check_wires(wire, config, config.chunk_numel(numel))
+    return _all_gather(lane, wire.contiguous(), None, shape, dtype, config, random, out, encoded=True)
 
 
-def _all_gather(lane, x, rows, tail, shape, dtype, config, random, out, encoded: bool) -> torch.Tensor:
+def _all_gather(lane, x, layout, shape, dtype, config, random, out, encoded: bool) -> torch.Tensor:
     lane.check()
-    shard = torch.Size(shape).numel()
+    out = _output(out, (lane.world_size * shape[0], *shape[1:]), x, dtype)
+    shard = out.numel() // lane.world_size
+    return _plan(lane, _plan_all_gather, config, shard, dtype, layout, encoded)(x, out, random)
+
+
+def _plan_all_gather(lane, config, shard, dtype, layout, encoded) -> Plan:
     groups = config.chunk_numel(shard) // config.group_size
-    full = (lane.world_size * shape[0], *shape[1:])
-    out = _output(out, full, x, dtype)
-    message = (lane.world_size * shard, shard, shard, groups)
+    tail = shard % config.group_size != 0
+    rows = launch.rows_of(layout, config.group_size)
     tiles = triton.cdiv(groups * config.group_size, tile_of(config))
-    _launch(all_gather_kernel, lane, tiles, 1, x, out, message, rows, tail, random, config, encoded=encoded)
-    return out
+    message = (lane.world_size * shard, shard, shard, groups)
+    return _prepare(all_gather_kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
 
 
 def all_reduce_stores(
@@ -196,29 +215,31 @@ def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, 
     return out
 
 
-def _walkable(x: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, tuple]:
-    """x, copied if a kernel cannot walk its strides, and its rows."""
-    rows = launch.rows_of(x, config.group_size)
-    if rows is None:
-        x = x.contiguous()
-        rows = launch.rows_of(x, config.group_size)
-    return x, rows
+def _plan(lane: Lane, make: Callable[..., Plan], *arguments) -> Plan:
+    """``make(lane, *arguments)``, made once."""
+    key = (make, *arguments)
+    plan = lane.plans.get(key)
+    if plan is None:
+        if len(lane.plans) >= launch.PLANS:
+            lane.plans.clear()
+        plan = lane.plans[key] = make(lane, *arguments)
+    return plan
 
 
-def _launch(
-    kernel, lane, tiles, splits, x, out, message, rows, tail, random, config, config_out=None, encoded=None
-):
-    """Start ``kernel`` on ``tiles`` tiles a piece."""
+def _prepare(
+    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None
+) -> Plan:
+    """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * lane.world_size)
+    walkable = rows is not None
+    rows = rows or launch.rows_of(None, config.group_size)
     shape = lane.world_size, lane.programs, splits
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, out.dtype, out.device, shape, rows[4], tail, encoded
+        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded
     )
     steps = triton.cdiv(tiles, lane.programs // splits)
     programs = triton.cdiv(tiles, steps) * splits  # as few as need no more steps
-    return kernel[(programs,)](
-        x,
-        out,
+    fixed = (
         to_wire,
         from_wire,
         lane.table,
@@ -229,9 +250,8 @@ def _launch(
         lane.timeout_ns,
         *message,
         *rows[:4],
-        *launch.stream_arguments(random),
-        **constants,
     )
+    return Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
 
 @lru_cache(maxsize=1024)

@@ -1,5 +1,6 @@
 """A lane: the memory through which one stream of collectives runs, and how it is laid out."""
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -85,9 +86,19 @@ class Lane:
         """Where the kernels write ``error``."""
         return self.error.data_ptr()
 
+    @cached_property
+    def _error(self) -> ctypes.c_int32:
+        """``error`` itself, which takes less time to read than the tensor does."""
+        return ctypes.c_int32.from_address(self.error_address)
+
+    @cached_property
+    def plans(self) -> dict:
+        """What collectives.py keeps for calls to come."""
+        return {}
+
     def check(self) -> None:
         """Raise SymmetricMemoryError if an earlier call gave up waiting. Does not synchronise."""
-        code = self.error.item()
+        code = self._error.value
         if code:
             raise SymmetricMemoryError(
                 f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group in a "

@@ -13,8 +13,9 @@ from taco_kernels.layout import (
     Stream,
     check_same_groups,
     check_stream,
-    check_wires,
+    check_wire_shape,
 )
+from taco_kernels.triton import fast_launch
 from taco_kernels.triton.decode import decode_kernel
 from taco_kernels.triton.decode_sum import decode_sum_encode_kernel, decode_sum_kernel
 from taco_kernels.triton.encode import encode_kernel
@@ -41,6 +42,8 @@ TUNING = {
     "decode_sum": Tuning(8192, 4, 2, 2),
     "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
 }
+PLANS = 1024
+"""Kept for each operation; sizes that come back find theirs."""
 _INT64 = 2**63
 
 
@@ -60,6 +63,10 @@ class Rows(NamedTuple):
     stride_outer: int
     stride_inner: int
     strided: bool
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Sizes and strides of a tensor, None of a contiguous one."""
 
 
 @lru_cache
@@ -93,6 +100,11 @@ def spec_of(config: CodecConfig, device: Device, tuning: Tuning) -> Spec:
     return make_spec(config, tuning.tile // config.group_size, device.hardware_fp8, device.interpret)
 
 
+def options_of(tuning: Tuning) -> dict[str, object]:
+    """Compiler options of a kernel."""
+    return dict(num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=False)
+
+
 def programs(tiles: int, tuning: Tuning, device: Device) -> int:
     """Grid size of a persistent kernel."""
     return tiles if device.interpret else min(tiles, tuning.programs * device.multiprocessors)
@@ -100,17 +112,27 @@ def programs(tiles: int, tuning: Tuning, device: Device) -> int:
 
 def device_for(tensor: torch.Tensor) -> Device:
     """The device a tensor's kernel runs on."""
-    return device_of(tensor.device.index if tensor.is_cuda else None)
+    return device_number(tensor.get_device())
 
 
-def rows_of(x: torch.Tensor, group_size: int) -> Rows | None:
-    """How a kernel walks x in row-major order without a copy, or None if it cannot.
+def device_number(index: int) -> Device:
+    """The device of a tensor whose ``get_device()`` is ``index``."""
+    return device_of(index if index >= 0 else None)
 
-    It can when x, after merging dimensions, is contiguous, or has at most three dimensions, the last one
-    contiguous and a multiple of the group size.
+
+def layout_of(x: torch.Tensor) -> Layout:
+    """What ``rows_of`` needs to know of x: sizes and strides, or None where x is contiguous."""
+    return None if x.is_contiguous() else (x.shape, x.stride())
+
+
+def rows_of(layout: Layout, group_size: int) -> Rows | None:
+    """How a kernel walks a tensor in row-major order without a copy, or None if it cannot.
+
+    It can when the tensor, after merging dimensions, is contiguous, or has at most three dimensions, the last
+    one contiguous and a multiple of the group size.
     """
     dims: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape, x.stride(), strict=True):
+    for size, stride in zip(*layout or ((), ()), strict=True):
         if size == 1:
             continue
         if dims and dims[-1][1] == size * stride:
@@ -129,20 +151,56 @@ def stream_arguments(random: Stream | None) -> tuple[int, int, int]:
     """Key, stream and first sixteen elements as the kernels take them: signed 64-bit integers."""
     if random is None:
         return 0, 0, 0
-    wrap = lambda value: (value + _INT64) % (2 * _INT64) - _INT64  # noqa: E731
-    return wrap(random.key), wrap(random.stream), wrap(random.offset // 16)
-
-
-def aligned(wires: torch.Tensor) -> bool:
-    """Whether kernels can read and write every row: contiguous, at multiples of ALIGNMENT."""
-    stride = wires.stride(0) if wires.dim() > 1 and wires.shape[0] > 1 else 0
-    return wires.stride(-1) == 1 and (wires.data_ptr() | stride) % ALIGNMENT == 0
+    key, stream, offset = random
+    wrap = 2 * _INT64
+    return (
+        (key + _INT64) % wrap - _INT64,
+        (stream + _INT64) % wrap - _INT64,
+        (offset // 16 + _INT64) % wrap - _INT64,
+    )
 
 
 def check_groups(groups: int) -> None:
     """Kernels number groups with 32 bits."""
     if groups >= 2**31 - 2**15:
         raise ValueError(f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups")
+
+
+class Wires(NamedTuple):
+    """What a plan needs to know of a wire."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next, as the kernels take it."""
+        return self.strides[0]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether kernels can read and write every row, if they can the first: contiguous, 16 bytes apart."""
+        apart = self.strides[0] if len(self.shape) > 1 and self.shape[0] > 1 else 0
+        return self.strides[-1] == 1 and apart % ALIGNMENT == 0
+
+
+def wires_of(wires: torch.Tensor) -> Wires:
+    """The layout of a wire."""
+    return Wires(wires.shape, wires.stride(), wires.dtype)
+
+
+class Plan(NamedTuple):
+    """What is to be done for all calls whose arguments are alike but for addresses and random numbers."""
+
+    wire: tuple[int, ...]
+    """Shape of the wire that is returned, or ()."""
+    launch: fast_launch.Launch | None
+    """None: there is nothing to do."""
+    reads: bool = True
+    """False: kernels cannot read the input in its strides. A wire must also be at a multiple of ALIGNMENT."""
+    writes: bool = True
+    """The same of the output."""
 
 
 def encode(
@@ -154,41 +212,49 @@ def encode(
 ) -> torch.Tensor:
     """reference.encode as one kernel."""
     check_stream(random, config, "random")
-    numel = x.numel()
-    chunk = config.chunk_numel(numel, chunks)
+    given = None if out is None else wires_of(out)
+    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, given, x.get_device())
     if out is None:
-        out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
-    check_wires(out, config, chunk)
-    if chunk == 0:
+        out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
+    if plan.launch is None:
         return out
-    if not aligned(out):
+    if not plan.writes or out.data_ptr() % ALIGNMENT:
         return out.copy_(encode(x, config, chunks, random))
-    rows = rows_of(x, config.group_size)
-    if rows is None:
-        x = x.contiguous()
-        rows = rows_of(x, config.group_size)
+    plan.launch((x if plan.reads else x.contiguous(), out), stream_arguments(random))
+    return out
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_encode(
+    config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int
+) -> Plan:
+    chunk = config.chunk_numel(numel, chunks)
+    wire = (chunks, config.wire_bytes(chunk))
+    if out is None:
+        out = Wires(wire, (wire[1], 1), torch.uint8)
+    check_wire_shape(out.shape, out.dtype, config, chunk)
+    if chunk == 0:
+        return Plan(wire, None)
+    rows = rows_of(layout, config.group_size)
+    reads = rows is not None
+    rows = rows or rows_of(None, config.group_size)
     groups = chunk // config.group_size
     check_groups(groups * chunks)
-    device = device_for(x)
+    device = device_number(index)
     tuning = tuning_of("encode", config)
     spec = spec_of(config, device, tuning)
     tiles = triton.cdiv(groups, spec.R.value) * chunks
-    encode_kernel[(programs(tiles, tuning, device),)](
-        x,
-        out,
-        numel,
-        groups,
-        chunks,
-        out.stride(0),
-        *rows[:4],
-        *stream_arguments(random),
-        FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
-        C=spec,
-        num_warps=tuning.warps,
-        maxnreg=tuning.registers,
-        enable_fp_fusion=False,
+    launch = fast_launch.Launch(
+        encode_kernel,
+        (programs(tiles, tuning, device),),
+        (numel, groups, chunks, out.stride, *rows[:4]),
+        dict(
+            FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
+            C=spec,
+            **options_of(tuning),
+        ),
     )
-    return out
+    return Plan(wire, launch, reads, out.aligned)
 
 
 def decode(
@@ -201,39 +267,9 @@ def decode(
 ) -> torch.Tensor:
     """reference.decode as one kernel."""
     check_stream(random, config, "random", decoding=True)
-    numel, chunks = math.prod(shape), wires.shape[0]
-    chunk = config.chunk_numel(numel, max(chunks, 1))
-    check_wires(wires, config, chunk)
-    target = torch.empty(shape, dtype=dtype, device=wires.device) if out is None else out
-    rows = rows_of(target, config.group_size)
-    if rows is None:
-        return out.copy_(decode(wires, config, shape, dtype, random))
-    if numel == 0:
-        return target
-    if not aligned(wires):
-        wires = wires.clone(memory_format=torch.contiguous_format)
-    groups = chunk // config.group_size
-    check_groups(groups * chunks)
-    device = device_for(wires)
-    tuning = tuning_of("decode", config)
-    spec = spec_of(config, device, tuning)
-    tiles = triton.cdiv(groups, spec.R.value) * chunks
-    decode_kernel[(programs(tiles, tuning, device),)](
-        wires,
-        target,
-        numel,
-        groups,
-        chunks,
-        wires.stride(0),
-        *rows[:4],
-        *stream_arguments(random),
-        FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
-        C=spec,
-        num_warps=tuning.warps,
-        maxnreg=tuning.registers,
-        enable_fp_fusion=False,
-    )
-    return target
+    layout = None if out is None else layout_of(out)
+    plan = _plan_decode("decode", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
+    return _decoded(plan, wires, config, shape, dtype, random, out, decode)
 
 
 def decode_sum(
@@ -246,38 +282,52 @@ def decode_sum(
 ) -> torch.Tensor:
     """reference.decode_sum as one kernel."""
     check_stream(random, config, "random", decoding=True)
-    numel = math.prod(shape)
-    chunk = config.chunk_numel(numel)
-    check_wires(wires, config, chunk)
+    layout = None if out is None else layout_of(out)
+    plan = _plan_decode("decode_sum", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
+    return _decoded(plan, wires, config, shape, dtype, random, out, decode_sum)
+
+
+def _decoded(plan, wires, config, shape, dtype, random, out, operation) -> torch.Tensor:
+    """Do what ``plan`` says; ``operation`` is the caller."""
+    if not plan.writes:
+        return out.copy_(operation(wires, config, shape, dtype, random))
     target = torch.empty(shape, dtype=dtype, device=wires.device) if out is None else out
-    rows = rows_of(target, config.group_size)
-    if rows is None:
-        return out.copy_(decode_sum(wires, config, shape, dtype, random))
-    if numel == 0:
+    if plan.launch is None:
         return target
-    if not aligned(wires):
+    if not plan.reads or wires.data_ptr() % ALIGNMENT:
         wires = wires.clone(memory_format=torch.contiguous_format)
-    groups = chunk // config.group_size
-    check_groups(groups)
-    device = device_for(wires)
-    tuning = tuning_of("decode_sum", config)
-    spec = spec_of(config, device, tuning)
-    decode_sum_kernel[(programs(triton.cdiv(groups, spec.R.value), tuning, device),)](
-        wires,
-        target,
-        numel,
-        groups,
-        wires.stride(0),
-        *rows[:4],
-        *stream_arguments(random),
-        W=wires.shape[0],
-        FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
-        C=spec,
-        num_warps=tuning.warps,
-        maxnreg=tuning.registers,
-        enable_fp_fusion=False,
-    )
+        return operation(wires, config, shape, dtype, random, target)
+    plan.launch((wires, target), stream_arguments(random))
     return target
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_decode(
+    operation: str, config: CodecConfig, numel: int, layout: Layout, wires: Wires, index: int
+) -> Plan:
+    summed = operation == "decode_sum"
+    chunks = 1 if summed else wires.shape[0]
+    chunk = config.chunk_numel(numel, max(chunks, 1))
+    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+    rows = rows_of(layout, config.group_size)
+    if rows is None or numel == 0:
+        return Plan((), None, writes=rows is not None)
+    groups = chunk // config.group_size
+    check_groups(groups * chunks)
+    device = device_number(index)
+    tuning = tuning_of(operation, config)
+    spec = spec_of(config, device, tuning)
+    flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
+    constants = dict(FLAGS=flags, C=spec, **options_of(tuning))
+    if summed:
+        constants["W"] = wires.shape[0]
+    launch = fast_launch.Launch(
+        decode_sum_kernel if summed else decode_kernel,
+        (programs(triton.cdiv(groups, spec.R.value) * chunks, tuning, device),),
+        (numel, groups, *([] if summed else [chunks]), wires.stride, *rows[:4]),
+        constants,
+    )
+    return Plan((), launch, wires.aligned)
 
 
 def decode_sum_encode(
@@ -294,36 +344,44 @@ def decode_sum_encode(
     check_same_groups(config, config_out)
     check_stream(random_in, config, "random_in", decoding=True)
     check_stream(random_out, config_out, "random_out")
-    chunk = config.chunk_numel(numel)
-    check_wires(wires, config, chunk)
+    given = None if out is None else wires_of(out)
+    plan = _plan_decode_sum_encode(config, config_out, numel, wires_of(wires), given, wires.get_device())
     if out is None:
-        out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
-    check_wires(out[None], config_out, chunk)
-    if numel == 0:
+        out = torch.empty(plan.wire, dtype=torch.uint8, device=wires.device)
+    if plan.launch is None:
         return out
-    if not aligned(out):
+    if not plan.writes or out.data_ptr() % ALIGNMENT:
         return out.copy_(
             decode_sum_encode(wires, config, numel, random_in, random_out, config_out=config_out)
         )
-    if not aligned(wires):
+    if not plan.reads or wires.data_ptr() % ALIGNMENT:
         wires = wires.clone(memory_format=torch.contiguous_format)
+        return decode_sum_encode(wires, config, numel, random_in, random_out, out, config_out)
+    plan.launch((wires, out), (*stream_arguments(random_in), *stream_arguments(random_out)))
+    return out
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_decode_sum_encode(
+    config: CodecConfig, config_out: CodecConfig, numel: int, wires: Wires, out: Wires | None, index: int
+) -> Plan:
+    chunk = config.chunk_numel(numel)
+    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+    wire = (config_out.wire_bytes(numel),)
+    if out is None:
+        out = Wires(wire, (1,), torch.uint8)
+    check_wire_shape((1, *out.shape), out.dtype, config_out, chunk)
+    if numel == 0:
+        return Plan(wire, None)
     groups = chunk // config.group_size
     check_groups(groups)
     tuning = tuning_of("decode_sum_encode", config)
-    device = device_for(wires)
+    device = device_number(index)
     spec = spec_of(config, device, tuning)
-    decode_sum_encode_kernel[(triton.cdiv(groups, spec.R.value),)](
-        wires,
-        out,
-        groups,
-        wires.stride(0),
-        *stream_arguments(random_in),
-        *stream_arguments(random_out),
-        W=wires.shape[0],
-        C=spec,
-        D=spec_of(config_out, device, tuning),
-        num_warps=tuning.warps,
-        maxnreg=tuning.registers,
-        enable_fp_fusion=False,
+    launch = fast_launch.Launch(
+        decode_sum_encode_kernel,
+        (triton.cdiv(groups, spec.R.value),),
+        (groups, wires.stride),
+        dict(W=wires.shape[0], C=spec, D=spec_of(config_out, device, tuning), **options_of(tuning)),
     )
-    return out
+    return Plan(wire, launch, wires.aligned, out.aligned)
