@@ -2,13 +2,14 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec, collectives, homomorphic, instructions, sdp4bit, tah_quant
+from taco_kernels.benchmarks import codec, collectives, homomorphic, instructions, launch, sdp4bit, tah_quant
 
 BENCHMARKS = {
     "codec": codec,
     "collectives": collectives,
     "homomorphic": homomorphic,
     "instructions": instructions,
+    "launch": launch,
     "sdp4bit": sdp4bit,
     "tah-quant": tah_quant,
 }

@@ -8,6 +8,7 @@ from taco_kernels.homomorphic.hashing import ROUNDS, STREAM
 from taco_kernels.homomorphic.layout import COUNT_SHIFT, EXPONENT_FLOOR, Layout
 from taco_kernels.homomorphic.peel_kernels import combine_kernel, peel_kernel
 from taco_kernels.homomorphic.reference import Decoded
+from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
@@ -19,12 +20,12 @@ def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
     hashes = torch.empty((layout.rows, 4), dtype=torch.int32, device=device)
     wrapped = (seed + 2**63) % 2**64 - 2**63
     grid = (triton.cdiv(layout.rows, 256),)
-    hash_kernel[grid](
-        hashes,
-        layout.rows,
-        layout.blocks,
-        layout.third,
-        wrapped,
+    start(
+        hash_kernel,
+        grid,
+        (hashes,),
+        (layout.rows, layout.blocks, layout.third),
+        (wrapped,),
         STREAM=STREAM,
         ROUNDS=ROUNDS,
         WIDTH=layout.width,
@@ -37,8 +38,13 @@ def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """See reference.row_exponents."""
     exponents = torch.empty((len(x), layout.rows), dtype=torch.uint8, device=x.device)
     tile = TILE // layout.width
-    exponent_kernel[(triton.cdiv(layout.rows, tile), len(x))](
-        x, exponents, layout.numel, layout.rows, x.stride(0), WIDTH=layout.width, T=tile
+    start(
+        exponent_kernel,
+        (triton.cdiv(layout.rows, tile), len(x)),
+        (x, exponents),
+        (layout.numel, layout.rows, x.stride(0)),
+        WIDTH=layout.width,
+        T=tile,
     )
     return exponents
 
@@ -62,20 +68,26 @@ def encode(
     else:
         cells = wires[:, : layout.cell_bytes].view(torch.int32)
     tile = TILE // layout.width
-    encode_kernel[(triton.cdiv(layout.rows, tile), shards)](
-        x,
-        x if remainder is None else remainder,
-        thresholds,
-        exponents,
-        row_hashes(layout, seed, x.device),
-        cells,
-        words,
-        layout.numel,
-        layout.rows,
-        x.stride(0),
-        0 if remainder is None else remainder.stride(0),
-        cells.stride(0),
-        words.stride(0),
+    start(
+        encode_kernel,
+        (triton.cdiv(layout.rows, tile), shards),
+        (
+            x,
+            x if remainder is None else remainder,
+            thresholds,
+            exponents,
+            row_hashes(layout, seed, x.device),
+            cells,
+            words,
+        ),
+        (
+            layout.numel,
+            layout.rows,
+            x.stride(0),
+            0 if remainder is None else remainder.stride(0),
+            cells.stride(0),
+            words.stride(0),
+        ),
         MANTISSA=layout.config.mantissa(senders),
         FLOOR=EXPONENT_FLOOR,
         KEEP_REMAINDER=remainder is not None,
@@ -84,8 +96,12 @@ def encode(
         num_warps=8,
     )
     if narrow:
-        narrow_kernel[(triton.cdiv(layout.cells, TILE), shards)](
-            cells, wires.view(torch.int16), layout.cells, layout.wire_bytes // 2, T=TILE
+        start(
+            narrow_kernel,
+            (triton.cdiv(layout.cells, TILE), shards),
+            (cells, wires.view(torch.int16)),
+            (layout.cells, layout.wire_bytes // 2),
+            T=TILE,
         )
     return wires
 
@@ -95,14 +111,11 @@ def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
     typed = wires.view(torch.int32 if layout.config.cell_bits == 32 else torch.int16)
     cells = torch.empty(layout.cells, dtype=torch.int32, device=wires.device)
     words = torch.empty(layout.words, dtype=torch.int32, device=wires.device)
-    combine_kernel[(triton.cdiv(max(layout.cells, layout.words), TILE),)](
-        typed,
-        cells,
-        words,
-        layout.cells,
-        typed.stride(0),
-        layout.cell_bytes // 4,
-        layout.words,
+    start(
+        combine_kernel,
+        (triton.cdiv(max(layout.cells, layout.words), TILE),),
+        (typed, cells, words),
+        (layout.cells, typed.stride(0), layout.cell_bytes // 4, layout.words),
         W=len(wires),
         T=TILE,
         num_warps=8,
@@ -122,18 +135,19 @@ def decode(
     device = cells.device
     values = torch.empty(layout.numel, dtype=torch.float32, device=device)
     counters = torch.zeros(2, dtype=torch.int32, device=device)
-    peel_kernel[(layout.blocks * (layout.width // 32),)](
-        cells,
-        torch.empty_like(cells),
-        words,
-        exponents,
-        row_hashes(layout, seed, device),
-        values,
-        counters,
-        layout.numel,
-        layout.rows,
-        layout.blocks,
-        layout.third,
+    start(
+        peel_kernel,
+        (layout.blocks * (layout.width // 32),),
+        (
+            cells,
+            torch.empty_like(cells),
+            words,
+            exponents,
+            row_hashes(layout, seed, device),
+            values,
+            counters,
+        ),
+        (layout.numel, layout.rows, layout.blocks, layout.third),
         MANTISSA=layout.config.mantissa(senders),
         FLOOR=EXPONENT_FLOOR,
         BITS=layout.config.cell_bits,

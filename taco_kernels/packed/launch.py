@@ -6,6 +6,7 @@ import triton
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
 from taco_kernels.packed.kernels import count_kernel, decode_sum_kernel, pack_kernel, survey_kernel
 from taco_kernels.packed.layout import WIDTH, PackedLayout
+from taco_kernels.triton.fast_launch import start
 
 ROWS = 4
 """Rows a program holds at a time."""
@@ -27,33 +28,35 @@ def encode(
     counts = torch.empty((len(x), layout.rows), dtype=torch.int32, device=x.device)
     grid = (triton.cdiv(layout.rows, ROWS), len(x))
     constants = dict(BITS=layout.bits, FLOOR=EXPONENT_FLOOR, WIDTH=WIDTH, T=ROWS, num_warps=8)
-    survey_kernel[grid](
-        x,
-        thresholds,
-        counts,
-        exponents,
-        layout.numel,
-        layout.rows,
-        x.stride(0),
-        exponents.stride(0),
+    start(
+        survey_kernel,
+        grid,
+        (x, thresholds, counts, exponents),
+        (layout.numel, layout.rows, x.stride(0), exponents.stride(0)),
         **constants,
     )
-    pack_kernel[grid](
-        x,
-        x if remainder is None else remainder,
-        thresholds,
-        exponents,
-        counts.cumsum(1, dtype=torch.int32),
-        values,
-        words,
-        layout.numel,
-        layout.rows,
-        layout.capacity,
-        x.stride(0),
-        0 if remainder is None else remainder.stride(0),
-        exponents.stride(0),
-        values.stride(0),
-        words.stride(0),
+    start(
+        pack_kernel,
+        grid,
+        (
+            x,
+            x if remainder is None else remainder,
+            thresholds,
+            exponents,
+            counts.cumsum(1, dtype=torch.int32),
+            values,
+            words,
+        ),
+        (
+            layout.numel,
+            layout.rows,
+            layout.capacity,
+            x.stride(0),
+            0 if remainder is None else remainder.stride(0),
+            exponents.stride(0),
+            values.stride(0),
+            words.stride(0),
+        ),
         KEEP_REMAINDER=remainder is not None,
         **constants,
     )
@@ -65,20 +68,20 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     values, words, exponents = _parts(wires, layout)
     counts = torch.empty((len(wires), layout.rows), dtype=torch.int32, device=wires.device)
     rows = triton.cdiv(layout.rows, ROWS)
-    count_kernel[(rows, len(wires))](words, counts, layout.rows, words.stride(0), WIDTH=WIDTH, T=ROWS)
+    start(
+        count_kernel,
+        (rows, len(wires)),
+        (words, counts),
+        (layout.rows, words.stride(0)),
+        WIDTH=WIDTH,
+        T=ROWS,
+    )
     total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
-    decode_sum_kernel[(rows,)](
-        values,
-        words,
-        exponents,
-        counts.cumsum(1, dtype=torch.int32),
-        total,
-        layout.numel,
-        layout.rows,
-        len(wires),
-        values.stride(0),
-        words.stride(0),
-        exponents.stride(0),
+    start(
+        decode_sum_kernel,
+        (rows,),
+        (values, words, exponents, counts.cumsum(1, dtype=torch.int32), total),
+        (layout.numel, layout.rows, len(wires), values.stride(0), words.stride(0), exponents.stride(0)),
         BITS=layout.bits,
         FLOOR=EXPONENT_FLOOR,
         WIDTH=WIDTH,

@@ -197,7 +197,12 @@ _launches: dict[tuple, Launch] = {}
 
 
 def start(
-    kernel, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], fixed: tuple, **constants: object
+    kernel,
+    grid: tuple[int, ...],
+    tensors: Sequence[torch.Tensor],
+    fixed: tuple,
+    late: tuple[int, ...] = (),
+    **constants: object,
 ) -> None:
     """Start ``kernel`` with a ``Launch`` of its own for each grid, ``fixed`` and ``constants``.
 
@@ -210,4 +215,4 @@ def start(
         if len(_launches) >= _MOST_LAUNCHES:  # sizes that never come back
             _launches.clear()
         launch = _launches[key] = Launch(kernel, grid, fixed, constants)
-    launch(tensors)
+    launch(tensors, late)

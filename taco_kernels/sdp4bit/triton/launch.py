@@ -15,6 +15,7 @@ from taco_kernels.sdp4bit.triton.kernels import (
     sum_kernel,
 )
 from taco_kernels.sdp4bit.triton.spec import make_rotation, make_tile
+from taco_kernels.triton.fast_launch import start
 from taco_kernels.triton.launch import Device, Tuning, device_for
 
 TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
@@ -60,16 +61,11 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
     tile = make_tile(format, max(values, format.group_size), device.interpret)
     tiles = triton.cdiv(groups, tile.R.value) * rows
-    quantize_kernel[grid(tiles, tuning, device)](
-        x,
-        out,
-        numel,
-        groups,
-        rows,
-        inner,
-        x.stride(0),
-        x.stride(1),
-        out.stride(0),
+    start(
+        quantize_kernel,
+        grid(tiles, tuning, device),
+        (x, out),
+        (numel, groups, rows, inner, x.stride(0), x.stride(1), out.stride(0)),
         TAIL=numel % format.group_size != 0,
         STAGES=tuning.stages,
         C=tile,
@@ -96,12 +92,11 @@ def quantize_difference(
         return out
     tuning, device, groups = TUNING["quantize_difference"], device_for(new), format.groups(numel)
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
-    difference_kernel[grid(triton.cdiv(groups, tile.R.value), tuning, device)](
-        new,
-        old,
-        out,
-        numel,
-        groups,
+    start(
+        difference_kernel,
+        grid(triton.cdiv(groups, tile.R.value), tuning, device),
+        (new, old, out),
+        (numel, groups),
         TAIL=numel % format.group_size != 0,
         STAGES=tuning.stages,
         C=tile,
@@ -125,16 +120,11 @@ def sum_dequantize(
     tuning, device, groups = TUNING["sum_dequantize"], device_for(wires), format.groups(numel)
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
     tiles = triton.cdiv(groups, tile.R.value) * rows
-    sum_kernel[grid(tiles, tuning, device)](
-        wires,
-        out,
-        numel,
-        groups,
-        rows,
-        float(scale),
-        wires.stride(0),
-        wires.stride(1),
-        out.stride(0),
+    start(
+        sum_kernel,
+        grid(tiles, tuning, device),
+        (wires, out),
+        (numel, groups, rows, float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
         S=senders,
         TAIL=numel % format.group_size != 0,
         STAGES=tuning.stages if format.bits == 4 else 1,
@@ -168,14 +158,11 @@ def sum_requantize(
     values = max(tuning.tile, format.group_size, target.group_size)
     source, result = make_tile(format, values, device.interpret), make_tile(target, values, device.interpret)
     tiles = triton.cdiv(target.groups(numel), result.R.value) * rows
-    requantize_kernel[grid(tiles, tuning, device)](
-        wires,
-        out,
-        format.groups(numel),
-        target.groups(numel),
-        wires.stride(0),
-        wires.stride(1),
-        out.stride(0),
+    start(
+        requantize_kernel,
+        grid(tiles, tuning, device),
+        (wires, out),
+        (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
         S=senders,
         C=source,
         D=result,
@@ -198,14 +185,11 @@ def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Ten
         return weights
     tuning, device, groups = TUNING["add_dequantized"], device_for(wires), format.groups(numel)
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
-    add_kernel[grid(triton.cdiv(groups, tile.R.value) * rows, tuning, device)](
-        wires,
-        weights,
-        numel,
-        groups,
-        rows,
-        wires.stride(0),
-        weights.stride(0),
+    start(
+        add_kernel,
+        grid(triton.cdiv(groups, tile.R.value) * rows, tuning, device),
+        (wires, weights),
+        (numel, groups, rows, wires.stride(0), weights.stride(0)),
         TAIL=numel % format.group_size != 0,
         STAGES=tuning.stages,
         C=tile,

@@ -12,6 +12,7 @@ from taco_kernels.tah_quant.kernels.select import compact_kernel, entropy_kernel
 from taco_kernels.tah_quant.kernels.spec import spec_of
 from taco_kernels.tah_quant.layout import ALIGNMENT, Layout, TahConfig, layout_of
 from taco_kernels.tah_quant.reference import check_wire, section
+from taco_kernels.triton.fast_launch import start
 from taco_kernels.triton.launch import Device, device_for
 
 
@@ -56,11 +57,11 @@ def check_tiles(layout: Layout) -> None:
 def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
     """int32[units]: numbers of the high units, -1 for the others, from the widths on the wire."""
     slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
-    slots_kernel[(triton.cdiv(layout.population, SLOTTED), layout.populations)](
-        _part(wire, layout, "widths", torch.int32),
-        slots,
-        (layout.population, layout.populations, layout.high_units),
-        layout.units,
+    start(
+        slots_kernel,
+        (triton.cdiv(layout.population, SLOTTED), layout.populations),
+        (_part(wire, layout, "widths", torch.int32), slots),
+        ((layout.population, layout.populations, layout.high_units), layout.units),
         W=triton.next_power_of_2(layout.words),
         U=SLOTTED,
         BY_TOKEN=layout.by_token,
@@ -73,26 +74,27 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     entropies = torch.empty(layout.populations * layout.population, dtype=torch.float32, device=wire.device)
     padded = triton.next_power_of_2(layout.tiles_per_unit)
     units = max(1, 1024 // padded)
-    entropy_kernel[(triton.cdiv(layout.units, units),)](
-        sums,
-        entropies,
-        layout.units,
-        layout.tiles_per_unit,
-        layout.population,
-        layout.populations,
+    start(
+        entropy_kernel,
+        (triton.cdiv(layout.units, units),),
+        (sums, entropies),
+        (layout.units, layout.tiles_per_unit, layout.population, layout.populations),
         U=units,
         T=padded,
         C=spec,
     )
-    rank_kernel[(triton.cdiv(layout.population, RANKED), layout.populations)](
-        entropies,
-        _part(wire, layout, "widths", torch.int32),
+    start(
+        rank_kernel,
+        (triton.cdiv(layout.population, RANKED), layout.populations),
+        (entropies, _part(wire, layout, "widths", torch.int32)),
         (
-            layout.population,
-            layout.populations,
-            layout.high_units,
-            layout.last_population,
-            layout.last_high_units,
+            (
+                layout.population,
+                layout.populations,
+                layout.high_units,
+                layout.last_population,
+                layout.last_high_units,
+            ),
         ),
         U=RANKED,
         J=AGAINST,
@@ -104,12 +106,11 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     at = 0
     for i, bits in enumerate(layout.extra_planes):
         size = layout.tiles * layout.config.tile_size * bits // 8
-        compact_kernel[(triton.cdiv(layout.tiles, spec.R.value),)](
-            extra[at : at + size].view(torch.int32),
-            _part(wire, layout, f"extra{i}", torch.int32),
-            slots,
-            layout.tiles,
-            layout.tiles_per_unit,
+        start(
+            compact_kernel,
+            (triton.cdiv(layout.tiles, spec.R.value),),
+            (extra[at : at + size].view(torch.int32), _part(wire, layout, f"extra{i}", torch.int32), slots),
+            (layout.tiles, layout.tiles_per_unit),
             P=layout.config.tile_size * bits // 32,
             C=spec,
         )
@@ -132,17 +133,19 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
     extra_bytes = layout.tiles * config.tile_size * config.extra_bits // 8
     extra = torch.empty(extra_bytes, dtype=torch.uint8, device=x.device)
-    encode_kernel[(_programs(layout.tiles, tuning, config.tile_size, device),)](
-        x,
-        wire,
-        extra if mixed else wire,
-        _part(wire, layout, "steps", torch.int16),
-        _part(wire, layout, "zeros", torch.int16),
-        _part(wire, layout, "pivots"),
-        sums if mixed else wire,
-        layout.tiles,
-        layout.tiles_per_row,
-        layout.channels,
+    start(
+        encode_kernel,
+        (_programs(layout.tiles, tuning, config.tile_size, device),),
+        (
+            x,
+            wire,
+            extra if mixed else wire,
+            _part(wire, layout, "steps", torch.int16),
+            _part(wire, layout, "zeros", torch.int16),
+            _part(wire, layout, "pivots"),
+            sums if mixed else wire,
+        ),
+        (layout.tiles, layout.tiles_per_row, layout.channels),
         C=spec,
         num_warps=tuning.warps,
         enable_fp_fusion=True,  # of the entropies' sums alone: all else is rounded as it is written
@@ -165,19 +168,19 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     device, tuning = device_for(wire), TUNING["decode"]
     spec = spec_of(layout, tuning.values, tuning.stages, device.interpret)
     slots = slots_of(wire, layout) if config.extra_bits else wire
-    decode_kernel[(_programs(layout.tiles, tuning, config.tile_size, device),)](
-        x,
-        wire,
-        _part(wire, layout, "extra0"),
-        _part(wire, layout, "steps", torch.float16),
-        _part(wire, layout, "zeros", torch.float16),
-        _part(wire, layout, "pivots"),
-        slots,
-        layout.tiles,
-        layout.high_tiles,
-        layout.tiles_per_unit,
-        layout.tiles_per_row,
-        layout.channels,
+    start(
+        decode_kernel,
+        (_programs(layout.tiles, tuning, config.tile_size, device),),
+        (
+            x,
+            wire,
+            _part(wire, layout, "extra0"),
+            _part(wire, layout, "steps", torch.float16),
+            _part(wire, layout, "zeros", torch.float16),
+            _part(wire, layout, "pivots"),
+            slots,
+        ),
+        (layout.tiles, layout.high_tiles, layout.tiles_per_unit, layout.tiles_per_row, layout.channels),
         C=spec,
         num_warps=tuning.warps,
         enable_fp_fusion=False,

@@ -1,0 +1,230 @@
+"""Fast launches on a GPU: the bits of Triton's own launches, on the current device and stream, in graphs."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from taco_kernels import CodecConfig, Stream, packed, sdp4bit, tah_quant
+from taco_kernels.sdp4bit import GroupFormat
+from tests.gpu.simulated_ranks import on_all_ranks, simulated_lanes
+
+SETTINGS = [
+    (CodecConfig("int8"), None),
+    (CodecConfig("int6", 64, "single", "dither"), Stream(2**63 + 5, 2**32 - 1, 512)),
+    (CodecConfig("fp8-e4m3", 32, rounding="stochastic"), Stream(3, 4)),
+]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: equal also where values are NaN."""
+    return x.contiguous().view(torch.uint8)
+
+
+@contextmanager
+def only_fast_launches():
+    """Fail on a launch that goes through Triton."""
+    from taco_kernels.triton.fast_launch import Launch
+
+    def refuse(self, *_) -> None:
+        raise AssertionError(f"{self.kernel} went through Triton")
+
+    with mock.patch.object(Launch, "_through_triton", refuse):
+        yield
+
+
+def same(call: Callable[[], list[torch.Tensor]]) -> None:
+    """By Triton, by what is a fast launch from the second call on, and by fast launches alone."""
+    from taco_kernels.triton.fast_launch import plain_launches
+
+    with plain_launches():
+        expected = call()
+    results = [call()]
+    with only_fast_launches():
+        results.append(call())
+    for result in results:
+        for a, b in zip(result, expected, strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+
+def views(numel: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
+    """Tensors that begin at a multiple of 16 bytes and elsewhere, and rows of a wider one."""
+    base = torch.randn(2 * numel + 64, generator=generator, device="cuda").to(dtype)
+    base[numel // 2] = float("nan")
+    tensors = [base[:numel], base[1 : numel + 1]]
+    if numel % 4 == 0:
+        tensors.append(base[3 : 3 + 2 * numel].view(4, numel // 2)[:, : numel // 4])
+    return tensors
+
+
+# Few: each is specialised on otherwise, and compiled anew.
+CODEC_CALLS = [
+    (0, 1, 1, torch.bfloat16),
+    (0, 4 * 1031, 3, torch.bfloat16),
+    (0, 2**18, 1, torch.float32),
+    (0, 100_003, 1, torch.bfloat16),
+    (1, 4 * 1031, 1, torch.bfloat16),
+    (1, 2**18, 3, torch.float32),
+    (2, 2**18, 1, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("setting", "numel", "chunks", "dtype"), CODEC_CALLS)
+def test_codec(setting: int, numel: int, chunks: int, dtype: torch.dtype) -> None:
+    """Every operation, aligned and not, contiguous and not, sizes of one group, odd ones, multiples of 16."""
+    from taco_kernels.triton import launch
+
+    config, random = SETTINGS[setting]
+    for x in views(numel, dtype, torch.Generator("cuda").manual_seed(0)):
+
+        def call(x=x) -> list[torch.Tensor]:
+            wires = launch.encode(x, config, chunks, random)
+            odd = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+            piece = config.chunk_numel(x.numel(), chunks)
+            return [
+                wires,
+                launch.decode(wires, config, x.shape, x.dtype, random),
+                launch.decode(wires, config, x.shape, x.dtype, random, odd),
+                launch.decode_sum(wires, config, (piece,), torch.float32, random),
+                launch.decode_sum_encode(wires, config, piece, random, random),
+            ]
+
+        same(call)
+
+
+@pytest.mark.parametrize(("world_size", "numel", "chosen"), [(1, 4 * 1031, (0, 1)), (2, 2**17, (0, 2))])
+def test_collectives(world_size: int, numel: int, chosen: tuple[int, ...]) -> None:
+    """On two lanes, whose addresses are arguments too; tensors at odd addresses, and rows."""
+    from taco_kernels.symmetric_memory import collectives
+
+    config, random = CodecConfig("int6", rounding="dither"), Stream(1, 2)
+    xs = views(numel, torch.bfloat16, torch.Generator("cuda").manual_seed(0))
+    operations = (
+        lambda x, lane: collectives.all_reduce(lane, x, config, random, "one-shot"),
+        lambda x, lane: collectives.all_reduce(lane, x, config, random, "two-shot"),
+        lambda x, lane: collectives.reduce_scatter(lane, x, config, random),
+        lambda x, lane: collectives.all_gather(lane, x, config, random),
+    )
+    for _ in range(2):
+        lanes = simulated_lanes(world_size, programs=24)
+        for x in (xs[number].reshape(4, -1) if number < 2 else xs[number] for number in chosen):
+
+            def call(x=x, lanes=lanes) -> list[torch.Tensor]:
+                results = []
+                for operation in operations:
+                    results += on_all_ranks(lanes, lambda _, lane, run=operation: run(x, lane))
+                return results
+
+            same(call)
+        lanes[0].check()
+
+
+def test_the_other_codecs() -> None:
+    """SDP4Bit, TAH-Quant and packed values."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    config = tah_quant.TahConfig()
+    for numel in (4 * 1031, 2**16):
+        for x in views(numel, torch.bfloat16, generator)[:2]:
+            x = x.view(4, -1)
+
+            def call(x=x) -> list[torch.Tensor]:
+                results = []
+                for format in (GroupFormat(4, 128, True), GroupFormat(8, 128)):
+                    wires = sdp4bit.quantize(x, format)
+                    out = torch.empty(4, x.shape[1], device=x.device)
+                    results += [wires, sdp4bit.sum_dequantize(wires[None], format, out, 0.5)]
+                wire = tah_quant.encode(x, config)
+                results += [wire, tah_quant.decode(wire, config, x.shape, x.dtype)]
+                layout = packed.PackedLayout(x.shape[1], 0.2, 16)
+                sent = packed.encode(x.float(), torch.ones(4, device=x.device), layout)
+                return [*results, sent, packed.decode_sum(sent, layout)]
+
+            same(call)
+
+
+@pytest.mark.parametrize(("config", "random"), SETTINGS[:2])
+def test_graph_capture(config: CodecConfig, random: Stream | None) -> None:
+    """Launches are captured, and replays see what the tensors hold by then."""
+    from taco_kernels.symmetric_memory import collectives
+    from taco_kernels.triton import launch
+    from taco_kernels.triton.fast_launch import plain_launches
+
+    x = torch.randn(1000, 128, device="cuda").bfloat16()
+    (lane,) = simulated_lanes(1, programs=24)
+
+    def call() -> list[torch.Tensor]:
+        wires = launch.encode(x, config, 2, random)
+        back = launch.decode(wires, config, x.shape, x.dtype, random)
+        return [wires, back, collectives.all_reduce(lane, x, config, random)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with only_fast_launches(), torch.cuda.graph(graph):
+        captured = call()
+    for seed in range(3):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        with plain_launches():
+            expected = call()
+        for a, b in zip(captured, expected, strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+
+def test_side_stream() -> None:
+    """A kernel on another stream waits for that stream, and for it alone."""
+    from taco_kernels.triton import launch
+
+    config, side = CodecConfig("int8"), torch.cuda.Stream()
+    x, new = torch.zeros(2**16, device="cuda"), torch.randn(2**16, device="cuda")
+    expected = launch.encode(new, config)
+    assert not torch.equal(launch.encode(x, config), expected)
+    torch.cuda.synchronize()
+    with only_fast_launches(), torch.cuda.stream(side):
+        launch.encode(x, config)  # its memory is there for the next
+        torch.cuda._sleep(500_000_000)  # about a quarter of a second
+        x.copy_(new)
+        late = launch.encode(x, config)
+    early = launch.encode(new, config)  # on the default stream
+    torch.cuda.current_stream().synchronize()
+    assert not side.query(), "the default stream waited for the other"
+    side.synchronize()
+    assert torch.equal(late, expected) and torch.equal(early, expected)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_second_device() -> None:
+    """Each device has kernels of its own; alternating between them changes nothing."""
+    from taco_kernels.triton import launch
+
+    config = CodecConfig("int8")
+    x = torch.randn(1000, 128).bfloat16()
+    wires = []
+    for device in (0, 1, 0, 1, 0, 1):
+        with torch.cuda.device(device):
+            wire = launch.encode(x.to(device), config)
+            wires.append((wire.cpu(), launch.decode(wire, config, x.shape, x.dtype).cpu()))
+            assert wire.device.index == device
+    for wire, back in wires[1:]:
+        assert torch.equal(wire, wires[0][0]) and torch.equal(bits(back), bits(wires[0][1]))
+    with only_fast_launches(), torch.cuda.device(1):
+        assert torch.equal(launch.encode(x.to(1), config).cpu(), wires[0][0])
+
+
+def test_wrong_device_is_an_error() -> None:
+    """A tensor of the host never reaches a kernel, whatever was launched before."""
+    from taco_kernels.triton import launch
+
+    config, x = CodecConfig("int8"), torch.randn(1024, device="cuda")
+    for _ in range(3):
+        wire = launch.encode(x, config)
+    with pytest.raises(ValueError, match="cannot be accessed"):
+        launch.encode(x, config, out=wire.cpu())
+    assert torch.equal(launch.encode(x, config), wire)
