@@ -2,7 +2,16 @@
 
 import argparse
 
-from taco_kernels.benchmarks import codec, collectives, homomorphic, instructions, launch, sdp4bit, tah_quant
+from taco_kernels.benchmarks import (
+    codec,
+    collectives,
+    homomorphic,
+    instructions,
+    launch,
+    sdp4bit,
+    tah_quant,
+    tuning,
+)
 
 BENCHMARKS = {
     "codec": codec,
@@ -12,6 +21,7 @@ BENCHMARKS = {
     "launch": launch,
     "sdp4bit": sdp4bit,
     "tah-quant": tah_quant,
+    "tuning": tuning,
 }
 
 

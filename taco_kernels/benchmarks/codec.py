@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from taco_kernels import FORMATS, ROUNDINGS, SCALES, CodecConfig, Stream, ops
+from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -46,17 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-
-
-def copy_rate(numel: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Microseconds and GB/s (bytes read and written) of a device copy."""
-    size = numel * dtype.itemsize
-    pairs = [
-        (torch.randn(numel, device="cuda").to(dtype), torch.empty(numel, device="cuda", dtype=dtype))
-        for _ in range(buffers_for(2 * size))
-    ]
-    us = microseconds([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
-    return us, 2 * size / us / 1e3
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:

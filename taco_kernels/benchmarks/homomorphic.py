@@ -8,7 +8,7 @@ import torch
 
 from taco_kernels import homomorphic as lhc
 from taco_kernels import packed
-from taco_kernels.benchmarks.codec import copy_rate
+from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
 from taco_kernels.homomorphic import launch
 from taco_kernels.homomorphic.selection import share_threshold

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from taco_kernels import sdp4bit
-from taco_kernels.benchmarks.codec import DTYPES, copy_rate, relative_error
+from taco_kernels.benchmarks.codec import DTYPES, relative_error
+from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
 from taco_kernels.sdp4bit import GroupFormat
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from taco_kernels import CodecConfig, ops, tah_quant
-from taco_kernels.benchmarks.codec import DTYPES, copy_rate, relative_error
+from taco_kernels.benchmarks.codec import DTYPES, relative_error
+from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
 from taco_kernels.tah_quant import ALLOCATIONS, TRANSFORMS, TahConfig
 

@@ -1,19 +1,14 @@
 """The kernels: each reads its input once and writes its output once.
 
-Rows are split into tiles of ``R * G`` values. ``tile`` counts through all rows; a persistent program takes
-every num_programs-th one.
+Rows are split into tiles. Where tiles are many and small, each has a program; where they are pipelined,
+``tile`` counts through all rows and a persistent program takes every num_programs-th one.
 """
 
 import triton
 import triton.language as tl
 
-from taco_kernels.sdp4bit.triton.groups import (
-    rotated,
-    rotated_back,
-    rotation_matrix,
-    sum_groups,
-    write_groups,
-)
+from taco_kernels.sdp4bit.triton.blocks import BLOCK, rotated_blocks, sum_blocks
+from taco_kernels.sdp4bit.triton.groups import decoded_groups, rotated, rotation_matrix, write_groups
 
 
 @triton.jit
@@ -64,7 +59,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """out[row] = wire of x's row: step = max|h| / qmax, q = round(h / step), h = WHT(x / 32) or x."""
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    matrix = rotation_matrix(1.0 / H.BLOCK, False, H, dot_type)
+    matrix = rotation_matrix(1.0 / H.BLOCK, H, dot_type)
     if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
         quantize_tile(
             x, out, tl.program_id(0), numel, groups, inner, outer_stride, inner_stride, out_stride, matrix,
@@ -80,78 +75,56 @@ def quantize_kernel(
 
 
 @triton.jit
-def difference_tile(new, old, out, tile, numel, groups, TAIL: tl.constexpr, C: tl.constexpr):
-    """Groups of new - old, to the wire."""
-    first = tile * C.R
-    start = tl.full((), 0, tl.int64)
-    mask = inside(first, numel, C.R, C.G, TAIL, C)
-    a = tl.load(at(new, start, first, C.R, C.G, C), mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(at(old, start, first, C.R, C.G, C), mask=mask, other=0.0).to(tl.float32)
-    write_groups(a - b, out, first, groups, C)
+def differences(new, old, first, numel, HALF: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr):
+    """fp32[N, 8]: new - old of the first or second halves of the sixteens of groups first..."""
+    N: tl.constexpr = C.R * C.G // 16
+    place = (tl.arange(0, N) * 16 + 8 * HALF)[:, None] + tl.arange(0, 8)[None, :]
+    begin = first.to(tl.int64) * C.G
+    inside = place if TAIL else (tl.arange(0, N) * 16)[:, None]
+    mask = inside < numel - begin
+    a = tl.load(new + begin + place, mask=mask, other=0.0).to(tl.float32)
+    return a - tl.load(old + begin + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def difference_kernel(
-    new, old, out, numel, groups, TAIL: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr
-):
-    """out = wire of new - old, one row."""
-    if C.INTERPRET:
-        difference_tile(new, old, out, tl.program_id(0), numel, groups, TAIL, C)
-    else:
-        tiles = tl.cdiv(groups, C.R)
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            difference_tile(new, old, out, tile, numel, groups, TAIL, C)
+def difference_kernel(new, old, out, numel, groups, TAIL: tl.constexpr, C: tl.constexpr):
+    """out = wire of new - old, one row. A program takes R groups.
 
-
-@triton.jit
-def sum_tile(
-    wires, out, tile, numel, groups, scale, sender_stride, row_stride, out_stride, matrix,
-    S: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """Groups of one row, summed over the senders, rotated back and scaled."""
-    row, first = row_and_group(tile, groups, C)
-    h = sum_groups(wires + row.to(tl.int64) * row_stride, sender_stride, first, groups, S, C)
-    start = row.to(tl.int64) * out_stride
-    if C.HADAMARD:
-        h = rotated_back(tl.reshape(h, [C.RH, H.POINT]), matrix, H) * scale
-        mask = inside(first, numel, C.RH, H.POINT, TAIL, C)
-        tl.store(at(out, start, first, C.RH, H.POINT, C), h.to(out.dtype.element_ty), mask=mask)
-    else:
-        mask = inside(first, numel, C.R, C.G, TAIL, C)
-        tl.store(at(out, start, first, C.R, C.G, C), (h * scale).to(out.dtype.element_ty), mask=mask)
+    Two loads for 16 values, so that a thread has those whose codes share bytes.
+    """
+    first = tl.program_id(0) * C.R
+    low = differences(new, old, first, numel, 0, TAIL, C)
+    high = differences(new, old, first, numel, 1, TAIL, C)
+    h = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [C.R, C.G])
+    write_groups(h, out, first, groups, C)
 
 
 @triton.jit
 def sum_kernel(
-    wires, out, numel, groups, rows, scale, sender_stride, row_stride, out_stride,
-    S: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
+    wires, out, numel, groups, scale, sender_stride, row_stride, out_stride,
+    S: tl.constexpr, TAIL: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = scale * WHT(sum over senders of q * step)."""
-    matrix = rotation_matrix(1.0, True, H, tl.bfloat16)
-    if C.INTERPRET:
-        sum_tile(
-            wires, out, tl.program_id(0), numel, groups, scale, sender_stride, row_stride, out_stride, matrix,
-            S, TAIL, C, H,
-        )  # fmt: skip
-    else:
-        tiles = tl.cdiv(groups, C.R) * rows
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            sum_tile(
-                wires, out, tile, numel, groups, scale, sender_stride, row_stride, out_stride, matrix,
-                S, TAIL, C, H,
-            )  # fmt: skip
+    """out[row] = scale * WHT(sum over senders of q * step). A program takes R blocks of a row."""
+    first, row = tl.program_id(0) * B.R, tl.program_id(1).to(tl.int64)
+    h = sum_blocks(wires + row * row_stride, sender_stride, first, groups * B.BLOCKS, groups, S, B)
+    if B.HADAMARD:
+        h = rotated_blocks(h, B)
+    begin = first.to(tl.int64) * BLOCK
+    place = (tl.arange(0, B.R) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = place if TAIL else (tl.arange(0, B.R) * BLOCK)[:, None]
+    pointers = out + row * out_stride + begin + place
+    tl.store(pointers, (h * scale).to(out.dtype.element_ty), mask=inside < numel - begin)
 
 
 @triton.jit
 def requantize_kernel(
     wires, out, groups, out_groups, sender_stride, row_stride, out_stride,
-    S: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    S: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = wire, in format D, of the sum over senders of q * step in format C. One tile a program."""
-    row, first = row_and_group(tl.program_id(0), out_groups, D)
-    here = first * D.G // C.G
-    h = sum_groups(wires + row.to(tl.int64) * row_stride, sender_stride, here, groups, S, C)
-    write_groups(tl.reshape(h, [D.R, D.G]), out + row.to(tl.int64) * out_stride, first, out_groups, D)
+    """out[row] = wire, in format D, of the sum over senders of q * step. R blocks of a row a program."""
+    first, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    h = sum_blocks(wires + row * row_stride, sender_stride, first * B.R, groups * B.BLOCKS, groups, S, B)
+    write_groups(tl.reshape(h, [D.R, D.G]), out + row * out_stride, first * D.R, out_groups, D)
 
 
 @triton.jit
@@ -160,8 +133,7 @@ def add_tile(
 ):
     """Groups of one row of weights."""
     row, first = row_and_group(tile, groups, C)
-    zero = tl.full((), 0, tl.int64)
-    change = sum_groups(wires + row.to(tl.int64) * wire_stride, zero, first, groups, 1, C)
+    change = decoded_groups(wires + row.to(tl.int64) * wire_stride, first, groups, C)
     pointers = at(weights, row.to(tl.int64) * weight_stride, first, C.R, C.G, C)
     mask = inside(first, numel, C.R, C.G, TAIL, C)
     updated = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + change

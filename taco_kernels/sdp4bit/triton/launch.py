@@ -5,7 +5,7 @@ import triton
 
 from taco_kernels.layout import ALIGNMENT
 from taco_kernels.sdp4bit import reference
-from taco_kernels.sdp4bit.layout import GroupFormat, check_rows, check_wires
+from taco_kernels.sdp4bit.layout import HADAMARD_POINTS, GroupFormat, check_rows, check_wires
 from taco_kernels.sdp4bit.reference import new_wires
 from taco_kernels.sdp4bit.triton.kernels import (
     add_kernel,
@@ -14,17 +14,18 @@ from taco_kernels.sdp4bit.triton.kernels import (
     requantize_kernel,
     sum_kernel,
 )
-from taco_kernels.sdp4bit.triton.spec import make_rotation, make_tile
+from taco_kernels.sdp4bit.triton.spec import make_blocks, make_rotation, make_tile
 from taco_kernels.triton.fast_launch import start
 from taco_kernels.triton.launch import Device, Tuning, device_for
 
 TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
     "quantize": Tuning(8192, 4, 4, 2),
-    "quantize_difference": Tuning(8192, 8, 3, 2),
-    "sum_dequantize": Tuning(8192, 4, 2, 2),
-    "sum_requantize": Tuning(2048, 2, 1, 0, registers=96),
+    "quantize_difference": Tuning(4096, 4, 1, 0),
+    "sum_dequantize": Tuning(2048, 2, 1, 0),
+    "sum_requantize": Tuning(2048, 2, 1, 0),
     "add_dequantized": Tuning(8192, 8, 3, 2),
 }
+MOST_ROWS = 65535  # of a grid's second dimension
 
 
 def grid(tiles: int, tuning: Tuning, device: Device) -> tuple[int]:
@@ -94,11 +95,10 @@ def quantize_difference(
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
     start(
         difference_kernel,
-        grid(triton.cdiv(groups, tile.R.value), tuning, device),
+        (triton.cdiv(groups, tile.R.value),),
         (new, old, out),
         (numel, groups),
         TAIL=numel % format.group_size != 0,
-        STAGES=tuning.stages,
         C=tile,
         **_options(tuning),
     )
@@ -117,21 +117,20 @@ def sum_dequantize(
     check_aligned(wires, "wires")
     if out.numel() == 0:
         return out
-    tuning, device, groups = TUNING["sum_dequantize"], device_for(wires), format.groups(numel)
-    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
-    tiles = triton.cdiv(groups, tile.R.value) * rows
-    start(
-        sum_kernel,
-        grid(tiles, tuning, device),
-        (wires, out),
-        (numel, groups, rows, float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
-        S=senders,
-        TAIL=numel % format.group_size != 0,
-        STAGES=tuning.stages if format.bits == 4 else 1,
-        C=tile,
-        H=make_rotation(tile.R.value * format.group_size, device.interpret),
-        **_options(tuning),
-    )
+    tuning, device = TUNING["sum_dequantize"], device_for(wires)
+    blocks = make_blocks(format, tuning.tile, device.interpret)
+    for begin in range(0, rows, MOST_ROWS):
+        part = out[begin : begin + MOST_ROWS]
+        start(
+            sum_kernel,
+            (triton.cdiv(numel, tuning.tile), len(part)),
+            (wires[:, begin:] if begin else wires, part),
+            (numel, format.groups(numel), float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
+            S=senders,
+            TAIL=numel % HADAMARD_POINTS != 0,
+            B=blocks,
+            **_options(tuning),
+        )
     return out
 
 
@@ -155,19 +154,21 @@ def sum_requantize(
     if out.numel() == 0:
         return out
     tuning, device = TUNING["sum_requantize"], device_for(wires)
-    values = max(tuning.tile, format.group_size, target.group_size)
-    source, result = make_tile(format, values, device.interpret), make_tile(target, values, device.interpret)
-    tiles = triton.cdiv(target.groups(numel), result.R.value) * rows
-    start(
-        requantize_kernel,
-        grid(tiles, tuning, device),
-        (wires, out),
-        (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
-        S=senders,
-        C=source,
-        D=result,
-        **_options(tuning),
-    )
+    values = max(tuning.tile, target.group_size)
+    source = make_blocks(format, values, device.interpret)
+    result = make_tile(target, values, device.interpret)
+    for begin in range(0, rows, MOST_ROWS):
+        part = out[begin : begin + MOST_ROWS]
+        start(
+            requantize_kernel,
+            (triton.cdiv(target.groups(numel), result.R.value), len(part)),
+            (wires[:, begin:] if begin else wires, part),
+            (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
+            S=senders,
+            B=source,
+            D=result,
+            **_options(tuning),
+        )
     return out
 
 

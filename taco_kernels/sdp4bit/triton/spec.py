@@ -48,6 +48,21 @@ class Rotation(Constants):
     INTERPRET: tl.constexpr
 
 
+@dataclass(frozen=True, repr=False)
+class Blocks(Constants):
+    """A tile as blocks of HADAMARD_POINTS values, for blocks.py."""
+
+    R: tl.constexpr
+    """Blocks a tile."""
+    BLOCKS: tl.constexpr
+    """Blocks a group."""
+    BITS: tl.constexpr
+    PAYLOAD: tl.constexpr
+    """Bytes of a group's codes."""
+    HADAMARD: tl.constexpr
+    INTERPRET: tl.constexpr
+
+
 @lru_cache
 def make_tile(format: GroupFormat, values: int, interpret: bool) -> Tile:
     """Constants of a tile of ``values`` values; cached, as launches hash and compare them."""
@@ -79,3 +94,17 @@ def make_rotation(values: int, interpret: bool) -> Rotation:
         INTERPRET=interpret,
     )
     return Rotation(**{name: tl.constexpr(value) for name, value in constants.items()})
+
+
+@lru_cache
+def make_blocks(format: GroupFormat, values: int, interpret: bool) -> Blocks:
+    """Constants of a tile of ``values`` values of a wire that is read block by block."""
+    constants = dict(
+        R=values // HADAMARD_POINTS,
+        BLOCKS=format.group_size // HADAMARD_POINTS,
+        BITS=format.bits,
+        PAYLOAD=format.group_size * format.bits // 8,
+        HADAMARD=format.hadamard,
+        INTERPRET=interpret,
+    )
+    return Blocks(**{name: tl.constexpr(value) for name, value in constants.items()})
