@@ -19,9 +19,9 @@ def main() -> None:
     from taco_kernels.sdp4bit import GroupFormat, reference
     from taco_kernels.sdp4bit.testing import apart
     from taco_kernels.sdp4bit.triton import launch
-    from tests.unit.interpreter import patch_language_once
+    from tests.unit.interpreter import speed_up
 
-    patch_language_once()
+    speed_up()
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
     cases = 0

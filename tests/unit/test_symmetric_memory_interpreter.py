@@ -157,10 +157,10 @@ def rank_main(rank: int, world_size: int, directory: str, cases: list[Case]) -> 
 def main(world_size: int) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.lane import lane_bytes
-    from tests.unit.interpreter import patch_language_once
+    from tests.unit.interpreter import speed_up
 
     use_python_flags()
-    patch_language_once()
+    speed_up()
     cases = make_cases(world_size)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(world_size):

@@ -14,9 +14,9 @@ def main() -> None:
     from taco_kernels.tah_quant import TahConfig, reference
     from taco_kernels.tah_quant.kernels import launch
     from taco_kernels.tah_quant.testing import difference
-    from tests.unit.interpreter import patch_language_once
+    from tests.unit.interpreter import speed_up
 
-    patch_language_once()
+    speed_up()
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(values=2048)
     cases = 0
