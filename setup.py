@@ -28,5 +28,5 @@ setup(
         "transformers",  # --tokenizer-type HuggingFaceTokenizer
         "matplotlib",
     ],
-    extras_require={"dev": ["pytest", "pytest-timeout", "ruff"]},
+    extras_require={"dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"]},
 )

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests, from a fresh clone too: ./scripts/test.sh [pytest arguments]
+# A file's tests stay together, files are spread over processes (tests/conftest.py says how many; -n 0: one).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONDONTWRITEBYTECODE=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n auto --dist loadfile "$@"

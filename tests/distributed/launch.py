@@ -8,8 +8,10 @@
 start-up (3 s) and each rank's (6 s); `torchrun` is the real one.
 """
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -156,10 +158,15 @@ class Started:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nothing listens on at this moment.
+
+    It lies below those that the system gives to connections: gloo opens dozens while another run starts.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
@@ -181,6 +188,13 @@ def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Start
         started.processes.append(Forked(own, run_script, script, list(arguments)))
         started.read(started.processes[-1])
     return started
+
+
+def start_as_torchrun(words: list[str]) -> Started:
+    """Start what ``torchrun words`` would: options, each with a value, then the script and its arguments."""
+    place = next(i for i in range(0, len(words), 2) if not words[i].startswith("-"))
+    processes = int(words[words.index("--nproc_per_node") + 1])
+    return start(*words[place:], processes=processes)
 
 
 def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:

@@ -42,6 +42,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     from megatron.host import devices
 
     devices.install()  # the number of devices is this run's
+    mp.set_start_method("fork", force=True)  # as a script finds it, for its data loaders
     if "--async-save" not in arguments:
         # Else a save starts a process that loads torch, to hold a queue whose two ends are both here.
         import queue

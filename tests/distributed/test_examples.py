@@ -1,19 +1,20 @@
 """The launch scripts in examples/: their full-size command lines are valid, their TINY runs train on CPU."""
 
-import json
 import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import free_port, start_as_torchrun
+from tests.distributed.real_text import make_dataset
+from tests.distributed.spawn import spawn
+
 REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO / "scripts"))
 
 GPT3 = "gpt/train_gpt3_175b.sh"
 LLAMA3 = "gpt/train_llama3_8b.sh"
@@ -35,18 +36,9 @@ FULL_SIZE = {
     "qwen2.5-72b": (QWEN, {"MODEL_SIZE": "72B"}, 72.7e9),
 }
 
-# Runs in a process of its own: host.install() replaces torch.cuda, and Megatron keeps global state.
-VALIDATE = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-from megatron import host
-host.install()
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.arguments import parse_args, validate_args
-from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
-from megatron.compression.extensions import missing_extension_overrides
 
-def parameters(args):
+def parameters(args) -> int:
+    """Parameters of the model that Megatron's arguments describe, padding aside."""
     h, kv = args.hidden_size, args.kv_channels
     q_width = args.num_attention_heads * kv
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -63,29 +55,40 @@ def parameters(args):
         embeddings += args.max_position_embeddings * h
     return args.num_layers * layer + norm + embeddings
 
-results = {}
-for name, words in json.load(sys.stdin).items():
-    launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
-    option = lambda flag: int(launch[launch.index(flag) + 1])
-    os.environ["WORLD_SIZE"] = str(option("--nproc_per_node") * option("--nnodes"))
-    sys.argv = ["pretrain_gpt.py", *flags]
-    args = parse_args(add_compression_arguments)
-    validate_args(args)
-    missing_extension_overrides(args)
-    args.padded_vocab_size = args.vocab_size
-    compression = compression_config_from_args(args)
-    transformer = gpt_config_from_args(args).transformer
-    results[name] = {
-        "parameters": parameters(args),
-        "layers": transformer.num_layers,
-        "implementation": transformer.transformer_impl,
-        "tp": args.tensor_model_parallel_size,
-        "dp": args.data_parallel_size,
-        "compressed": compression.tensor_parallel.enabled,
-        "train_iters": args.train_iters,
-    }
-json.dump(results, open(os.environ["RESULTS"], "w"))
-"""
+
+def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[str, dict]:
+    """What Megatron makes of torchrun's words, by name; in a process of its own, for its state is global."""
+    from megatron import host
+
+    host.install()
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
+    from megatron.compression.extensions import missing_extension_overrides
+
+    results = {}
+    for name, words in lines.items():
+        launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
+        processes, nodes = (int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes"))
+        os.environ["WORLD_SIZE"] = str(processes * nodes)
+        sys.argv = ["pretrain_gpt.py", *flags]
+        args = parse_args(add_compression_arguments)
+        validate_args(args)
+        missing_extension_overrides(args)
+        args.padded_vocab_size = args.vocab_size
+        compression = compression_config_from_args(args)
+        transformer = gpt_config_from_args(args).transformer
+        results[name] = {
+            "parameters": parameters(args),
+            "layers": transformer.num_layers,
+            "implementation": transformer.transformer_impl,
+            "tp": args.tensor_model_parallel_size,
+            "dp": args.data_parallel_size,
+            "compressed": compression.tensor_parallel.enabled,
+            "train_iters": args.train_iters,
+        }
+    return results
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -131,17 +134,7 @@ def validated(tmp_path_factory) -> dict[str, dict]:
     lines |= {f"tiny {script}": command_line(directory, script, TINY="1") for script in SCRIPTS}
     lines["taco appended"] = command_line(directory, LLAMA3, "--taco")
     lines["baseline"] = command_line(directory, GPT_350M, COMPRESSION="")
-    results = directory / "results.json"
-    done = subprocess.run(
-        [sys.executable, "-c", VALIDATE],
-        input=json.dumps(lines),
-        env=environment(RESULTS=str(results), PYTHONPATH=str(REPO)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(results.read_text())
+    return spawn(validate, 1, lines)[0]
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
@@ -239,44 +232,19 @@ def test_slurm_script_places_each_node(tmp_path):
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> dict[str, str]:
     """A little real text, made with the project's own scripts, as the variables that name it."""
-    import _cli
-    import make_corpus
-    import preprocess_data
-    import train_tokenizer
-
-    directory = tmp_path_factory.mktemp("data")
-    text, model = directory / "train.jsonl", directory / "tokenizer.model"
-    steps = [
-        (make_corpus.main, ["--output-dir", directory, "--max-mb", "0.5", "--split", "1,0,0"]),
-        (train_tokenizer.main, ["--input", text, "--vocab-size", "512", "--output", model]),
-        (
-            preprocess_data.main,
-            [
-                *("--input", text, "--output-prefix", directory / "train", "--append-eod", "--workers", "1"),
-                *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
-            ],
-        ),
-    ]
-    for main, flags in steps:
-        assert _cli.run(main, list(map(str, flags))) == 0
+    prefix, tokenizer = make_dataset(tmp_path_factory.mktemp("data"))
     return {
-        "DATA_PATH": str(directory / "train_text_document"),
+        "DATA_PATH": str(prefix),
         "TOKENIZER_TYPE": "SentencePieceTokenizer",
-        "TOKENIZER_MODEL": str(model),
+        "TOKENIZER_MODEL": str(tokenizer),
     }
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
-
-
-def train(script: str, *flags: str, **variables: str) -> str:
+def train_under_torchrun(script: str, **variables: str) -> str:
     """Run a script at TINY size on two CPU processes and return its output."""
-    env = environment(TINY="1", MASTER_PORT=free_port(), CUDA_VISIBLE_DEVICES="", **variables)
+    env = environment(TINY="1", MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="", **variables)
     process = subprocess.Popen(
-        [REPO / "examples" / script, *flags],
+        [REPO / "examples" / script],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -291,6 +259,15 @@ def train(script: str, *flags: str, **variables: str) -> str:
             process.wait(timeout=60)
     assert process.returncode == 0, output[-4000:]
     return output
+
+
+def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
+    """The same with the script's words to torchrun, for processes that need no start-up."""
+    words = command_line(tmp_path, script, *flags, TINY="1", **variables)
+    words[words.index("PRETRAIN")] = "pretrain_gpt.py"
+    run = start_as_torchrun(words).finish(timeout=400)
+    assert run.returncode == 0, run.output[-4000:]
+    return run.output
 
 
 def check_training(output: str, iterations: int) -> None:
@@ -311,14 +288,14 @@ def check_training(output: str, iterations: int) -> None:
 
 
 def test_gpt3_trains_on_real_text(dataset):
-    check_training(train(GPT3, **dataset), 20)
+    check_training(train_under_torchrun(GPT3, **dataset), 20)
 
 
-def test_llama3_trains_with_compressed_tensor_parallelism():
-    output = train(LLAMA3, "--taco", "--taco-min-message-mb", "0")
+def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
+    output = train(tmp_path, LLAMA3, "--taco", "--taco-min-message-mb", "0")
     check_training(output, 20)
     assert re.search(r"communication +20/ +20 \|.*tp\.forward", output)
 
 
-def test_qwen_trains_with_pipeline_parallelism():
-    check_training(train(QWEN, TP="1", PP="2"), 20)
+def test_qwen_trains_with_pipeline_parallelism(tmp_path):
+    check_training(train(tmp_path, QWEN, TP="1", PP="2"), 20)

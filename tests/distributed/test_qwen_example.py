@@ -5,7 +5,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 from megatron.compression.arguments import add_compression_arguments  # noqa: E402
 from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
 from megatron.compression.qwen.models import MODELS, model_from_args  # noqa: E402
-from tests.distributed.launch import environment, free_port  # noqa: E402
+from tests.distributed.launch import environment, start_as_torchrun  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "qwen" / "pretrain_qwen_taco.sh"
@@ -73,9 +72,12 @@ def test_compression_is_a_variable(echo_torchrun) -> None:
         assert {word for word in printed if "compression" in word or "taco" in word[:6]} == words
 
 
-def test_a_tiny_run_compresses_and_learns() -> None:
-    tiny = {"TINY": "1", "QWEN_MODEL": "3-8b", "TRAIN_ITERS": "12", "MASTER_PORT": str(free_port())}
-    log = run_script(str(Path(sys.executable).parent), "--seed", "7", "--num-workers", "0", **tiny)
+def test_a_tiny_run_compresses_and_learns(echo_torchrun) -> None:
+    tiny = {"TINY": "1", "QWEN_MODEL": "3-8b", "TRAIN_ITERS": "12"}
+    words = run_script(echo_torchrun, "--seed", "7", "--num-workers", "0", **tiny).splitlines()
+    run = start_as_torchrun(words).finish(timeout=240)
+    assert run.returncode == 0, run.output[-3000:]
+    log = run.output
     assert "qwen: --qwen-model adds --group-query-attention" in log
     losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", log)]
     assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
