@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import free_port, start_as_torchrun
+from tests.distributed.launch import START_FAST, free_port, start_as_torchrun
 from tests.distributed.real_text import make_dataset
 from tests.distributed.spawn import spawn
 
@@ -21,6 +21,8 @@ LLAMA3 = "gpt/train_llama3_8b.sh"
 GPT_350M = "gpt/train_gpt_350m_taco.sh"
 QWEN = "qwen/train_qwen2_5.sh"
 SCRIPTS = (GPT3, LLAMA3, GPT_350M, QWEN)
+ITERATIONS = 12
+SHORT = {"TINY": "1", "TRAIN_ITERS": str(ITERATIONS), "EVAL_INTERVAL": str(ITERATIONS)}
 
 # script, environment -> parameters of the published model, padded vocabulary aside
 FULL_SIZE = {
@@ -242,7 +244,8 @@ def dataset(tmp_path_factory) -> dict[str, str]:
 
 def train_under_torchrun(script: str, **variables: str) -> str:
     """Run a script at TINY size on two CPU processes and return its output."""
-    env = environment(TINY="1", MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="", **variables)
+    paths = {"PYTHONPATH": f"{START_FAST}:{REPO}", "MASTER_PORT": str(free_port())}
+    env = environment(CUDA_VISIBLE_DEVICES="", **SHORT, **paths, **variables)
     process = subprocess.Popen(
         [REPO / "examples" / script],
         env=env,
@@ -263,14 +266,14 @@ def train_under_torchrun(script: str, **variables: str) -> str:
 
 def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
     """The same with the script's words to torchrun, for processes that need no start-up."""
-    words = command_line(tmp_path, script, *flags, TINY="1", **variables)
+    words = command_line(tmp_path, script, *flags, **SHORT, **variables)
     words[words.index("PRETRAIN")] = "pretrain_gpt.py"
     run = start_as_torchrun(words).finish(timeout=400)
     assert run.returncode == 0, run.output[-4000:]
     return run.output
 
 
-def check_training(output: str, iterations: int) -> None:
+def check_training(output: str, iterations: int = ITERATIONS) -> None:
     """All iterations ran, none was skipped, every loss is finite, and training lowered it."""
     rows = re.findall(
         r"iteration +(\d+)/ +(\d+) \|.*lm loss: (\S+) \|.*"
@@ -288,14 +291,14 @@ def check_training(output: str, iterations: int) -> None:
 
 
 def test_gpt3_trains_on_real_text(dataset):
-    check_training(train_under_torchrun(GPT3, **dataset), 20)
+    check_training(train_under_torchrun(GPT3, **dataset))
 
 
 def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
     output = train(tmp_path, LLAMA3, "--taco", "--taco-min-message-mb", "0")
-    check_training(output, 20)
-    assert re.search(r"communication +20/ +20 \|.*tp\.forward", output)
+    check_training(output)
+    assert re.search(rf"communication +{ITERATIONS}/ +{ITERATIONS} \|.*tp\.forward", output)
 
 
 def test_qwen_trains_with_pipeline_parallelism(tmp_path):
-    check_training(train(tmp_path, QWEN, TP="1", PP="2"), 20)
+    check_training(train(tmp_path, QWEN, TP="1", PP="2"))

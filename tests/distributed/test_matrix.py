@@ -1,7 +1,7 @@
 """Compression with what real runs switch on: recomputation, accumulation, pipelines, optimizers, precisions.
 
 Nine cells cover every pair of the settings below (but virtual stages with one micro-batch, which Megatron
-does not run). Each cell starts from the weights of a serial run and must stay within 1 % of it, its
+does not run). Each cell starts from the weights of a serial run and must stay within 0.2 % of it, its
 tensor-parallel and data-parallel replicas bit for bit alike. The text is real.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 20
+ITERATIONS = 10
 BATCH = 8  # sequences an iteration, whatever the layout
 COMPRESSED = ("--taco", "--taco-min-message-mb", "0")
 
@@ -103,7 +103,7 @@ def model_flags(architecture: str, tied: bool) -> list[str]:
     flags = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 10 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 5 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 
@@ -197,14 +197,14 @@ def check_tied_embeddings(run: ForkedRun) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_cell(runs: Runs, cell: Cell) -> None:
-    """Finite and within 1 % of the serial run; replicas identical; nothing uncompressed in either channel."""
+    """Finite and within 0.2 % of the serial run; replicas identical; nothing uncompressed in either channel."""
     serial = runs.serial(cell.architecture, cell.tied)
     run = runs.train([*cell.flags, *runs.initial(cell.architecture), *COMPRESSED], cell.ranks)
     assert sorted(run.losses) == list(range(1, ITERATIONS + 1))
-    assert run.losses == pytest.approx(serial.losses, rel=0.01)
+    assert run.losses == pytest.approx(serial.losses, rel=0.002)
     assert run.losses != serial.losses, "nothing was compressed"
-    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.5, "it has learnt something"
-    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.01)
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.4, "it has learnt something"
+    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.002)
     assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
     check_replicas(run, cell.tied)
     for rank in run.ranks:
@@ -216,13 +216,13 @@ def test_cell(runs: Runs, cell: Cell) -> None:
 def test_resume_is_exact(runs: Runs, cell: Cell) -> None:
     """Saved half-way and resumed: the losses and the parameters of the uninterrupted run, to the last bit."""
     saved = runs.directory / f"saved-{name_of(cell)}"
-    flags = [*cell.flags, *COMPRESSED, "--taco-rounding", "stochastic", "--train-iters", "8"]
-    flags += ["--save", str(saved), "--save-interval", "4"]
+    flags = [*cell.flags, *COMPRESSED, "--taco-rounding", "stochastic", "--train-iters", "4"]
+    flags += ["--save", str(saved), "--save-interval", "2"]
     whole = runs.train(flags, cell.ranks)
-    shutil.rmtree(saved / "iter_0000008")
-    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    shutil.rmtree(saved / "iter_0000004")
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = runs.train([*flags, "--load", str(saved)], cell.ranks)
-    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (5, 6, 7, 8)}
+    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
     for before, after in zip(whole.ranks, resumed.ranks, strict=True):
         assert before.parameters == after.parameters
 
@@ -239,12 +239,12 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
     """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
     flags = [*model_flags("llama", tied=False), "--micro-batch-size", "4", *runs.initial("llama")]
     layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
-    iterations = 8 if compression else ITERATIONS
+    iterations = 5
     flags += ["--train-iters", str(iterations), "--eval-iters", "0"]
     run = runs.train([*flags, *layout.split(), *compression.split()], 4)
     serial = runs.serial("llama", tied=False).losses
     expected = {number: serial[number] for number in range(1, iterations + 1)}
-    assert run.losses == pytest.approx(expected, rel=0.01 if compression else 2e-5)
+    assert run.losses == pytest.approx(expected, rel=0.002 if compression else 2e-5)
     for first, second in ((0, 2), (1, 3)):  # of a tensor-parallel rank
         assert run.ranks[first].parameters == run.ranks[second].parameters
     # sequence x micro-batch x one group a rank x (16 + 16) values of fp32, of which half is sent
