@@ -197,7 +197,7 @@ def check_tied_embeddings(run: ForkedRun) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_cell(runs: Runs, cell: Cell) -> None:
-    """Finite and within 0.2 % of the serial run; replicas identical; nothing uncompressed in either channel."""
+    """Finite, within 0.2 % of the serial run; replicas identical; nothing uncompressed in either channel."""
     serial = runs.serial(cell.architecture, cell.tied)
     run = runs.train([*cell.flags, *runs.initial(cell.architecture), *COMPRESSED], cell.ranks)
     assert sorted(run.losses) == list(range(1, ITERATIONS + 1))
