@@ -261,7 +261,7 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
 
     def spec(config: CodecConfig, tile: int) -> Spec:
         groups = tile // config.group_size
-        return make_spec(config, groups, properties.hardware_fp8, properties.interpret)
+        return make_spec(config, groups, properties.hardware_fp8, properties.interpret, merged=True)
 
     tile = tile_of(config)
     full = spec(config, tile)

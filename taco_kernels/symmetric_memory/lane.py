@@ -10,6 +10,7 @@ import triton.language as tl
 from taco_kernels.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from taco_kernels.symmetric_memory.ring import Exchange
 from taco_kernels.triton.launch import tuning_of
+from taco_kernels.triton.spec import STEP_BYTES
 
 WARPS = 4  # of every kernel here; see tile_of
 DEPTH = 3  # slots a sender: one being filled, one on its way, one being read
@@ -29,8 +30,9 @@ def tile_of(config: CodecConfig) -> int:
 
 
 def tile_bytes(config: CodecConfig) -> int:
-    """Bytes that a tile travels in."""
-    return tile_of(config) // config.group_size * config.bytes_per_group()
+    """Bytes that a tile travels in; of dual scales the step alone, which is all that a decoder uses."""
+    saved = STEP_BYTES if config.scales == "dual" else 0
+    return tile_of(config) // config.group_size * (config.bytes_per_group() - saved)
 
 
 @lru_cache

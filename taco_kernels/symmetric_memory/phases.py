@@ -1,7 +1,9 @@
 """What a program does with one tile: send it encoded, sum what arrived, write the result.
 
-A tile of R groups travels as a wire chunk of its own (layout.py) in a slot of SLOT bytes. Groups are numbered
-through all pieces of a message, ``piece * groups + first``: that is where random numbers are drawn.
+A tile of R groups travels as a wire chunk of its own (layout.py) in a slot of SLOT bytes. Of dual scales only
+the step travels that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8: the sender
+computes what the receiver would. Groups are numbered through all pieces of a message, ``piece * groups +
+first``: that is where random numbers are drawn.
 
 A message is (numel, stride, length, groups): values in the tensor; values from the start of one piece to the
 next, values and groups in a piece.
@@ -15,7 +17,7 @@ from taco_kernels.triton.hadamard import transform, unshuffle
 from taco_kernels.triton.planes import load_plane, store_plane
 from taco_kernels.triton.rounding import random_words
 from taco_kernels.triton.tensor import load_tile, store_tile
-from taco_kernels.triton.wire import decode_groups, dither_words, encode_groups
+from taco_kernels.triton.wire import decode_groups, dither_words, dual_step, encode_groups
 
 
 @triton.jit
@@ -125,7 +127,12 @@ def copy_tile(wire, table, offset, first, groups, rank, W: tl.constexpr, C: tl.c
             HIGH: tl.constexpr = C.G * (C.BITS - 4) // 8
             copy_plane(wire, table, offset, C.G // 2, first, groups, rank, HIGH, W, C)
     if C.DUAL:
-        copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 4, W, C)
-        copy_plane(wire, table, offset, C.PAYLOAD + 4, first, groups, rank, 4, W, C)
+        row = first + tl.arange(0, C.R)
+        at = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32)) + row
+        s = tl.load(at, mask=row < groups, other=0.0)
+        step = dual_step(s, tl.load(at + groups, mask=row < groups, other=1.0), C)
+        for k in tl.static_range(1, W + 1):
+            slot = peer_slot(table, (rank + k) % W, offset + C.R * C.PAYLOAD)
+            tl.store(slot.to(tl.pointer_type(tl.float32)) + tl.arange(0, C.R), step)
     else:
         copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 2, W, C)

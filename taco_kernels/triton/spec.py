@@ -8,6 +8,8 @@ import triton.language as tl
 from taco_kernels import reference
 from taco_kernels.layout import CodecConfig
 
+STEP_BYTES = 4  # a group saves with its dual scales merged into a step
+
 
 class Constants:
     """Base of frozen dataclasses of tl.constexpr, passed to kernels as one constant argument."""
@@ -65,6 +67,8 @@ class Spec(Constants):
     BYTES: tl.constexpr
     """Bytes of a group, scales included."""
     DUAL: tl.constexpr
+    MERGED: tl.constexpr
+    """The wire has the fp32 step that dual scales make instead of the two."""
     NEAREST: tl.constexpr
     DITHER: tl.constexpr
     HADAMARD: tl.constexpr
@@ -79,9 +83,11 @@ class Spec(Constants):
 
 
 @lru_cache
-def make_spec(config: CodecConfig, groups_per_tile: int, hardware_fp8: bool, interpret: bool) -> Spec:
-    """Constants for ``config``; cached, as launches hash and compare them."""
-    G = config.group_size
+def make_spec(
+    config: CodecConfig, groups_per_tile: int, hardware_fp8: bool, interpret: bool, merged: bool = False
+) -> Spec:
+    """Constants for ``config``; cached, as launches hash and compare them. ``merged``: see Spec.MERGED."""
+    G, merged = config.group_size, merged and config.scales == "dual"
     values = dict(
         R=groups_per_tile,
         G=G,
@@ -92,8 +98,9 @@ def make_spec(config: CodecConfig, groups_per_tile: int, hardware_fp8: bool, int
         BITS=config.bits,
         QMAX=config.qmax,
         PAYLOAD=config.payload_bytes_per_group(),
-        BYTES=config.bytes_per_group(),
+        BYTES=config.bytes_per_group() - (STEP_BYTES if merged else 0),
         DUAL=config.scales == "dual",
+        MERGED=merged,
         NEAREST=config.rounding == "nearest",
         DITHER=config.rounding == "dither",
         HADAMARD=config.hadamard,

@@ -11,14 +11,21 @@ from taco_kernels.triton.unpacking import load_halves, load_singles, offset
 
 
 @triton.jit
+def dual_step(s, alpha, C: tl.constexpr):
+    """What codes are multiplied with, of a group's dual scales."""
+    return tl.div_rn(s * (1.0 / C.ROOT), alpha)
+
+
+@triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
     """fp32[R] steps of groups first..., 0 beyond the last."""
     row = first + tl.arange(0, C.R)
     scales = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     if C.DUAL:
-        s = scales.to(tl.pointer_type(tl.float32))
-        step = tl.load(s + row, mask=row < groups, other=0.0) * (1.0 / C.ROOT)
-        step = tl.div_rn(step, tl.load(s + groups + row, mask=row < groups, other=1.0))
+        at = scales.to(tl.pointer_type(tl.float32)) + row
+        step = tl.load(at, mask=row < groups, other=0.0)
+        if not C.MERGED:
+            step = dual_step(step, tl.load(at + groups, mask=row < groups, other=1.0), C)
     else:
         s = scales.to(tl.pointer_type(tl.bfloat16))
         step = tl.load(s + row, mask=row < groups, other=0.0).to(tl.float32)
@@ -111,8 +118,11 @@ def encode_groups(h, words, wire, first, groups, C: tl.constexpr):
         s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
         s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
         at = scales.to(tl.pointer_type(tl.float32)) + row
-        tl.store(at, s, mask=row < groups)
-        tl.store(at + groups, alpha, mask=row < groups)
+        if C.MERGED:
+            tl.store(at, dual_step(s, alpha, C), mask=row < groups)
+        else:
+            tl.store(at, s, mask=row < groups)
+            tl.store(at + groups, alpha, mask=row < groups)
     else:
         step = tl.div_rn(amax, qmax)
         step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(
