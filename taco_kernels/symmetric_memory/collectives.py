@@ -14,6 +14,7 @@ from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
+from taco_kernels.symmetric_memory.scheduled import SCHEDULES, scheduled_kernel
 from taco_kernels.triton import fast_launch, launch
 from taco_kernels.triton.spec import Spec, make_flags, make_spec
 
@@ -52,6 +53,7 @@ def all_reduce(
     algorithm: str = "auto",
     out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
+    schedule: str = "phased",
 ) -> torch.Tensor:
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
 
@@ -64,6 +66,7 @@ def all_reduce(
         algorithm: one of ALGORITHMS; the result is the same, the speed is not.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
+        schedule: of a two-shot, one of ``scheduled.SCHEDULES``; the result is the same, the speed is not.
     """
     lane.check()
     config_out = config_out or config
@@ -71,10 +74,10 @@ def all_reduce(
     check_stream(random, config_out, "random")
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out, random)
+    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, schedule, *like)(x, out, random)
 
 
-def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) -> Plan:
+def _plan_all_reduce(lane, config, config_out, algorithm, schedule, numel, dtype, layout) -> Plan:
     check_same_groups(config, config_out)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
@@ -85,11 +88,12 @@ def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) 
     values = groups * config.group_size
     tiles = triton.cdiv(values, tile_of(config))
     splits = choose_splits(tiles, lane) if two_shot else 1
-    kernel = two_shot_kernel if two_shot else one_shot_kernel
+    order = SCHEDULES[schedule] if two_shot else None
+    kernel = scheduled_kernel if order else two_shot_kernel if two_shot else one_shot_kernel
     rows = launch.rows_of(layout, config.group_size)
     tail = numel % config.group_size != 0
     message = (numel, values, values, groups)
-    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
+    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out, order=order)
 
 
 def reduce_scatter(
@@ -227,7 +231,7 @@ def _plan(lane: Lane, make: Callable[..., Plan], *arguments) -> Plan:
 
 
 def _prepare(
-    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None
+    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None, order=None
 ) -> Plan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * lane.world_size)
@@ -235,7 +239,7 @@ def _prepare(
     rows = rows or launch.rows_of(None, config.group_size)
     shape = lane.world_size, lane.programs, splits
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded
+        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded, order
     )
     steps = triton.cdiv(tiles, lane.programs // splits)
     programs = triton.cdiv(tiles, steps) * splits  # as few as need no more steps
@@ -255,7 +259,7 @@ def _prepare(
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
+def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded, order):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
     properties = launch.device_of(device.index)
 
@@ -272,9 +276,11 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
         E=exchange(*shape),
         **OPTIONS,
     )
-    if kernel in (one_shot_kernel, two_shot_kernel):
+    if kernel in (one_shot_kernel, two_shot_kernel, scheduled_kernel):
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
+    if order is not None:
+        constants["S"] = order
     if encoded is not None:
         constants["ENCODED"] = encoded
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes

@@ -21,27 +21,40 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 if TYPE_CHECKING:  # triton reads TRITON_INTERPRET as it is imported
+    from types import ModuleType
+
     from torch import Tensor
 
     from taco_kernels import CodecConfig, Stream
+    from taco_kernels.symmetric_memory.lane import Lane
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_collectives_have_the_bits_of_the_codec_kernels(world_size: int = 3) -> None:
+def run_ranks(world_size: int, what: str) -> None:
+    """Run this file; its failure is the test's."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__, str(world_size)]
+    command = [sys.executable, "-W", "ignore", __file__, str(world_size), what]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("ok") == world_size  # lines of several processes may mix
+
+
+def test_collectives_have_the_bits_of_the_codec_kernels() -> None:
+    run_ranks(3, "collectives")
+
+
+def test_schedules_have_the_bits_of_the_codec_kernels() -> None:
+    """Over so many steps that every slot is used again, in calls of all schedules."""
+    run_ranks(2, "schedules")
 
 
 def use_python_flags() -> None:
     """Replace signals.py's functions, and let the interpreter loop over run-time bounds."""
     from triton.runtime import interpreter
 
-    from taco_kernels.symmetric_memory import all_gather, all_reduce, reduce_scatter, ring
+    from taco_kernels.symmetric_memory import all_gather, all_reduce, reduce_scatter, ring, scheduled
 
     def value(x) -> int:
         return int(x.handle.data.item()) if hasattr(x, "handle") else int(getattr(x, "value", x))
@@ -63,7 +76,7 @@ def use_python_flags() -> None:
                 assert time.monotonic() < deadline, f"waited for flag {rank} to be {value(target)}"
                 time.sleep(0)
 
-    for module in (all_reduce, reduce_scatter, all_gather):
+    for module in (all_reduce, reduce_scatter, all_gather, scheduled):
         module.publish, module.wait = publish, wait
     patch = interpreter._patch_lang_tensor
 
@@ -90,18 +103,25 @@ class Case(NamedTuple):
     """Each rank's slice, encoded."""
 
 
+def use_small_tiles() -> "ModuleType":
+    """Several tiles and steps even here; the module that has the expected results."""
+    from taco_kernels.triton import launch
+    from tests.gpu import simulated_ranks as expected
+
+    for name, tuning in launch.TUNING.items():
+        launch.TUNING[name] = tuning._replace(tile=1024)
+    for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+        setattr(expected, name, getattr(launch, name))
+    return expected
+
+
 def make_cases(world_size: int) -> list[Case]:
     """What the ranks, which are forked afterwards, send and expect."""
     import torch
 
     from taco_kernels import CodecConfig, Stream
-    from taco_kernels.triton import launch
-    from tests.gpu import simulated_ranks as expected
 
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles and steps even here
-    for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
-        setattr(expected, name, getattr(launch, name))
+    expected = use_small_tiles()
     cases = []
     # several tiles a program with two ranks; with three so few that the programs share a tile number
     settings = (
@@ -123,11 +143,23 @@ def make_cases(world_size: int) -> list[Case]:
     return cases
 
 
-def rank_main(rank: int, world_size: int, directory: str, cases: list[Case]) -> None:
-    """Run every collective on this rank and compare with what is expected of it."""
+def make_sums(world_size: int) -> "tuple[CodecConfig, list[Tensor], Tensor]":
+    """What the ranks sum, five steps of each program's, and their sum."""
     import torch
 
-    from taco_kernels.symmetric_memory import collectives
+    from taco_kernels import CodecConfig
+
+    expected, config = use_small_tiles(), CodecConfig("int8", 128, "dual", "nearest")
+    generator = torch.Generator().manual_seed(0)
+    numel = 5 * 1024 * world_size**2 - 100
+    xs = [torch.randn(numel, generator=generator).bfloat16() for _ in range(world_size)]
+    return config, xs, expected.expected_all_reduce(xs, config)
+
+
+def make_lane(rank: int, world_size: int, directory: str) -> "Lane":
+    """The rank's end of a lane over files that all ranks map."""
+    import torch
+
     from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
 
     size = lane_bytes(world_size, world_size)
@@ -137,6 +169,31 @@ def rank_main(rank: int, world_size: int, directory: str, cases: list[Case]) -> 
             memories.append(mmap.mmap(file.fileno(), size))
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     lane = make_lanes(addresses, rank, torch.device("cpu"), 1, world_size, timeout=200.0)[0]
+    lane.__dict__["memory_owner"] = memories  # keep them mapped
+    return lane
+
+
+def run_schedules(rank: int, world_size: int, directory: str, sums: tuple) -> None:
+    """All schedules one after the other, compared with what is expected."""
+    import torch
+
+    from taco_kernels.symmetric_memory import collectives
+    from taco_kernels.symmetric_memory.scheduled import SCHEDULES
+
+    lane, (config, xs, summed) = make_lane(rank, world_size, directory), sums
+    for schedule in (*SCHEDULES, "phased"):
+        result = collectives.all_reduce(lane, xs[rank], config, algorithm="two-shot", schedule=schedule)
+        assert torch.equal(result, summed), (rank, schedule)
+    print("ok", flush=True)
+
+
+def run_collectives(rank: int, world_size: int, directory: str, cases: list[Case]) -> None:
+    """Run every collective on this rank and compare with what is expected of it."""
+    import torch
+
+    from taco_kernels.symmetric_memory import collectives
+
+    lane = make_lane(rank, world_size, directory)
     for config, other, random, xs, summed, summed_other, gathered, scattered, wires in cases:
         x = xs[rank]
 
@@ -154,20 +211,21 @@ def rank_main(rank: int, world_size: int, directory: str, cases: list[Case]) -> 
     print("ok", flush=True)
 
 
-def main(world_size: int) -> None:
+def main(world_size: int, what: str) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.lane import lane_bytes
     from tests.unit.interpreter import speed_up
 
     use_python_flags()
     speed_up()
-    cases = make_cases(world_size)
+    run, make = {"collectives": (run_collectives, make_cases), "schedules": (run_schedules, make_sums)}[what]
+    expected = make(world_size)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(world_size):
             (Path(directory) / str(rank)).write_bytes(bytes(lane_bytes(world_size, world_size)))
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=rank_main, args=(rank, world_size, directory, cases))
+            context.Process(target=run, args=(rank, world_size, directory, expected))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -178,4 +236,4 @@ def main(world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
