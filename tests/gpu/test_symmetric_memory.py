@@ -106,6 +106,37 @@ def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
             assert torch.equal(bits(result), bits(expected))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "config"),
+    [
+        ("pipelined", 4, CodecConfig("int8")),
+        ("ahead", 4, CodecConfig("fp8-e4m3", scales="single")),
+        ("staggered", 4, CodecConfig("int6", rounding="dither")),
+        ("staggered", 2, CodecConfig("int8")),
+    ],
+)
+def test_schedules_have_the_bits_of_the_codec_kernels(schedule, world_size, config) -> None:
+    """From one step a program to ten, with calls of the default schedule between them."""
+    from taco_kernels.symmetric_memory import collectives
+
+    random = None if config.rounding == "nearest" else Stream(77, 5, 0)
+    lanes = ranks.simulated_lanes(world_size, programs=24)
+    base = [torch.randn(world_size * 240 * 8192, device="cuda").bfloat16() for _ in range(world_size)]
+    for tiles in (3, 24, 30, 70, 240):
+        xs = [x[: world_size * tiles * 8192 - 1000] for x in base]
+        expected = ranks.expected_all_reduce(xs, config, random)
+        for order in (schedule, "phased", schedule):
+            results = ranks.on_all_ranks(
+                lanes,
+                lambda r, lane, xs=xs, order=order: collectives.all_reduce(
+                    lane, xs[r], config, random, "two-shot", schedule=order
+                ),
+            )
+            for result in results:
+                assert torch.equal(bits(result), bits(expected)), (tiles, order)
+    lanes[0].check()
+
+
 def test_strided_input() -> None:
     """Rows of a wider tensor are read where they lie."""
     from taco_kernels.symmetric_memory import collectives
