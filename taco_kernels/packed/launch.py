@@ -4,12 +4,20 @@ import torch
 import triton
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
-from taco_kernels.packed.kernels import count_kernel, decode_sum_kernel, pack_kernel, survey_kernel
+from taco_kernels.packed.kernels import count_kernel, decode_sum_kernel, move_kernel, squeeze_kernel
 from taco_kernels.packed.layout import WIDTH, PackedLayout
 from taco_kernels.triton.fast_launch import start
+from taco_kernels.triton.launch import device_for
 
-ROWS = 4
-"""Rows a program holds at a time."""
+ROW_WARPS = 1
+"""Warps of a row of 1024 values: one shares nothing with another."""
+MOVED_ROWS, MOVED_CODES = 8, 256
+"""Rows of a program that moves codes, and how many of a row it moves at a time."""
+COUNTED_ROWS = 32
+ZEROS = 4096
+"""Codes behind the last one that a program writes."""
+UNROLLED = 8
+"""Most senders that a kernel of their own adds up."""
 
 
 def _parts(wires: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -21,44 +29,49 @@ def _parts(wires: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, tor
 def encode(
     x: torch.Tensor, thresholds: torch.Tensor, layout: PackedLayout, remainder: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See reference.encode."""
+    """See reference.encode. Needs ``layout.bits`` a value of x for as long as it runs."""
     thresholds = thresholds.contiguous()
-    wires = torch.zeros((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
+    wires = torch.empty((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
     values, words, exponents = _parts(wires, layout)
     counts = torch.empty((len(x), layout.rows), dtype=torch.int32, device=x.device)
-    grid = (triton.cdiv(layout.rows, ROWS), len(x))
-    constants = dict(BITS=layout.bits, FLOOR=EXPONENT_FLOOR, WIDTH=WIDTH, T=ROWS, num_warps=8)
-    start(
-        survey_kernel,
-        grid,
-        (x, thresholds, counts, exponents),
-        (layout.numel, layout.rows, x.stride(0), exponents.stride(0)),
-        **constants,
+    codes_of_rows = torch.empty((len(x), layout.rows * WIDTH), dtype=values.dtype, device=x.device)
+    rest, rest_stride = (x, 0) if remainder is None else (remainder, remainder.stride(0))
+    constants = dict(
+        KEEP_REMAINDER=remainder is not None,
+        BITS=layout.bits,
+        FLOOR=EXPONENT_FLOOR,
+        WIDTH=WIDTH,
+        INTERPRET=device_for(x).interpret,
     )
     start(
-        pack_kernel,
-        grid,
+        squeeze_kernel,
+        (layout.rows, len(x)),
+        (x, rest, thresholds, codes_of_rows, counts, words, exponents),
+        (layout.numel, layout.rows, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
+        **constants,
+        WHOLE=layout.numel % 4 == 0,
+        num_warps=ROW_WARPS,
+    )
+    row_tiles, room = triton.cdiv(layout.rows, MOVED_ROWS), layout.words_at // values.element_size()
+    start(
+        move_kernel,
+        (row_tiles + triton.cdiv(room, ZEROS), len(x)),
+        (rest, codes_of_rows, counts, counts.cumsum(1, dtype=torch.int32), values, words, exponents),
         (
-            x,
-            x if remainder is None else remainder,
-            thresholds,
-            exponents,
-            counts.cumsum(1, dtype=torch.int32),
-            values,
-            words,
-        ),
-        (
-            layout.numel,
             layout.rows,
+            row_tiles,
             layout.capacity,
-            x.stride(0),
-            0 if remainder is None else remainder.stride(0),
-            exponents.stride(0),
+            room,
+            rest_stride,
             values.stride(0),
             words.stride(0),
+            exponents.stride(0),
         ),
-        KEEP_REMAINDER=remainder is not None,
         **constants,
+        T=MOVED_ROWS,
+        K=MOVED_CODES,
+        Z=ZEROS,
+        num_warps=4,
     )
     return wires
 
@@ -67,25 +80,28 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """See reference.decode_sum."""
     values, words, exponents = _parts(wires, layout)
     counts = torch.empty((len(wires), layout.rows), dtype=torch.int32, device=wires.device)
-    rows = triton.cdiv(layout.rows, ROWS)
+    interpret = device_for(wires).interpret
     start(
         count_kernel,
-        (rows, len(wires)),
+        (triton.cdiv(layout.rows, COUNTED_ROWS), len(wires)),
         (words, counts),
         (layout.rows, words.stride(0)),
         WIDTH=WIDTH,
-        T=ROWS,
+        INTERPRET=interpret,
+        T=COUNTED_ROWS,
     )
     total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
     start(
         decode_sum_kernel,
-        (rows,),
+        (layout.rows,),
         (values, words, exponents, counts.cumsum(1, dtype=torch.int32), total),
         (layout.numel, layout.rows, len(wires), values.stride(0), words.stride(0), exponents.stride(0)),
+        W=len(wires) if len(wires) <= UNROLLED else 0,
         BITS=layout.bits,
         FLOOR=EXPONENT_FLOOR,
         WIDTH=WIDTH,
-        T=ROWS,
-        num_warps=8,
+        WHOLE=layout.numel % 4 == 0,
+        INTERPRET=interpret,
+        num_warps=ROW_WARPS,
     )
     return total
