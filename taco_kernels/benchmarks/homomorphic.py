@@ -1,4 +1,4 @@
-"""The homomorphic sketch, and packed sparse values, against a device copy of the same run."""
+"""The homomorphic sketch against a device copy of the same run."""
 
 import argparse
 from functools import partial
@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 
 from taco_kernels import homomorphic as lhc
-from taco_kernels import packed
 from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
 from taco_kernels.homomorphic import launch
-from taco_kernels.homomorphic.selection import share_threshold
 
 COLUMNS = {
     "M values": "g",
@@ -36,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load", type=float, default=0.95, help="density of the union, as a share of the exact one"
     )
-    parser.add_argument("--share", type=float, default=0.2, help="of the values, packed")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
 
 
@@ -77,36 +74,6 @@ def operations(layout: lhc.Layout, senders: int, load: float) -> tuple[dict, lhc
     }, decoded
 
 
-def packed_operations(layout: packed.PackedLayout, senders: int) -> tuple[dict, int]:
-    """The same for packed values, and how many values the sum has."""
-    xs = [
-        torch.randn(1, layout.numel, device="cuda")
-        for _ in range(max(senders, buffers_for(4 * layout.numel)))
-    ]
-    rests = [torch.empty_like(x) for x in xs]
-    threshold = share_threshold(xs[0], layout.share)
-    wires = torch.cat([packed.encode(x, threshold, layout) for x in xs[:senders]])
-    many = [wires.clone() for _ in range(buffers_for(wires.numel()))]
-
-    def encode(i: int) -> torch.Tensor:
-        return packed.encode(xs[i], threshold, layout, rests[i])
-
-    def decode_sum(i: int) -> torch.Tensor:
-        return packed.decode_sum(many[i], layout)
-
-    def select(i: int) -> torch.Tensor:
-        return share_threshold(xs[i], layout.share)
-
-    def calls(operation, count: int) -> list:
-        return [partial(operation, i) for i in range(count)]
-
-    return {
-        "select": (calls(select, len(xs)), 0),
-        "encode": (calls(encode, len(xs)), 8 * layout.numel + layout.wire_bytes),
-        "decode_sum": (calls(decode_sum, len(many)), wires.numel() + 4 * layout.numel),
-    }, int(packed.decode_sum(wires, layout).count_nonzero())
-
-
 def timing(operation: str, calls: list, moved: int, rate: float) -> dict:
     """Time and rate of an operation that moves so many bytes, beside a copy's rate."""
     us = microseconds(calls)
@@ -123,12 +90,6 @@ def run(options: argparse.Namespace) -> None:
         us, rate = copy_rate(numel, torch.float32)
         base = {"M values": millions, "ratio": 0.0, "cell bits": 0, "bits a value": 32.0, "union": 1.0}
         rows.append({**base, "operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0, "leftovers": 0})
-        for bits in options.cell_bits:
-            layout = packed.PackedLayout(numel, options.share, bits)
-            timed, union = packed_operations(layout, options.senders)
-            base = {"M values": millions, "ratio": 0.0, "cell bits": bits, "leftovers": 0}
-            base |= {"bits a value": 8 * layout.wire_bytes / numel, "union": union / numel}
-            rows += [timing(f"packed {name}", *work, rate) | base for name, work in timed.items()]
         for ratio in options.ratios:
             for cell_bits in options.cell_bits:
                 layout = lhc.Layout(lhc.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)
