@@ -87,6 +87,11 @@ def compile_kernel(operation: str, config: CodecConfig, senders: int, capability
         target=GPUTarget("cuda", capability, 32),
         options=dict(num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=False),
     )
+    return figures_of(compiled, tuning.tile / (32 * tuning.warps))
+
+
+def figures_of(compiled: triton.compiler.CompiledKernel, per_thread: float) -> Figures:
+    """Of a kernel whose loop handles ``per_thread`` values in each thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -100,7 +105,6 @@ def compile_kernel(operation: str, config: CodecConfig, senders: int, capability
             for flag in ("-sass", "-res-usage")
         )
     opcodes = loop_of(sass)
-    per_thread = tuning.tile / (32 * tuning.warps)
     pipes = {pipe: count / per_thread for pipe, count in Counter(map(pipe_of, opcodes)).items()}
     spills = sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
