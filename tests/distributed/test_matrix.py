@@ -1,7 +1,7 @@
 """Compression with what real runs switch on: recomputation, accumulation, pipelines, optimizers, precisions.
 
 Nine cells cover every pair of the settings below (but virtual stages with one micro-batch, which Megatron
-does not run). Each cell starts from the weights of a serial run and must stay within 0.2 % of it, its
+does not run). Each cell starts from the weights of a serial run and must stay within 0.4 % of it, its
 tensor-parallel and data-parallel replicas bit for bit alike. The text is real.
 """
 
@@ -14,14 +14,16 @@ import pytest
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 10
-BATCH = 8  # sequences an iteration, whatever the layout
+ITERATIONS = 20
+SEQUENCE = 32
+HIDDEN = 64
+BATCH = 4  # sequences an iteration, whatever the layout
 COMPRESSED = ("--taco", "--taco-min-message-mb", "0")
 
 ARCHITECTURES = {
-    "gpt": "--max-position-embeddings 64",
-    "llama": "--position-embedding-type rope --max-position-embeddings 64 --normalization RMSNorm --swiglu "
-    "--group-query-attention --num-query-groups 2 --disable-bias-linear",
+    "gpt": f"--max-position-embeddings {SEQUENCE}",
+    "llama": f"--position-embedding-type rope --max-position-embeddings {SEQUENCE} --normalization RMSNorm "
+    "--swiglu --group-query-attention --num-query-groups 2 --disable-bias-linear",
 }
 RECOMPUTE = {
     "none": "",
@@ -100,10 +102,10 @@ def name_of(cell: Cell) -> str:
 
 def model_flags(architecture: str, tied: bool) -> list[str]:
     """The model and the training of every run."""
-    flags = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+    flags = f"""--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 5 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 10 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 
@@ -197,14 +199,14 @@ def check_tied_embeddings(run: ForkedRun) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_cell(runs: Runs, cell: Cell) -> None:
-    """Finite, within 0.2 % of the serial run; replicas identical; nothing uncompressed in either channel."""
+    """Finite, within 0.4 % of the serial run; replicas identical; nothing uncompressed in either channel."""
     serial = runs.serial(cell.architecture, cell.tied)
     run = runs.train([*cell.flags, *runs.initial(cell.architecture), *COMPRESSED], cell.ranks)
     assert sorted(run.losses) == list(range(1, ITERATIONS + 1))
-    assert run.losses == pytest.approx(serial.losses, rel=0.002)
+    assert run.losses == pytest.approx(serial.losses, rel=0.004)
     assert run.losses != serial.losses, "nothing was compressed"
-    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.4, "it has learnt something"
-    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.002)
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.5, "it has learnt something"
+    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=0.004)
     assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
     check_replicas(run, cell.tied)
     for rank in run.ranks:
@@ -237,18 +239,19 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
 @pytest.mark.parametrize("compression", ["", "--taco --taco-min-message-mb 0"])
 def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
     """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
-    flags = [*model_flags("llama", tied=False), "--micro-batch-size", "4", *runs.initial("llama")]
+    flags = [*model_flags("llama", tied=False), "--micro-batch-size", str(BATCH // 2), *runs.initial("llama")]
     layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
-    iterations = 5
+    iterations = 8 if compression else ITERATIONS
     flags += ["--train-iters", str(iterations), "--eval-iters", "0"]
     run = runs.train([*flags, *layout.split(), *compression.split()], 4)
     serial = runs.serial("llama", tied=False).losses
     expected = {number: serial[number] for number in range(1, iterations + 1)}
-    assert run.losses == pytest.approx(expected, rel=0.002 if compression else 2e-5)
+    assert run.losses == pytest.approx(expected, rel=0.004 if compression else 2e-5)
     for first, second in ((0, 2), (1, 3)):  # of a tensor-parallel rank
         assert run.ranks[first].parameters == run.ranks[second].parameters
-    # sequence x micro-batch x one group a rank x (16 + 16) values of fp32, of which half is sent
-    megabytes = f"{2 * 2 * 64 * 4 * 32 * 4 / 2 / 1e6:.3f}"  # two micro-batches, two layers
+    # two micro-batches, two layers; the keys and values of a rank's one group in fp32, of which half is sent
+    sent = 2 * 2 * SEQUENCE * (BATCH // 2) * (HIDDEN // 2) * 4 // 2
+    megabytes = f"{sent / 1e6:.3f}"
     assert f"cp.forward (MB): {megabytes} | cp.backward (MB): {megabytes} |" in run.output
 
 
