@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_caat_net import (
-    check_against_emulation,
-    check_traffic,
-    gradient_worker,
-    traffic_worker,
-)
+from tests.distributed.test_caat_net import check_against_emulation, gradient_worker
+from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 WORLD_SIZES = [

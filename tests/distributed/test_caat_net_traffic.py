@@ -1,0 +1,161 @@
+"""CAAT-Net sends the shared channels' bytes and no others; replicas agree; text is generated as trained."""
+
+import pytest
+import torch
+
+from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import (
+    HIDDEN,
+    LAYERS,
+    SEQUENCE,
+    VOCABULARY,
+    batch,
+    build_tiny_gpt,
+    start_model_parallel,
+)
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+NEW_TOKENS = 5
+FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
+INT8 = {"taco_format": "int8", "taco_scales": "single"}
+TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
+
+
+def traffic_worker(rank: int, world_size: int) -> list[dict]:
+    """``_train`` for each case."""
+    start_model_parallel(world_size)
+    return [_train(rank, world_size, *case) for case in TRAFFIC_CASES]
+
+
+def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
+    """Two bf16 training iterations, with the bytes that c10d was given.
+
+    Returns:
+        Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
+        stream's channels behind the last layer.
+    """
+    from megatron.compression.tensor_parallel.caat_net_gradients import sum_rank_local_gradients
+
+    runtime = caat_runtime(fraction, **settings)
+    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    streams: list[torch.Tensor] = []
+    model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    with TransportAudit(world_size) as audit:
+        for _ in range(2):
+            loss = model(**batch(0, rank, BATCH)).float().mean()
+            loss.backward()
+            sum_rank_local_gradients([model], model.pg_collection.tp, runtime.ledger)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    shared = int(HIDDEN * fraction)
+    last = streams[-1].detach().float().cpu()
+    return {
+        "audit": audit.sent,
+        "rows": runtime.ledger.rows(),
+        "losses": losses,
+        "replicated": {
+            name: p.detach().float().cpu()
+            for name, p in model.named_parameters()
+            if not getattr(p, "tensor_model_parallel", False)
+        },
+        "shared": last[..., :shared],
+        "private": last[..., shared:],
+    }
+
+
+def _sent(rows: list[dict], *channels: str) -> int:
+    return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
+
+
+def check_traffic(by_rank: list[list[dict]]) -> None:
+    """The hand count of the bytes, that c10d was given just these, and what ranks still have in common."""
+    iterations, world_size, cases = 2, len(by_rank), TRAFFIC_CASES
+    results = list(zip(*by_rank, strict=True))
+    full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
+    embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
+    layers = 2 * LAYERS * full
+    expected = {  # bits a value: fp8 with two fp32 scales a group of 128, int8 with one of bf16
+        0: layers + embeddings,
+        1: 0.5 * layers + embeddings,
+        2: 0.25 * layers + embeddings,
+        3: (0.5 * layers + embeddings) * 8.5 / 16,
+        4: (0.5 * layers + embeddings) * 8.125 / 16,
+    }
+    for case, ranks in enumerate(results):
+        for result in ranks:
+            assert total_of(result["rows"]) == result["audit"], cases[case]
+            for channel in ("tp.forward", "tp.backward"):
+                assert _sent(result["rows"], channel) == expected[case], (cases[case], channel)
+            assert result["losses"][1] < result["losses"][0]
+        first, *others = ranks
+        for other in others:
+            assert first["losses"] == other["losses"]
+            for name, value in first["replicated"].items():
+                assert torch.equal(value, other["replicated"][name]), (cases[case], name)
+            assert torch.equal(first["shared"], other["shared"])
+            assert first["private"].numel() == 0 or not torch.equal(first["private"], other["private"])
+
+
+def two_ranks_worker(rank: int, world_size: int) -> dict:
+    """Everything that two ranks do here, in one process each."""
+    return {"traffic": traffic_worker(rank, world_size), "generation": _generate(rank, world_size)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict]:
+    """Each rank's results."""
+    return spawn(two_ranks_worker, 2)
+
+
+def test_traffic_and_replicas(two_ranks) -> None:
+    """See ``check_traffic``."""
+    check_traffic([rank["traffic"] for rank in two_ranks])
+
+
+def _generate(rank: int, world_size: int) -> dict:
+    """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
+    from megatron.compression.generation import generate_greedily, next_token_logits
+
+    runtime = caat_runtime(0.5)
+    runtime.ledger.evaluating = True
+    model = build_tiny_gpt(rank, world_size, runtime)
+    fill_parameters(model, rank)
+    group, prompt = model.pg_collection.tp, [3, 1, 4]
+    with TransportAudit(world_size) as audit:
+        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+    rows = runtime.ledger.rows()
+    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+    text = torch.tensor([prompt + tokens])
+    steps = torch.stack(
+        [next_token_logits(model, text[:, :length], group, runtime.ledger)[0] for length in range(3, 8)]
+    )
+    model.train()
+    positions = torch.arange(text.shape[1])[None]
+    losses = model(text[:, :-1], positions[:, :-1], None, labels=text[:, 1:].contiguous())[0]
+    return {
+        "tokens": tokens,
+        "again": again,
+        "losses": losses.detach(),
+        "losses_of_steps": torch.nn.functional.cross_entropy(steps, text[0, 3:8], reduction="none"),
+        "greedy": steps.argmax(-1).tolist(),
+        "audit": audit.sent,
+        "rows": rows,
+    }
+
+
+def test_generation(two_ranks) -> None:
+    """Same text twice and on all ranks; logits as in training; its traffic counted and the hand count."""
+    first, second = (rank["generation"] for rank in two_ranks)
+    assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
+    assert len(set(first["tokens"])) > 1
+    torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
+    assert total_of(first["rows"]) == first["audit"]
+    assert {row["phase"] for row in first["rows"]} == {"eval"}
+    forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
+    values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half
+    assert _sent(first["rows"], "tp.forward") == 4 * values  # fp32, 2 (W - 1) / W = 1
+    assert _sent(first["rows"], "tp.other") == NEW_TOKENS * VOCABULARY * 4 // 2
