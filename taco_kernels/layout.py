@@ -29,6 +29,11 @@ _PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "in
 _SCALE_BYTES = {"dual": 8, "single": 2}
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's cdiv may be called by kernels, and takes microseconds on the host.)"""
+    return -(-a // b)
+
+
 class Stream(NamedTuple):
     """Address of a block of counter-based random numbers (Philox-4x32-7, Salmon et al., SC'11).
 

@@ -1,13 +1,13 @@
 """Launching the sketch kernels. Same signatures as reference.py."""
 
 import torch
-import triton
 
 from taco_kernels.homomorphic.encode_kernels import encode_kernel, exponent_kernel, hash_kernel, narrow_kernel
 from taco_kernels.homomorphic.hashing import ROUNDS, STREAM
 from taco_kernels.homomorphic.layout import COUNT_SHIFT, EXPONENT_FLOOR, Layout
 from taco_kernels.homomorphic.peel_kernels import combine_kernel, peel_kernel
 from taco_kernels.homomorphic.reference import Decoded
+from taco_kernels.layout import ceil_div
 from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
@@ -19,7 +19,7 @@ def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
     """See hashing.row_hashes."""
     hashes = torch.empty((layout.rows, 4), dtype=torch.int32, device=device)
     wrapped = (seed + 2**63) % 2**64 - 2**63
-    grid = (triton.cdiv(layout.rows, 256),)
+    grid = (ceil_div(layout.rows, 256),)
     start(
         hash_kernel,
         grid,
@@ -40,7 +40,7 @@ def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     tile = TILE // layout.width
     start(
         exponent_kernel,
-        (triton.cdiv(layout.rows, tile), len(x)),
+        (ceil_div(layout.rows, tile), len(x)),
         (x, exponents),
         (layout.numel, layout.rows, x.stride(0)),
         WIDTH=layout.width,
@@ -70,7 +70,7 @@ def encode(
     tile = TILE // layout.width
     start(
         encode_kernel,
-        (triton.cdiv(layout.rows, tile), shards),
+        (ceil_div(layout.rows, tile), shards),
         (
             x,
             x if remainder is None else remainder,
@@ -98,7 +98,7 @@ def encode(
     if narrow:
         start(
             narrow_kernel,
-            (triton.cdiv(layout.cells, TILE), shards),
+            (ceil_div(layout.cells, TILE), shards),
             (cells, wires.view(torch.int16)),
             (layout.cells, layout.wire_bytes // 2),
             T=TILE,
@@ -113,7 +113,7 @@ def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
     words = torch.empty(layout.words, dtype=torch.int32, device=wires.device)
     start(
         combine_kernel,
-        (triton.cdiv(max(layout.cells, layout.words), TILE),),
+        (ceil_div(max(layout.cells, layout.words), TILE),),
         (typed, cells, words),
         (layout.cells, typed.stride(0), layout.cell_bytes // 4, layout.words),
         W=len(wires),

@@ -1,9 +1,9 @@
 """Launching the packing kernels. Same signatures as reference.py."""
 
 import torch
-import triton
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
+from taco_kernels.layout import ceil_div
 from taco_kernels.packed.kernels import count_kernel, decode_sum_kernel, move_kernel, squeeze_kernel
 from taco_kernels.packed.layout import WIDTH, PackedLayout
 from taco_kernels.triton.fast_launch import start
@@ -52,10 +52,10 @@ def encode(
         WHOLE=layout.numel % 4 == 0,
         num_warps=ROW_WARPS,
     )
-    row_tiles, room = triton.cdiv(layout.rows, MOVED_ROWS), layout.words_at // values.element_size()
+    row_tiles, room = ceil_div(layout.rows, MOVED_ROWS), layout.words_at // values.element_size()
     start(
         move_kernel,
-        (row_tiles + triton.cdiv(room, ZEROS), len(x)),
+        (row_tiles + ceil_div(room, ZEROS), len(x)),
         (rest, codes_of_rows, counts, counts.cumsum(1, dtype=torch.int32), values, words, exponents),
         (
             layout.rows,
@@ -83,7 +83,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     interpret = device_for(wires).interpret
     start(
         count_kernel,
-        (triton.cdiv(layout.rows, COUNTED_ROWS), len(wires)),
+        (ceil_div(layout.rows, COUNTED_ROWS), len(wires)),
         (words, counts),
         (layout.rows, words.stride(0)),
         WIDTH=WIDTH,

@@ -5,9 +5,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
-from taco_kernels.layout import CodecConfig, Stream, check_same_groups, check_stream, check_wires
+from taco_kernels.layout import CodecConfig, Stream, ceil_div, check_same_groups, check_stream, check_wires
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
 from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
@@ -69,15 +68,16 @@ def all_reduce(
         schedule: of a two-shot, one of ``scheduled.SCHEDULES``; the result is the same, the speed is not.
     """
     lane.check()
-    config_out = config_out or config
     check_stream(random, config, "random")
-    check_stream(random, config_out, "random")
+    if config_out is not None:
+        check_stream(random, config_out, "random")
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
     return _plan(lane, _plan_all_reduce, config, config_out, algorithm, schedule, *like)(x, out, random)
 
 
 def _plan_all_reduce(lane, config, config_out, algorithm, schedule, numel, dtype, layout) -> Plan:
+    config_out = config_out or config
     check_same_groups(config, config_out)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
@@ -86,7 +86,7 @@ def _plan_all_reduce(lane, config, config_out, algorithm, schedule, numel, dtype
     two_shot = algorithm == "two-shot"
     groups = config.chunk_numel(numel, lane.world_size if two_shot else 1) // config.group_size
     values = groups * config.group_size
-    tiles = triton.cdiv(values, tile_of(config))
+    tiles = ceil_div(values, tile_of(config))
     splits = choose_splits(tiles, lane) if two_shot else 1
     order = SCHEDULES[schedule] if two_shot else None
     kernel = scheduled_kernel if order else two_shot_kernel if two_shot else one_shot_kernel
@@ -121,7 +121,7 @@ def _plan_reduce_scatter(lane, config, numel, dtype, layout) -> Plan:
     groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
     rows = None if tail and layout else launch.rows_of(layout, config.group_size)
-    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
+    tiles = ceil_div(groups * config.group_size, tile_of(config))
     message = (numel, shard, shard, groups)
     return _prepare(reduce_scatter_kernel, lane, tiles, 1, message, rows, tail, dtype, config)
 
@@ -174,7 +174,7 @@ def _plan_all_gather(lane, config, shard, dtype, layout, encoded) -> Plan:
     groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
     rows = launch.rows_of(layout, config.group_size)
-    tiles = triton.cdiv(groups * config.group_size, tile_of(config))
+    tiles = ceil_div(groups * config.group_size, tile_of(config))
     message = (lane.world_size * shard, shard, shard, groups)
     return _prepare(all_gather_kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
 
@@ -205,9 +205,10 @@ def all_gather_stores(numel: int, config: CodecConfig, world_size: int) -> dict[
     return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
 
 
+@lru_cache(maxsize=1024)
 def _tile_bytes(numel: int, config: CodecConfig) -> int:
     """Bytes of the whole tiles that ``numel`` values travel in."""
-    return triton.cdiv(numel, tile_of(config)) * tile_bytes(config)
+    return ceil_div(numel, tile_of(config)) * tile_bytes(config)
 
 
 def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:
@@ -241,8 +242,8 @@ def _prepare(
     to_wire, from_wire, constants = _constants(
         kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded, order
     )
-    steps = triton.cdiv(tiles, lane.programs // splits)
-    programs = triton.cdiv(tiles, steps) * splits  # as few as need no more steps
+    steps = ceil_div(tiles, lane.programs // splits)
+    programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
     fixed = (
         to_wire,
         from_wire,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from taco_kernels.layout import CodecConfig, Stream
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
-from taco_kernels.symmetric_memory.order import patience_of, queue_behind_others
+from taco_kernels.symmetric_memory.order import patience_of, queue_current_stream
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
 EAGER, CAPTURED = 0, 1  # lanes
@@ -135,7 +135,7 @@ class SymmetricGroup:
         """The lane for a call on the current stream, after earlier calls on other streams."""
         if torch.cuda.is_current_stream_capturing():
             return self.lanes[CAPTURED]
-        queue_behind_others(torch.cuda.current_stream(self.device))
+        queue_current_stream(self.device.index)
         return self.lanes[EAGER]
 
     def all_reduce(

@@ -18,6 +18,13 @@ def queue_behind_others(stream: torch.cuda.Stream) -> None:
     _last_stream[stream.device_index] = stream
 
 
+def queue_current_stream(device: int) -> None:
+    """``queue_behind_others`` of a device's current stream; quickly, if it is the last one's again."""
+    last = _last_stream.get(device)
+    if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(device):
+        queue_behind_others(torch.cuda.current_stream(device))
+
+
 def patience_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
 

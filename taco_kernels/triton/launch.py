@@ -5,12 +5,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 from taco_kernels.layout import (
     ALIGNMENT,
     CodecConfig,
     Stream,
+    ceil_div,
     check_same_groups,
     check_stream,
     check_wire_shape,
@@ -243,7 +243,7 @@ def _plan_encode(
     device = device_number(index)
     tuning = tuning_of("encode", config)
     spec = spec_of(config, device, tuning)
-    tiles = triton.cdiv(groups, spec.R.value) * chunks
+    tiles = ceil_div(groups, spec.R.value) * chunks
     launch = fast_launch.Launch(
         encode_kernel,
         (programs(tiles, tuning, device),),
@@ -323,7 +323,7 @@ def _plan_decode(
         constants["W"] = wires.shape[0]
     launch = fast_launch.Launch(
         decode_sum_kernel if summed else decode_kernel,
-        (programs(triton.cdiv(groups, spec.R.value) * chunks, tuning, device),),
+        (programs(ceil_div(groups, spec.R.value) * chunks, tuning, device),),
         (numel, groups, *([] if summed else [chunks]), wires.stride, *rows[:4]),
         constants,
     )
@@ -380,7 +380,7 @@ def _plan_decode_sum_encode(
     spec = spec_of(config, device, tuning)
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,
-        (triton.cdiv(groups, spec.R.value),),
+        (ceil_div(groups, spec.R.value),),
         (groups, wires.stride),
         dict(W=wires.shape[0], C=spec, D=spec_of(config_out, device, tuning), **options_of(tuning)),
     )

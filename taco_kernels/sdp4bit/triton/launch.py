@@ -1,9 +1,8 @@
 """Launching the kernels: argument checks, tile sizes. Same signatures as reference.py."""
 
 import torch
-import triton
 
-from taco_kernels.layout import ALIGNMENT
+from taco_kernels.layout import ALIGNMENT, ceil_div
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.layout import HADAMARD_POINTS, GroupFormat, check_rows, check_wires
 from taco_kernels.sdp4bit.reference import new_wires
@@ -61,7 +60,7 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
     values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
     tile = make_tile(format, max(values, format.group_size), device.interpret)
-    tiles = triton.cdiv(groups, tile.R.value) * rows
+    tiles = ceil_div(groups, tile.R.value) * rows
     start(
         quantize_kernel,
         grid(tiles, tuning, device),
@@ -95,7 +94,7 @@ def quantize_difference(
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
     start(
         difference_kernel,
-        (triton.cdiv(groups, tile.R.value),),
+        (ceil_div(groups, tile.R.value),),
         (new, old, out),
         (numel, groups),
         TAIL=numel % format.group_size != 0,
@@ -123,7 +122,7 @@ def sum_dequantize(
         part = out[begin : begin + MOST_ROWS]
         start(
             sum_kernel,
-            (triton.cdiv(numel, tuning.tile), len(part)),
+            (ceil_div(numel, tuning.tile), len(part)),
             (wires[:, begin:] if begin else wires, part),
             (numel, format.groups(numel), float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
             S=senders,
@@ -161,7 +160,7 @@ def sum_requantize(
         part = out[begin : begin + MOST_ROWS]
         start(
             requantize_kernel,
-            (triton.cdiv(target.groups(numel), result.R.value), len(part)),
+            (ceil_div(target.groups(numel), result.R.value), len(part)),
             (wires[:, begin:] if begin else wires, part),
             (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
             S=senders,
@@ -188,7 +187,7 @@ def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Ten
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
     start(
         add_kernel,
-        grid(triton.cdiv(groups, tile.R.value) * rows, tuning, device),
+        grid(ceil_div(groups, tile.R.value) * rows, tuning, device),
         (wires, weights),
         (numel, groups, rows, wires.stride(0), weights.stride(0)),
         TAIL=numel % format.group_size != 0,

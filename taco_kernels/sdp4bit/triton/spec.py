@@ -13,7 +13,7 @@ POINT = 64
 for 16 consecutive values in a thread."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Tile(Constants):
     """One argument for all constants; what planes.py and unpacking.py read has their names."""
 
@@ -35,7 +35,7 @@ class Tile(Constants):
     """Running under TRITON_INTERPRET=1."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Rotation(Constants):
     """A tile as rows of POINT values, for taco_kernels.triton.hadamard."""
 

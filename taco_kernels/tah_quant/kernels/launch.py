@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from taco_kernels.layout import ceil_div
 from taco_kernels.tah_quant.kernels.decode import decode_kernel
 from taco_kernels.tah_quant.kernels.encode import encode_kernel
 from taco_kernels.tah_quant.kernels.select import compact_kernel, entropy_kernel, rank_kernel, slots_kernel
@@ -44,7 +45,7 @@ def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | No
 
 
 def _programs(tiles: int, tuning: Tuning, tile_size: int, device: Device) -> int:
-    blocks = triton.cdiv(tiles, tuning.values // tile_size)
+    blocks = ceil_div(tiles, tuning.values // tile_size)
     return blocks if device.interpret else min(blocks, tuning.programs * device.multiprocessors)
 
 
@@ -59,7 +60,7 @@ def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
     slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
     start(
         slots_kernel,
-        (triton.cdiv(layout.population, SLOTTED), layout.populations),
+        (ceil_div(layout.population, SLOTTED), layout.populations),
         (_part(wire, layout, "widths", torch.int32), slots),
         ((layout.population, layout.populations, layout.high_units), layout.units),
         W=triton.next_power_of_2(layout.words),
@@ -76,7 +77,7 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     units = max(1, 1024 // padded)
     start(
         entropy_kernel,
-        (triton.cdiv(layout.units, units),),
+        (ceil_div(layout.units, units),),
         (sums, entropies),
         (layout.units, layout.tiles_per_unit, layout.population, layout.populations),
         U=units,
@@ -85,7 +86,7 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     )
     start(
         rank_kernel,
-        (triton.cdiv(layout.population, RANKED), layout.populations),
+        (ceil_div(layout.population, RANKED), layout.populations),
         (entropies, _part(wire, layout, "widths", torch.int32)),
         (
             (
@@ -98,7 +99,7 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
         ),
         U=RANKED,
         J=AGAINST,
-        STEPS=triton.cdiv(layout.population, AGAINST),
+        STEPS=ceil_div(layout.population, AGAINST),
     )
     if not layout.high_tiles:
         return
@@ -108,7 +109,7 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
         size = layout.tiles * layout.config.tile_size * bits // 8
         start(
             compact_kernel,
-            (triton.cdiv(layout.tiles, spec.R.value),),
+            (ceil_div(layout.tiles, spec.R.value),),
             (extra[at : at + size].view(torch.int32), _part(wire, layout, f"extra{i}", torch.int32), slots),
             (layout.tiles, layout.tiles_per_unit),
             P=layout.config.tile_size * bits // 32,

@@ -9,7 +9,7 @@ from taco_kernels.tah_quant.layout import Layout
 from taco_kernels.triton.spec import Constants
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Spec(Constants):
     """One argument for all constants: kernels read ``C.G`` and so on, each a tl.constexpr."""
 
