@@ -48,7 +48,7 @@ class Rotation(Constants):
     INTERPRET: tl.constexpr
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Blocks(Constants):
     """A tile as blocks of HADAMARD_POINTS values, for blocks.py."""
 
