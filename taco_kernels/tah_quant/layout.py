@@ -4,13 +4,13 @@ A tensor [.., samples, channels] is tokens x samples rows of ``channels`` values
 ``tile_size`` consecutive channels, the last one zero padded. The wire is these sections, each padded to a
 multiple of 16 bytes::
 
-    base planes | extra planes | steps fp16 | zeros fp16 | pivots uint8 | widths
+    base planes | extra planes | scales | pivots uint8 | widths
 
 Base planes hold ``low_bits`` of every code, extra planes the other ``high_bits - low_bits`` of the codes of
 high tiles, in the order of their slots. A plane holds ``b`` bits of every code: 16 codes fill ``2b`` bytes,
-byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low bits. A tile's byte of pivots is
-the element that changed places with element 0, plus 128 if the tile was transformed. Widths are one bit a
-unit, set for high ones, 32-bit words a population.
+byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low bits. A tile's scales are its
+step and its zero point, fp16. Its byte of pivots is the element that became element 0, plus 128 if the tile
+was transformed. Widths are one bit a unit, set for high ones, 32-bit words a population.
 
 Widths are allocated to *units*, each inside a *population*: tokens inside a sample, or tiles inside a
 segment of SEGMENT consecutive ones. Of every population of N, exactly floor(ratio * N) units are high, so
@@ -44,7 +44,7 @@ class TahConfig:
     allocation: str = "token"
     """Widths by token (the paper's first version) or by tile (its second)."""
     transform: str = "pivot-hadamard"
-    """``none`` leaves pivot swap and Hadamard transform out: the control."""
+    """``none`` leaves pivot and Hadamard transform out: the control."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -190,7 +190,7 @@ class Layout:
         size, tiles, config = self.config.tile_size, self.tiles, self.config
         sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(self.base_planes)}
         sizes |= {f"extra{i}": self.high_tiles * size * bits // 8 for i, bits in enumerate(self.extra_planes)}
-        sizes |= {"steps": 2 * tiles, "zeros": 2 * tiles}
+        sizes["scales"] = 4 * tiles
         sizes["pivots"] = tiles if config.transform != "none" else 0
         sizes["widths"] = 4 * self.words * self.populations if config.extra_bits else 0
         return sizes

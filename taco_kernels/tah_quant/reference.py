@@ -1,11 +1,13 @@
 """TAH-Quant in plain torch: the definition that the kernels are tested against.
 
-Source: TAH-Quant (arXiv 2506.01352). All arithmetic is fp32. A tile x of T values whose largest magnitude is
-at least twice the second changes places of element 0 and the largest one and is multiplied by the
-orthonormal Hadamard matrix (Sylvester order: row 0 is constant, so the outlier becomes an offset). Then
+Source: TAH-Quant (arXiv 2506.01352). All arithmetic is fp32. A tile x of T values whose largest magnitude,
+in element p, is at least twice the second has its elements i and i ^ p change places, which makes the largest
+one element 0 (the paper exchanges 0 and p alone), and is multiplied by the orthonormal Hadamard matrix
+(Sylvester order: row 0 is constant, so the outlier becomes an offset; exchanging all pairs only flips the
+signs of what the matrix gives, those of outputs j where p & j has odd parity). Then
 
     zero = fp16(min y) rounded down        step = fp16((max y - zero) / (2^h - 1)) rounded up
-    q    = round((y - zero) / step)        y'   = zero + step * q
+    q    = floor((y - zero) / step + 1/2)  y'   = zero + step * q
 
 with h = ``high_bits``; rounding that way keeps every value inside the grid: |y - y'| <= step / 2. A low tile
 drops the d = h - l last bits of its codes, y' = zero + step * ((q >> d) * 2^d + (2^d - 1) / 2): cells of
@@ -37,12 +39,9 @@ def to_tiles(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, missing)).reshape(-1, layout.config.tile_size)
 
 
-def swap(x: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
-    """Exchange element 0 of each row of x [tiles, T] with element ``pivot`` int64[tiles]."""
-    order = torch.arange(x.shape[1], device=x.device).repeat(x.shape[0], 1)
-    order[:, 0] = pivot
-    order.scatter_(1, pivot[:, None], torch.zeros_like(pivot)[:, None])
-    return x.gather(1, order)
+def bring_forward(x: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
+    """Element i ^ pivot of each row of x [tiles, T] as its element i, pivot int64[tiles]; its own inverse."""
+    return x.gather(1, torch.arange(x.shape[1], device=x.device) ^ pivot[:, None])
 
 
 def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +61,7 @@ def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
 def transform_tiles(
     x: torch.Tensor, fits: torch.Tensor, config: TahConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pivot swap and Hadamard transform where they apply.
+    """Pivot and Hadamard transform where they apply.
 
     Returns: y fp32[tiles, T], and the tiles' bytes of pivots.
     """
@@ -70,7 +69,7 @@ def transform_tiles(
     largest, pivot = magnitude.max(dim=1)
     second = magnitude.scatter(1, pivot[:, None], 0.0).amax(dim=1)
     chosen = (largest >= 2 * second) & (largest > 0) & fits
-    rotated = hadamard(swap(x, pivot)) * (1 / math.sqrt(config.tile_size))
+    rotated = hadamard(bring_forward(x, pivot)) * (1 / math.sqrt(config.tile_size))
     y = torch.where(chosen[:, None], rotated, x)
     return y, torch.where(chosen, pivot + 128, 0).to(torch.uint8)
 
@@ -157,6 +156,12 @@ def section(wire: torch.Tensor, name: str, layout: Layout) -> torch.Tensor:
     return wire.narrow(0, layout.offsets[name], layout.sizes[name])
 
 
+def scales_of(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps and zero points, fp32[tiles] each."""
+    pairs = section(wire, "scales", layout).clone().view(torch.float16).float()
+    return pairs[::2], pairs[1::2]
+
+
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     """Encode x (any shape and stride, bf16/fp16/fp32): uint8[layout_of(config, x.shape).wire_bytes]."""
     layout = layout_of(config, tuple(x.shape))
@@ -175,11 +180,10 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     levels = torch.full((), config.levels, dtype=torch.float32, device=x.device)  # numbers: by a reciprocal
     steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / levels)
     steps = steps.masked_fill(~fits, math.nan)
-    section(wire, "zeros", layout).copy_(zeros.view(torch.uint8))
-    section(wire, "steps", layout).copy_(steps.view(torch.uint8))
+    section(wire, "scales", layout).copy_(torch.stack((steps, zeros), dim=1).view(torch.uint8).flatten())
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
     # rounded once, to the integer: a fused multiply-add, exact in fp64
-    codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None]).round()
+    codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None] + 0.5).floor()
     codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
     base = pack(codes >> config.extra_bits, layout.base_planes)
     for i, plane in enumerate(base):
@@ -226,15 +230,14 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     size, (codes, low) = config.tile_size, code_values(wire, layout)
-    zeros = section(wire, "zeros", layout).clone().view(torch.float16).float()
-    steps = section(wire, "steps", layout).clone().view(torch.float16).float()
+    steps, zeros = scales_of(wire, layout)
     zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)  # the middle of a cell
     y = zeros[:, None] + steps[:, None] * codes
     if config.transform != "none":  # on the codes, which is exact; a constant is all in element 0
         pivots = section(wire, "pivots", layout)
         rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]
         rotated[:, 0] += zeros * math.sqrt(size)
-        y = torch.where((pivots >= 128)[:, None], swap(rotated, (pivots & 127).long()), y)
+        y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
 

@@ -29,20 +29,12 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
     """Compare two wires of a tensor of ``shape``; values are compared without the inverse transform."""
     layout = layout_of(config, shape)
 
-    def half(wire: torch.Tensor, name: str) -> torch.Tensor:
-        return reference.section(wire, name, layout).clone().view(torch.float16).float()
-
     def high(wire: torch.Tensor) -> torch.Tensor:
         if not config.extra_bits:
             return torch.zeros(1, 1, dtype=torch.bool)
         return reference.unpack_widths(reference.section(wire, "widths", layout), layout)
 
-    steps_a, steps_b, zeros_a, zeros_b = (
-        half(a, "steps"),
-        half(b, "steps"),
-        half(a, "zeros"),
-        half(b, "zeros"),
-    )
+    (steps_a, zeros_a), (steps_b, zeros_b) = reference.scales_of(a, layout), reference.scales_of(b, layout)
     finite_a, finite_b = (steps_a + zeros_a).isfinite(), (steps_b + zeros_b).isfinite()
     both = finite_a & finite_b
     unit = steps_a.clamp(min=2.0**-24)

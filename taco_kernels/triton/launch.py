@@ -88,6 +88,8 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(stages=1)
     elif operation == "decode_sum_encode" and config.bits == 8:
         tuning = tuning._replace(registers=128 if config.rounding == "dither" else 80)
+    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
+        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
     if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
         tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
     if config.group_size == 512 and operation == "decode_sum":

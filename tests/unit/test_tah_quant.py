@@ -29,7 +29,7 @@ def activations(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 def steps_and_pivots(wire: torch.Tensor, config: TahConfig, shape) -> tuple[torch.Tensor, torch.Tensor]:
     layout = layout_of(config, shape)
-    steps = reference.section(wire, "steps", layout).clone().view(torch.float16).float()
+    steps, _ = reference.scales_of(wire, layout)
     return steps, reference.section(wire, "pivots", layout)
 
 
@@ -43,7 +43,7 @@ def test_round_trip_stays_within_half_a_cell(config: TahConfig, shape: tuple[int
     result = decode(wire, config, shape, torch.float32)
     layout = layout_of(config, shape)
     error = reference.to_tiles(result - x, layout)
-    steps = reference.section(wire, "steps", layout).clone().view(torch.float16).float()
+    steps, _ = reference.scales_of(wire, layout)
     cells = torch.full_like(steps, 2.0**config.extra_bits)
     if config.extra_bits:
         high = reference.unpack_widths(reference.section(wire, "widths", layout), layout)
@@ -83,7 +83,7 @@ def test_pivot_swap_and_hadamard() -> None:
     assert (y[0] - 50 / 8).abs().max() < 6, "the outlier has become an offset"
     spread = y[0].max() - y[0].min()
     assert spread < (x[0].max() - x[0].min()) / 3
-    back = reference.swap(reference.hadamard(y[:2]) / 8, torch.tensor([37, 0]))
+    back = reference.bring_forward(reference.hadamard(y[:2]) / 8, torch.tensor([37, 0]))
     assert back.allclose(x[:2], atol=1e-4)
 
 

@@ -17,8 +17,6 @@ def main() -> None:
     from tests.unit.interpreter import speed_up
 
     speed_up()
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(values=2048)
     cases = 0
     for config, shape, dtype in (
         (TahConfig(), (40, 2, 128), torch.bfloat16),

@@ -1,54 +1,98 @@
 """decode: read the wire once, write the tensor once.
 
-The inverse transform runs on the codes, exactly: the zero point, a constant, is what element 0 gets.
+Codes are integers, and so the transform of them is exact. They are multiplied by the identity as well, and so
+both results lie in the registers of one thread. Signs of the codes bring the outlier back to its place; the
+zero point, a constant, is what that element alone gets.
 """
 
 import triton
 import triton.language as tl
 
+from taco_kernels.tah_quant.kernels.rows import identity
 from taco_kernels.tah_quant.kernels.tiles import (
-    from_nibble_words,
+    fetch,
+    fetch_slots,
     load_bits,
     load_nibbles,
-    swapped,
+    signed,
+    signed_halves,
     tile_pointers,
-    tile_slots,
 )
-from taco_kernels.triton.hadamard import shuffle, sylvester, transform, unshuffle
+from taco_kernels.triton.hadamard import sylvester, transform, unshuffle
 
 
 @triton.jit
-def decode_tiles(x, base, extra, steps, zeros, pivots, slots, first, counts, matrix, C: tl.constexpr):
-    """Decode tiles first...; ``counts`` is (tiles, high tiles, tiles of a unit, of a row, channels)."""
-    tiles, high_tiles, per_unit, per_row, channels = counts
+def equal(x, y, C: tl.constexpr):
+    """fp32: 1 where x = y, else 0."""
+    x, y = tl.broadcast(x, y)
+    if C.INTERPRET:
+        result = (x == y).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "set.eq.f32.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def load_values(base, extra, pivots, slots, first, counts, C: tl.constexpr):
+    """fp16[R, G]: codes of tiles first..., with the signs that their pivots demand.
+
+    ``counts`` is (tiles, high tiles, tiles of a unit).
+    """
+    tiles, high_tiles, per_unit = counts
     row = first + tl.arange(0, C.R)
     inside = row < tiles
-    zero = tl.load(zeros + row, mask=inside, other=0.0).to(tl.float32)
-    step = tl.load(steps + row, mask=inside, other=0.0).to(tl.float32)
+    pivot = tl.zeros([C.R, 1], tl.int32)
+    if C.TRANSFORM:
+        byte = fetch(pivots + row[:, None], inside[:, None], C)
+        pivot = tl.where(byte >= 128, byte & 127, 0)
     if C.EXTRA > 0:
-        slot = tile_slots(slots, first, tiles, per_unit, C)
-        high = slot >= 0
-        zero = tl.where(high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5))
+        slot = fetch_slots(slots, first, tiles, per_unit, C)
     if C.LOW + C.EXTRA <= 4:
-        a, b = load_nibbles(base, row, inside, tiles, C.EXTRA, C.LOW, C)
+        a, b = load_nibbles(base, row, inside, tiles, C.EXTRA, C.LOW, True, C)
         if C.EXTRA > 0:
-            c, d = load_nibbles(extra, slot, high, high_tiles, 0, C.EXTRA, C)
+            c, d = load_nibbles(extra, slot, inside & (slot >= 0), high_tiles, 0, C.EXTRA, False, C)
             a, b = a | c, b | d
-        codes = from_nibble_words(a, b, C)
+        values = signed_halves(a, b, pivot, C)
     else:
         codes = load_bits(base, row, inside, tiles, C.LOW, C) << C.EXTRA
         if C.EXTRA > 0:
-            codes = codes | load_bits(extra, slot, high, high_tiles, C.EXTRA, C)
-    # 2^23 + c in fp32 has c in its low mantissa bits
-    values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    y = zero[:, None] + step[:, None] * values
+            codes = codes | load_bits(extra, slot, inside & (slot >= 0), high_tiles, C.EXTRA, C)
+        values = signed(codes.to(tl.float16), pivot, C)
+    return values
+
+
+@triton.jit
+def decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices, C: tl.constexpr):
+    """Decode tiles first...; ``counts`` is (tiles, high tiles, tiles of a unit, of a row, channels)."""
+    tiles, high_tiles, per_unit, per_row, channels = counts
+    matrix, unit = matrices
+    values = load_values(base, extra, pivots, slots, first, (tiles, high_tiles, per_unit), C)
+    row = first + tl.arange(0, C.R)
+    inside = row < tiles
+    pair = fetch(scales + row, inside, C)
+    step = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if C.EXTRA > 0:
+        middle = zero + step * ((2**C.EXTRA - 1) * 0.5)
+        zero = tl.where(fetch_slots(slots, first, tiles, per_unit, C) >= 0, zero, middle)
     if C.TRANSFORM:
-        byte = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)
-        rotated = unshuffle(transform(shuffle(values.to(tl.float16), C), matrix, C), C)
-        rotated = rotated * (step * (1 / C.G**0.5))[:, None]
+        byte = fetch(pivots + row, inside, C)
+        chosen = byte >= 128
+        # of a chosen tile the first product counts for nothing, of another the second
+        y = unshuffle(transform(values, unit, C), C)
+        own, own_zero = tl.where(chosen, 0.0, step), tl.where(chosen, 0.0, zero)
+        own, own_zero = tl.broadcast_to(own[:, None], y.shape), tl.broadcast_to(own_zero[:, None], y.shape)
+        rotated = unshuffle(transform(values, matrix, C), C)
+        factor = tl.broadcast_to(tl.where(chosen, step * (1 / C.G**0.5), 0.0)[:, None], y.shape)
+        y = tl.fma(rotated, factor, tl.fma(y, own, own_zero))
         column = tl.arange(0, C.G)[None, :]
-        rotated = tl.where(column == 0, rotated + (zero * C.G**0.5)[:, None], rotated)
-        y = tl.where((byte >= 128)[:, None], swapped(rotated, byte & 127, C), y)
+        place = (tl.where(chosen, byte & 127, 4 * C.G)[:, None] - (column & ~15)).to(tl.float32)
+        constant = tl.broadcast_to((zero * C.G**0.5)[:, None], y.shape)
+        y = tl.fma(equal(place, (column & 15).to(tl.float32), C), constant, y)
+    else:
+        y = tl.fma(values.to(tl.float32), step[:, None], zero[:, None])
     pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
     tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)
 
@@ -58,8 +102,7 @@ def decode_kernel(
     x,
     base,
     extra,
-    steps,
-    zeros,
+    scales,
     pivots,
     slots,
     tiles,
@@ -70,14 +113,14 @@ def decode_kernel(
     C: tl.constexpr,
 ):
     """Persistent programs, R tiles a step."""
-    matrix = 0
+    matrices = (0, 0)
     if C.TRANSFORM:
-        matrix = sylvester(C, 1.0, False, tl.float16)
+        matrices = (sylvester(C, 1.0, True, tl.float16), identity(C, tl.float16))
     counts = (tiles, high_tiles, per_unit, per_row, channels)
     if C.INTERPRET:  # no loops over run-time bounds there: one program a step
         first = tl.program_id(0) * C.R
-        decode_tiles(x, base, extra, steps, zeros, pivots, slots, first, counts, matrix, C)
+        decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices, C)
     else:
         blocks = tl.cdiv(tiles, C.R)
         for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
-            decode_tiles(x, base, extra, steps, zeros, pivots, slots, block * C.R, counts, matrix, C)
+            decode_tiles(x, base, extra, scales, pivots, slots, block * C.R, counts, matrices, C)

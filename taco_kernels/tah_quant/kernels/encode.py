@@ -2,115 +2,189 @@
 
 The extra bits go to scratch memory, with the sums that the entropies are made of; select.py chooses whose
 extra bits are sent.
+
+Values leave the tensor cores twice, multiplied by the identity and by the Hadamard matrix, so that both lie
+in the registers of one thread, 16 consecutive ones, without an exchange. Moving element i to i ^ p before a
+Hadamard transform flips the sign of its output j where i & j has odd parity: that is done behind the product.
 """
 
 import triton
 import triton.language as tl
 
-from taco_kernels.tah_quant.kernels.tiles import nibble_words, starts, store_bits, store_words, tile_pointers
+from taco_kernels.tah_quant.kernels.rows import grid_of, identity, odd
+from taco_kernels.tah_quant.kernels.tiles import (
+    nibble_words,
+    put_rows,
+    store_bits,
+    store_words,
+    tile_pointers,
+)
 from taco_kernels.triton.hadamard import sylvester, transform, unshuffle
-from taco_kernels.triton.rounding import MAGIC
+from taco_kernels.triton.packing import sixteen_joined, sixteen_of
 
 LARGEST_SUM = tl.constexpr(2.0**100)
 
 
 @triton.jit
-def round_down_fp16(x):
-    """Bits, int16, of the largest fp16 that is not above x (fp32)."""
-    half = x.to(tl.float16)
-    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -32767, bits + 1))
-    return tl.where(half.to(tl.float32) > x, below, bits).to(tl.int16)
-
-
-@triton.jit
-def round_up_fp16(x):
-    """Bits, int16, of the smallest fp16 that is not below x (fp32, not negative)."""
-    half = x.to(tl.float16)
-    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(half.to(tl.float32) < x, bits + 1, bits).to(tl.int16)
-
-
-@triton.jit
 def logarithm(magnitude, C: tl.constexpr):
-    """log2, and something finite at 0."""
-    magnitude = tl.maximum(magnitude, 2.0**-126)
+    """log2 of fp32 that is not negative; something finite at 0."""
     if C.INTERPRET:
-        result = tl.log2(magnitude)
-    else:  # one instruction: nothing here is subnormal
+        result = tl.log2(tl.maximum(magnitude, 2.0**-126))
+    else:  # an addition has twice the rate of a maximum, and changes nothing above 2^-102
         result = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [magnitude], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [magnitude + 2.0**-126],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     return result
 
 
 @triton.jit
-def encode_tiles(x, base, extra, steps, zeros, pivots, sums, first, counts, matrix, C: tl.constexpr):
+def above(x, bound, C: tl.constexpr):
+    """fp32: 1 where x > bound, else 0."""
+    bound = tl.broadcast_to(bound, x.shape)
+    if C.INTERPRET:
+        result = (x > bound).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "set.gt.f32.f32 $0, $1, $2;", "=f,f,f", [x, bound], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def outlier_of(magnitude, C: tl.constexpr):
+    """(chosen bool[R], pivot int32[R]): is the largest of magnitude[R, G] twice the second, and where is it.
+
+    It then is alone above half of itself.
+    """
+    found = above(magnitude, 0.5 * tl.max(magnitude, axis=1)[:, None], C)
+    block = tl.arange(0, C.G // 16)[None, :]
+    column = tl.arange(0, C.G)[None, :] & 15
+    # 256 for each one found, and its number among its thread's 16; the number of the thread's follows
+    found = tl.reshape(found * (column.to(tl.float32) + 256.0), [C.R, C.G // 16, 16])
+    number = (tl.sum(found, axis=2) + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF
+    number = tl.sum(number + (number >> 8) * (16 * block), axis=1)
+    return (number >> 8) == 1, number & (C.G - 1)
+
+
+@triton.constexpr_function
+def mixed_assembly():
+    """PTX of ``mixed`` for 16 values: $0-15 = $16-31 * factor with a sign + $32-47 * kept."""
+    pivot, block, factor, kept = "$48", "$49", "$50", "$51"
+    lines = ["{", ".reg .f32 t;", ".reg .b32 b<4>, s<16>;"]
+    lines += [
+        f"shr.u32 b0, {pivot}, 4;",
+        f"and.b32 b0, b0, {block};",
+        "popc.b32 b0, b0;",
+        "shl.b32 b0, b0, 31;",
+    ]
+    lines += [f"mov.b32 s0, {factor};", "xor.b32 s0, s0, b0;"]
+    for bit in range(4):
+        lines += [f"shl.b32 b{bit}, {pivot}, {31 - bit};", f"and.b32 b{bit}, b{bit}, 0x80000000;"]
+        lines += [f"xor.b32 s{2**bit + k}, s{k}, b{bit};" for k in range(2**bit)]
+    for k in range(16):
+        lines += [f"mul.rn.f32 t, ${32 + k}, {kept};", f"fma.rn.f32 ${k}, ${16 + k}, s{k}, t;"]
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def mixed(rotated, plain, pivot, chosen, C: tl.constexpr):
+    """fp32[R, G]: plain, or rotated / sqrt(G) where chosen, negated where pivot & column has odd parity."""
+    block = tl.broadcast_to(tl.arange(0, C.G // 16)[None, :], [C.R, C.G // 16])
+    if C.INTERPRET:
+        column = tl.arange(0, C.G)[None, :]
+        rotated = tl.where(odd(pivot[:, None] & column) == 1, -rotated, rotated) * (1 / C.G**0.5)
+        result = tl.where(chosen[:, None], rotated, plain)
+    else:
+        factor = tl.where(chosen, 1 / C.G**0.5, 0.0)
+        kept = tl.where(chosen, 0.0, 1.0)
+        text: tl.constexpr = mixed_assembly()
+        registers: tl.constexpr = "=f," * 16 + "f," * 32 + "r,r,f,f"
+        kinds: tl.constexpr = (tl.float32,) * 16
+        rest = (pivot[:, None], block, factor[:, None], kept[:, None])
+        inputs = sixteen_of(rotated, C) + sixteen_of(plain, C) + rest
+        a = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
+        result = sixteen_joined(
+            a[0],
+            a[1],
+            a[2],
+            a[3],
+            a[4],
+            a[5],
+            a[6],
+            a[7],
+            a[8],
+            a[9],
+            a[10],
+            a[11],
+            a[12],
+            a[13],
+            a[14],
+            a[15],
+            C,
+        )
+    return result
+
+
+@triton.jit
+def encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, C: tl.constexpr):
     """Encode tiles first...; ``counts`` is (tiles, tiles of a row, channels)."""
     tiles, per_row, channels = counts
+    matrix, unit = matrices
     pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
     y = tl.load(pointers, mask=mask, other=0.0)
-    plain = y.to(tl.float32)
+    if C.INTERPRET or not C.TRANSFORM or y.dtype == tl.float32:
+        plain = y.to(tl.float32)
+    else:  # a NaN or an infinity becomes NaN in all of its tile, which has no other use
+        plain = unshuffle(tl.dot(y, unit), C)
     magnitude = tl.abs(plain)
     total = tl.sum(magnitude, axis=1)
-    fits = total < LARGEST_SUM
-    row = first + tl.arange(0, C.R)
-    inside = row < tiles
     if C.EXTRA > 0:
         weighted = tl.sum(magnitude * logarithm(magnitude, C), axis=1)
-        tl.store(sums + row, total, mask=inside)
-        tl.store(sums + tiles + row, weighted, mask=inside)
+        put_rows(sums, first, total.to(tl.int32, bitcast=True), tiles, C)
+        put_rows(sums + tiles, first, weighted.to(tl.int32, bitcast=True), tiles, C)
     if C.TRANSFORM:
-        # the largest is at least twice the second: it alone is larger than its half
-        outlier = magnitude > 0.5 * tl.max(magnitude, axis=1)[:, None]
-        found = tl.sum(tl.where(outlier, tl.arange(0, C.G)[None, :] + 256, 0), axis=1)
-        chosen = (found >> 8 == 1) & fits
-        start = starts(first, per_row, channels, C)
-        head = tl.load(x + start, mask=inside, other=0.0)
-        largest = tl.load(x + start + (found & 127), mask=chosen & inside, other=0.0).to(tl.float32)
-        # Row 0 of the matrix is constant: element 0 may stay as it is, and its change is added to all.
-        rotated = transform(tl.where(outlier, head[:, None], y), matrix, C)
-        offset = (largest - head.to(tl.float32)) * (1 / C.G**0.5)
-        rotated = unshuffle(tl.fma(rotated, 1 / C.G**0.5, offset[:, None]), C)
-        plain = tl.where(chosen[:, None], rotated, plain)
-        pivot = tl.where(chosen, (found & 127) + 128, 0)
-        tl.store(pivots + row, pivot.to(tl.uint8), mask=inside)
-    low = tl.where(fits, tl.min(plain, axis=1), 0.0)
-    high = tl.where(fits, tl.max(plain, axis=1), 0.0)
-    zero_bits = round_down_fp16(low)
-    zero = zero_bits.to(tl.float16, bitcast=True).to(tl.float32)
-    span = tl.maximum(high - zero, 0.0)
-    step_bits = round_up_fp16(tl.div_rn(span, tl.full([C.R], C.LEVELS, tl.float32)))
-    step = step_bits.to(tl.float16, bitcast=True).to(tl.float32)
-    tl.store(zeros + row, zero_bits, mask=inside)
-    tl.store(steps + row, tl.where(fits, step_bits, 0x7E00).to(tl.int16), mask=inside)  # fp16 NaN
-    positive = fits & (step > 0.0)
-    inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), tl.where(positive, step, 1.0))
-    inverse = tl.broadcast_to(tl.where(positive, inverse, 0.0)[:, None], [C.R, C.G])
-    codes = tl.fma(plain - zero[:, None], inverse, MAGIC).to(tl.int32, bitcast=True) & C.LEVELS
+        chosen, pivot = outlier_of(magnitude, C)
+        chosen = chosen & (total < LARGEST_SUM)
+        rotated = unshuffle(transform(y, matrix, C), C)
+        plain = mixed(rotated, plain, pivot, chosen, C)
+        put_rows(pivots, first, tl.where(chosen, pivot + 128, 0).to(tl.uint8), tiles, C)
+    pair, inverse, offset = grid_of(tl.min(plain, axis=1), tl.max(plain, axis=1), total, C)
+    put_rows(scales, first, pair, tiles, C)
+    # 2^(23 - SHIFT) + code + fraction: the code lies at bit SHIFT
+    inverse, offset = (
+        tl.broadcast_to(inverse[:, None], plain.shape),
+        tl.broadcast_to(offset[:, None], plain.shape),
+    )
+    codes = tl.fma(plain, inverse, offset).to(tl.int32, bitcast=True)
     if C.LOW + C.EXTRA <= 4:
         a, b = nibble_words(codes, C)
         store_words(a, b, base, first, tiles, 16, C.EXTRA, C.LOW, C)
         if C.EXTRA > 0:
             store_words(a, b, extra, first, tiles, 1, 0, C.EXTRA, C)
     else:
+        codes = (codes >> C.SHIFT) & C.LEVELS
         store_bits(codes >> C.EXTRA, base, first, tiles, 16, C.LOW, C)
         if C.EXTRA > 0:
             store_bits(codes & (2**C.EXTRA - 1), extra, first, tiles, 1, C.EXTRA, C)
 
 
 @triton.jit
-def encode_kernel(x, base, extra, steps, zeros, pivots, sums, tiles, per_row, channels, C: tl.constexpr):
+def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels, C: tl.constexpr):
     """Everything but the widths and the choice of extra bits. Persistent programs, R tiles a step."""
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    matrix = 0
+    matrices = (0, 0)
     if C.TRANSFORM:
-        matrix = sylvester(C, 1.0, True, dot_type)
+        matrices = (sylvester(C, 1.0, True, dot_type), identity(C, dot_type))
     counts = (tiles, per_row, channels)
     if C.INTERPRET:  # no loops over run-time bounds there: one program a step
         first = tl.program_id(0) * C.R
-        encode_tiles(x, base, extra, steps, zeros, pivots, sums, first, counts, matrix, C)
+        encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, C)
     else:
         blocks = tl.cdiv(tiles, C.R)
         for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
-            encode_tiles(x, base, extra, steps, zeros, pivots, sums, block * C.R, counts, matrix, C)
+            encode_tiles(x, base, extra, scales, pivots, sums, block * C.R, counts, matrices, C)

@@ -9,7 +9,12 @@ import triton
 from taco_kernels.layout import ceil_div
 from taco_kernels.tah_quant.kernels.decode import decode_kernel
 from taco_kernels.tah_quant.kernels.encode import encode_kernel
-from taco_kernels.tah_quant.kernels.select import compact_kernel, entropy_kernel, rank_kernel, slots_kernel
+from taco_kernels.tah_quant.kernels.select import (
+    choose_kernel,
+    compact_kernel,
+    entropy_kernel,
+    slots_kernel,
+)
 from taco_kernels.tah_quant.kernels.spec import spec_of
 from taco_kernels.tah_quant.layout import ALIGNMENT, Layout, TahConfig, layout_of
 from taco_kernels.tah_quant.reference import check_wire, section
@@ -20,20 +25,30 @@ from taco_kernels.triton.launch import Device, device_for
 class Tuning(NamedTuple):
     """How a kernel is run."""
 
-    values: int
-    """Values a program holds at a time."""
+    tiles: int
+    """Tiles a program holds at a time; the tensor cores take 64 rows."""
     warps: int
     stages: int
     """Depth of the software pipeline."""
     programs: int
-    """Programs a multiprocessor."""
+    """Programs a multiprocessor, as many as fit."""
+    registers: int
+    """Most registers a thread: what lets them fit."""
 
 
-TUNING = {"encode": Tuning(4096, 4, 2, 3), "decode": Tuning(4096, 4, 2, 4)}
-RANKED, AGAINST = 32, 512
-"""Units that a program of rank_kernel ranks, and others it compares them with at a time."""
+TUNING = {"encode": Tuning(64, 4, 3, 4, 128), "decode": Tuning(64, 4, 2, 4, 128)}
+CHOSEN = 8192
+"""Most units that a program of choose_kernel holds at a time."""
+MOVED = 512
+"""Tiles of a program of compact_kernel."""
 SLOTTED = 1024
-"""Units of a program of slots_kernel."""
+"""Most units of a program of slots_kernel."""
+
+
+def tuning_of(operation: str, config: TahConfig) -> Tuning:
+    """TUNING with what long tiles need."""
+    tuning = TUNING[operation]
+    return tuning._replace(programs=2, registers=255) if config.tile_size == 128 else tuning
 
 
 def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -44,8 +59,8 @@ def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | No
     return part if dtype is None else part.view(dtype)
 
 
-def _programs(tiles: int, tuning: Tuning, tile_size: int, device: Device) -> int:
-    blocks = ceil_div(tiles, tuning.values // tile_size)
+def _programs(tiles: int, tuning: Tuning, device: Device) -> int:
+    blocks = ceil_div(tiles, tuning.tiles)
     return blocks if device.interpret else min(blocks, tuning.programs * device.multiprocessors)
 
 
@@ -58,13 +73,14 @@ def check_tiles(layout: Layout) -> None:
 def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
     """int32[units]: numbers of the high units, -1 for the others, from the widths on the wire."""
     slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
+    units = min(SLOTTED, max(32, triton.next_power_of_2(layout.population)))
     start(
         slots_kernel,
-        (ceil_div(layout.population, SLOTTED), layout.populations),
+        (ceil_div(layout.population, units), layout.populations),
         (_part(wire, layout, "widths", torch.int32), slots),
         ((layout.population, layout.populations, layout.high_units), layout.units),
         W=triton.next_power_of_2(layout.words),
-        U=SLOTTED,
+        U=units,
         BY_TOKEN=layout.by_token,
     )
     return slots
@@ -72,54 +88,58 @@ def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: Layout, spec) -> None:
     """Choose the high units by ``sums`` fp32[2 * tiles], write their widths and their planes of ``extra``."""
-    entropies = torch.empty(layout.populations * layout.population, dtype=torch.float32, device=wire.device)
-    padded = triton.next_power_of_2(layout.tiles_per_unit)
-    units = max(1, 1024 // padded)
-    start(
-        entropy_kernel,
-        (ceil_div(layout.units, units),),
-        (sums, entropies),
-        (layout.units, layout.tiles_per_unit, layout.population, layout.populations),
-        U=units,
-        T=padded,
-        C=spec,
+    keys = sums
+    if layout.by_token:
+        keys = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
+        padded = triton.next_power_of_2(layout.tiles_per_unit)
+        units = max(1, 1024 // padded)
+        start(
+            entropy_kernel,
+            (ceil_div(layout.units, units),),
+            (sums, keys),
+            (layout.units, layout.tiles_per_unit, layout.population, layout.populations),
+            U=units,
+            T=padded,
+            C=spec,
+        )
+    slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
+    counts = (
+        layout.population,
+        layout.populations,
+        layout.high_units,
+        layout.last_population,
+        layout.last_high_units,
     )
+    held = min(CHOSEN, max(32, triton.next_power_of_2(layout.population)))
     start(
-        rank_kernel,
-        (ceil_div(layout.population, RANKED), layout.populations),
-        (entropies, _part(wire, layout, "widths", torch.int32)),
-        (
-            (
-                layout.population,
-                layout.populations,
-                layout.high_units,
-                layout.last_population,
-                layout.last_high_units,
-            ),
-        ),
-        U=RANKED,
-        J=AGAINST,
-        STEPS=ceil_div(layout.population, AGAINST),
+        choose_kernel,
+        (layout.populations,),
+        (keys, sums, _part(wire, layout, "widths", torch.int32), slots),
+        (counts, layout.units),
+        N=held,
+        STEPS=ceil_div(layout.population, held),
+        FUSED=not layout.by_token,
+        BY_TOKEN=layout.by_token,
+        num_warps=max(1, held // 512),
     )
     if not layout.high_tiles:
         return
-    slots = slots_of(wire, layout)
     at = 0
     for i, bits in enumerate(layout.extra_planes):
         size = layout.tiles * layout.config.tile_size * bits // 8
         start(
             compact_kernel,
-            (ceil_div(layout.tiles, spec.R.value),),
+            (ceil_div(layout.tiles, MOVED),),
             (extra[at : at + size].view(torch.int32), _part(wire, layout, f"extra{i}", torch.int32), slots),
             (layout.tiles, layout.tiles_per_unit),
             P=layout.config.tile_size * bits // 32,
-            C=spec,
+            R=MOVED,
         )
         at += size
 
 
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
-    """reference.encode in five kernels."""
+    """reference.encode in four kernels (tokens) or three (tiles)."""
     layout = layout_of(config, tuple(x.shape))
     whole = all(size % ALIGNMENT == 0 for size in layout.sizes.values())
     make = torch.empty if whole else torch.zeros  # zeros: the sections' padding
@@ -128,27 +148,27 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         return wire
     check_tiles(layout)
     x = x.contiguous()
-    device, tuning = device_for(x), TUNING["encode"]
-    spec = spec_of(layout, tuning.values, tuning.stages, device.interpret)
+    device, tuning = device_for(x), tuning_of("encode", config)
+    spec = spec_of(layout, tuning.tiles, tuning.stages, device.interpret)
     mixed = config.extra_bits > 0
     sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
     extra_bytes = layout.tiles * config.tile_size * config.extra_bits // 8
     extra = torch.empty(extra_bytes, dtype=torch.uint8, device=x.device)
     start(
         encode_kernel,
-        (_programs(layout.tiles, tuning, config.tile_size, device),),
+        (_programs(layout.tiles, tuning, device),),
         (
             x,
             wire,
             extra if mixed else wire,
-            _part(wire, layout, "steps", torch.int16),
-            _part(wire, layout, "zeros", torch.int16),
+            _part(wire, layout, "scales", torch.int32),
             _part(wire, layout, "pivots"),
-            sums if mixed else wire,
+            sums.view(torch.int32) if mixed else wire,
         ),
         (layout.tiles, layout.tiles_per_row, layout.channels),
         C=spec,
         num_warps=tuning.warps,
+        maxnreg=tuning.registers,
         enable_fp_fusion=True,  # of the entropies' sums alone: all else is rounded as it is written
     )
     if mixed:
@@ -166,24 +186,24 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     check_tiles(layout)
     if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
         wire = wire.clone(memory_format=torch.contiguous_format)
-    device, tuning = device_for(wire), TUNING["decode"]
-    spec = spec_of(layout, tuning.values, tuning.stages, device.interpret)
+    device, tuning = device_for(wire), tuning_of("decode", config)
+    spec = spec_of(layout, tuning.tiles, tuning.stages, device.interpret)
     slots = slots_of(wire, layout) if config.extra_bits else wire
     start(
         decode_kernel,
-        (_programs(layout.tiles, tuning, config.tile_size, device),),
+        (_programs(layout.tiles, tuning, device),),
         (
             x,
             wire,
             _part(wire, layout, "extra0"),
-            _part(wire, layout, "steps", torch.float16),
-            _part(wire, layout, "zeros", torch.float16),
+            _part(wire, layout, "scales", torch.int32),
             _part(wire, layout, "pivots"),
             slots,
         ),
         (layout.tiles, layout.high_tiles, layout.tiles_per_unit, layout.tiles_per_row, layout.channels),
         C=spec,
         num_warps=tuning.warps,
+        maxnreg=tuning.registers,
         enable_fp_fusion=False,
     )
     return x

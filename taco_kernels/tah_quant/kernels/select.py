@@ -1,4 +1,4 @@
-"""Who is high: entropies, ranks by counting, slots by counting bits, and the extra bits to their slots.
+"""Who is high: entropies, a threshold by bisection, slots by counting, and the extra bits to their slots.
 
 Nothing here depends on timing: sums have a fixed order, and of equal entropies the first unit wins.
 """
@@ -21,9 +21,19 @@ def place_of(unit, population, populations, BY_TOKEN: tl.constexpr):
 
 
 @triton.jit
+def entropy_key(total, weighted):
+    """int32 in the order of the entropies that sums fp32 belong to."""
+    meaningful = (total > 0.0) & (total < LARGEST_SUM)
+    divisor = tl.where(meaningful, total, 1.0)
+    value = tl.where(meaningful, tl.log2(divisor) - weighted / divisor, 0.0)
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # one zero
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def entropy_kernel(
     sums,
-    entropies,
+    keys,
     units,
     per_unit,
     population,
@@ -32,7 +42,7 @@ def entropy_kernel(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """entropies[population * N + index] of U units a program; T is a power of two from ``per_unit`` on."""
+    """keys[population * N + index] of U units a program; T is a power of two from ``per_unit`` on."""
     unit = tl.program_id(0) * U + tl.arange(0, U)
     tile = tl.arange(0, T)[None, :]
     at = unit.to(tl.int64)[:, None] * per_unit + tile
@@ -40,39 +50,86 @@ def entropy_kernel(
     tiles = tl.full((), 1, tl.int64) * units * per_unit  # units may be a constant 1
     total = tl.sum(tl.load(sums + at, mask=mask, other=0.0), axis=1)
     weighted = tl.sum(tl.load(sums + tiles + at, mask=mask, other=0.0), axis=1)
-    meaningful = (total > 0.0) & (total < LARGEST_SUM)
-    divisor = tl.where(meaningful, total, 1.0)
-    value = tl.where(meaningful, tl.log2(divisor) - weighted / divisor, 0.0)
     group, index = place_of(unit, population, populations, C.BY_TOKEN)
-    tl.store(entropies + group.to(tl.int64) * population + index, value, mask=unit < units)
+    tl.store(keys + group.to(tl.int64) * population + index, entropy_key(total, weighted), mask=unit < units)
 
 
 @triton.jit
-def rank_kernel(entropies, widths, counts, U: tl.constexpr, J: tl.constexpr, STEPS: tl.constexpr):
-    """Bits of widths for U units of a population: those with fewer than ``high`` units before them.
+def load_keys(keys, sums, group, first, there, counts, N: tl.constexpr, FUSED: tl.constexpr):
+    """uint32[N]: keys of units first... of a population, ordered as unsigned numbers; 0 beyond the last."""
+    population, units = counts
+    index = first + tl.arange(0, N)
+    mask = index < there
+    at = group.to(tl.int64) * population + index
+    if FUSED:  # the units are tiles, and nobody has made keys of their sums
+        total = tl.load(sums + at, mask=mask, other=0.0)
+        key = entropy_key(total, tl.load(sums + units + at, mask=mask, other=0.0))
+    else:
+        key = tl.load(keys + at, mask=mask, other=0)
+    return tl.where(mask, key.to(tl.uint32, bitcast=True) ^ 0x80000000, 0)
 
-    ``counts`` is (population, populations, high, last population, last high); J * STEPS covers a population.
+
+@triton.jit
+def choose_kernel(
+    keys,
+    sums,
+    widths,
+    slots,
+    counts,
+    units,
+    N: tl.constexpr,
+    STEPS: tl.constexpr,
+    FUSED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """Widths and slots of one population a program, N units at a time, STEPS times.
+
+    ``counts`` is (population, populations, high, last population, last high). The key of the last high unit is
+    found bit by bit: it is the largest number that no fewer than ``high`` keys reach.
     """
-    population, populations, high, last_population, last_high = counts
-    group = tl.program_id(1)
+    population, populations, every, last_population, last_high = counts
+    group = tl.program_id(0)
     last = group == populations - 1
     there = tl.where(last, last_population, population)
-    high = tl.where(last, last_high, high)
-    entropies += group.to(tl.int64) * population
-    own = tl.program_id(0) * U + tl.arange(0, U)
-    value = tl.load(entropies + own, mask=own < there, other=0.0)
-    rank = tl.zeros([U], tl.int32)
-    for step in range(STEPS):
-        other = step * J + tl.arange(0, J)
-        against = tl.load(entropies + other, mask=other < there, other=float("-inf"))
-        larger = against[None, :] > value[:, None]
-        equal = (against[None, :] == value[:, None]) & (other[None, :] < own[:, None])
-        rank += tl.sum((larger | equal).to(tl.int32), axis=1)
-    flags = ((rank < high) & (own < there)).to(tl.int32)
-    words = tl.sum(tl.reshape(flags, [U // 32, 32]) << tl.arange(0, 32)[None, :], axis=1)
-    per_population = (population + 31) // 32
-    word = tl.program_id(0) * (U // 32) + tl.arange(0, U // 32)
-    tl.store(widths + group * per_population + word, words, mask=word < per_population)
+    high = tl.where(last, last_high, every)
+    sizes = (population, units)
+    threshold = tl.zeros([], tl.uint32)
+    key = load_keys(keys, sums, group, 0, there, sizes, N, FUSED)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        candidate = threshold | bit
+        bit = bit >> 1
+        reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
+        for part in range(1, STEPS):
+            other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
+            reached += tl.sum((other >= candidate).to(tl.int32), axis=0)
+        threshold = tl.where(reached >= high, candidate, threshold)
+    above = tl.sum((key > threshold).to(tl.int32), axis=0)
+    for part in range(1, STEPS):
+        other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
+        above += tl.sum((other > threshold).to(tl.int32), axis=0)
+    wanted = high - above  # of those that equal the threshold
+    words = (population + 31) // 32
+    larger_before = tl.zeros([], tl.int32)
+    equal_before = tl.zeros([], tl.int32)
+    for part in range(STEPS):
+        index = part * N + tl.arange(0, N)
+        key = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
+        larger = (key > threshold) & (index < there)
+        equal = (key == threshold) & (index < there)
+        both = larger.to(tl.int32) | (equal.to(tl.int32) << 16)  # N is at most 2^14
+        sums_to = tl.cumsum(both, axis=0)
+        equals = equal_before + (sums_to >> 16)
+        flag = larger | (equal & (equals <= wanted))
+        slot = group * every + larger_before + (sums_to & 0xFFFF) + tl.minimum(equals, wanted) - 1
+        unit = index * populations + group if BY_TOKEN else group * population + index
+        tl.store(slots + unit, tl.where(flag, slot, -1), mask=index < there)
+        bits = tl.reshape(flag.to(tl.int32), [N // 32, 32]) << tl.arange(0, 32)[None, :]
+        word = part * (N // 32) + tl.arange(0, N // 32)
+        tl.store(widths + group * words + word, tl.sum(bits, axis=1), mask=word < words)
+        all_of_them = tl.sum(both, axis=0)
+        larger_before += all_of_them & 0xFFFF
+        equal_before += all_of_them >> 16
 
 
 @triton.jit
@@ -105,12 +162,11 @@ def slots_kernel(widths, slots, counts, units, W: tl.constexpr, U: tl.constexpr,
 
 
 @triton.jit
-def compact_kernel(extra, out, slots, tiles, per_unit, P: tl.constexpr, C: tl.constexpr):
-    """Copy high tiles of a plane of P 32-bit words a tile to their slots."""
-    first = tl.program_id(0) * C.R
-    slot = tile_slots(slots, first, tiles, per_unit, C)
+def compact_kernel(extra, out, slots, tiles, per_unit, P: tl.constexpr, R: tl.constexpr):
+    """Copy high tiles of a plane of P 32-bit words a tile to their slots, R tiles a program."""
+    tile = tl.program_id(0) * R + tl.arange(0, R)
+    slot = tile_slots(slots, tile, tiles, per_unit)
     word = tl.arange(0, P)[None, :]
-    tile = (first + tl.arange(0, C.R)).to(tl.int64)
     high = (slot >= 0)[:, None]
-    values = tl.load(extra + tile[:, None] * P + word, mask=high, other=0)
+    values = tl.load(extra + tile.to(tl.int64)[:, None] * P + word, mask=high, other=0)
     tl.store(out + slot.to(tl.int64)[:, None] * P + word, values, mask=high)

@@ -27,10 +27,14 @@ class Spec(Constants):
     """Bits that a high code has more."""
     LEVELS: tl.constexpr
     """Largest code."""
+    SHIFT: tl.constexpr
+    """Where a code lies in an fp32 number that is a power of two more (encode.py)."""
     TRANSFORM: tl.constexpr
-    """Pivot swap and Hadamard transform."""
+    """Pivot and Hadamard transform."""
     BY_TOKEN: tl.constexpr
     """Units are tokens; else tiles."""
+    LONG: tl.constexpr
+    """Units have R tiles or more."""
     PADDED: tl.constexpr
     """Rows are not whole tiles."""
     STAGES: tl.constexpr
@@ -40,19 +44,21 @@ class Spec(Constants):
 
 
 @lru_cache
-def spec_of(layout: Layout, values: int, stages: int, interpret: bool) -> Spec:
-    """Constants for ``layout``, programs holding ``values`` values at a time; cached."""
+def spec_of(layout: Layout, tiles: int, stages: int, interpret: bool) -> Spec:
+    """Constants for ``layout``, programs holding ``tiles`` tiles at a time; cached."""
     config = layout.config
     constants = dict(
-        R=values // config.tile_size,
+        R=tiles,
         G=config.tile_size,
         POINT=config.tile_size,
         BLOCKS=1,
         LOW=config.low_bits,
         EXTRA=config.extra_bits,
         LEVELS=config.levels,
+        SHIFT=15 if config.high_bits == 8 else 16,
         TRANSFORM=config.transform != "none",
         BY_TOKEN=layout.by_token,
+        LONG=layout.tiles_per_unit >= tiles,
         PADDED=layout.channels % config.tile_size != 0,
         STAGES=stages,
         INTERPRET=interpret,
