@@ -41,6 +41,7 @@ def main() -> None:
         x = x.to(dtype)
         if cases == 1:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        launch.CHOSEN = (8192, 32)[cases % 2]  # populations in one step, or in several
         exact, wire = reference.encode(x, config), launch.encode(x, config)
         apart = difference(exact, wire, config, shape)
         # a transform summed in another order moves a value that lies near the middle between two codes

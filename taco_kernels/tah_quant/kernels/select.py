@@ -84,8 +84,8 @@ def choose_kernel(
 ):
     """Widths and slots of one population a program, N units at a time, STEPS times.
 
-    ``counts`` is (population, populations, high, last population, last high). The key of the last high unit is
-    found bit by bit: it is the largest number that no fewer than ``high`` keys reach.
+    ``counts`` is (population, populations, high, last population, last high). A threshold that ``high`` keys
+    reach is found bit by bit; where equal keys leave none, the largest that more of them reach.
     """
     population, populations, every, last_population, last_high = counts
     group = tl.program_id(0)
@@ -93,10 +93,24 @@ def choose_kernel(
     there = tl.where(last, last_population, population)
     high = tl.where(last, last_high, every)
     sizes = (population, units)
-    threshold = tl.zeros([], tl.uint32)
     key = load_keys(keys, sums, group, 0, there, sizes, N, FUSED)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
+    first_key = tl.max(key, axis=0)
+    last_key = tl.min(tl.where(tl.arange(0, N) < there, key, first_key), axis=0)
+    for part in range(1, STEPS):
+        other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
+        first_key = tl.maximum(first_key, tl.max(other, axis=0))
+        other = tl.where(part * N + tl.arange(0, N) < there, other, first_key)
+        last_key = tl.minimum(last_key, tl.min(other, axis=0))
+    differ = first_key ^ last_key  # then all bits from the first that differs on
+    differ = differ | (differ >> 1)
+    differ = differ | (differ >> 2)
+    differ = differ | (differ >> 4)
+    differ = differ | (differ >> 8)
+    differ = differ | (differ >> 16)
+    threshold = first_key & (differ ^ 0xFFFFFFFF)
+    bit = differ ^ (differ >> 1)
+    reached = high - 1
+    while (bit != 0) & (reached != high):
         candidate = threshold | bit
         bit = bit >> 1
         reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
