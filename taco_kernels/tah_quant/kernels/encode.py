@@ -137,10 +137,10 @@ def encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, 
     matrix, unit = matrices
     pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
     y = tl.load(pointers, mask=mask, other=0.0)
-    if C.INTERPRET or not C.TRANSFORM or y.dtype == tl.float32:
+    if C.INTERPRET or not C.TRANSFORM:
         plain = y.to(tl.float32)
-    else:  # a NaN or an infinity becomes NaN in all of its tile, which has no other use
-        plain = unshuffle(tl.dot(y, unit), C)
+    else:  # exact; a NaN or an infinity becomes NaN in all of its tile, which has no other use
+        plain = unshuffle(transform(y, unit, C), C)
     magnitude = tl.abs(plain)
     total = tl.sum(magnitude, axis=1)
     if C.EXTRA > 0:

@@ -45,10 +45,14 @@ SLOTTED = 1024
 """Most units of a program of slots_kernel."""
 
 
-def tuning_of(operation: str, config: TahConfig) -> Tuning:
-    """TUNING with what long tiles need."""
+def tuning_of(operation: str, config: TahConfig, dtype: torch.dtype) -> Tuning:
+    """TUNING, with more registers where tiles of other than 64 values or the encoding of fp32 need them."""
     tuning = TUNING[operation]
-    return tuning._replace(programs=2, registers=255) if config.tile_size == 128 else tuning
+    if config.tile_size != 64:
+        tuning = tuning._replace(programs=2, registers=255)
+    elif operation == "encode" and dtype == torch.float32:
+        tuning = tuning._replace(programs=3, registers=168)
+    return tuning
 
 
 def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -148,7 +152,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         return wire
     check_tiles(layout)
     x = x.contiguous()
-    device, tuning = device_for(x), tuning_of("encode", config)
+    device, tuning = device_for(x), tuning_of("encode", config, x.dtype)
     spec = spec_of(layout, tuning.tiles, tuning.stages, device.interpret)
     mixed = config.extra_bits > 0
     sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
@@ -186,7 +190,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     check_tiles(layout)
     if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
         wire = wire.clone(memory_format=torch.contiguous_format)
-    device, tuning = device_for(wire), tuning_of("decode", config)
+    device, tuning = device_for(wire), tuning_of("decode", config, dtype)
     spec = spec_of(layout, tuning.tiles, tuning.stages, device.interpret)
     slots = slots_of(wire, layout) if config.extra_bits else wire
     start(
