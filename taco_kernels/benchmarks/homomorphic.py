@@ -1,6 +1,7 @@
 """The homomorphic sketch against a device copy of the same run."""
 
 import argparse
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--senders", type=int, default=4)
     parser.add_argument(
         "--load", type=float, default=0.95, help="density of the union, as a share of the exact one"
+    )
+    parser.add_argument(
+        "--peel-cells",
+        type=int,
+        nargs="+",
+        default=[launch.PEEL_CELLS],
+        help="cells a program peels at a time",
+    )
+    parser.add_argument("--peel-warps", type=int, nargs="+", default=[launch.PEEL_WARPS])
+    parser.add_argument(
+        "--peel-registers", type=int, nargs="+", default=[launch.PEEL_REGISTERS], help="most a thread"
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
 
@@ -98,5 +110,11 @@ def run(options: argparse.Namespace) -> None:
                 base = {"M values": millions, "ratio": ratio, "cell bits": cell_bits}
                 base |= {"bits a value": 8 * layout.wire_bytes / numel, "union": union / numel}
                 base["leftovers"] = leftovers
+                peel = timed.pop("peel")
                 rows += [timing(name, *work, rate) | base for name, work in timed.items()]
+                for shape in itertools.product(
+                    options.peel_cells, options.peel_warps, options.peel_registers
+                ):
+                    launch.PEEL_CELLS, launch.PEEL_WARPS, launch.PEEL_REGISTERS = shape
+                    rows.append(timing(f"peel {shape}", *peel, rate) | base)
     report(rows, COLUMNS, options.json)

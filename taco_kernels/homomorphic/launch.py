@@ -12,7 +12,10 @@ from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
-PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 8
+PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 16
+PEEL_REGISTERS = 64
+"""Most a thread: peeling waits for one cell after another, so that programs beside each other decide. With
+eight warps and the compiler's 142 registers a multiprocessor holds one, with these two of twice the warps."""
 
 
 def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
@@ -156,5 +159,6 @@ def decode(
         ROWS=PEEL_ROWS,
         CELLS=PEEL_CELLS,
         num_warps=PEEL_WARPS,
+        maxnreg=PEEL_REGISTERS,
     )
     return Decoded(values, counters)
