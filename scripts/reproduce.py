@@ -69,7 +69,12 @@ STAGES = {
         "the Triton kernels against the references",
         1,
         _tests(
-            "codec_kernels", "sdp4bit_kernels", "homomorphic_kernels", "packed_kernels", "tah_quant_kernels"
+            "codec_kernels",
+            "fast_launch",
+            "sdp4bit_kernels",
+            "homomorphic_kernels",
+            "packed_kernels",
+            "tah_quant_kernels",
         ),
         together=True,
     ),
