@@ -74,7 +74,7 @@ def measure(mib: float, schedules: Sequence[str], group: SymmetricGroup) -> list
         name = config.format if config.scales == "dual" else f"{config.format} single"
         first, times = None, {schedule: float("inf") for schedule in schedules}
         for schedule in schedules:
-            result = call(config, schedule)().view(torch.int16)
+            result = call(config, schedule)().view(torch.uint8)
             first = result.clone() if first is None else first
             if identical(result) != "yes" or not torch.equal(result, first):  # every rank finds the same
                 raise RuntimeError(

@@ -176,6 +176,7 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
         transformers: leave the installed transformers importable (Hugging Face tokenizers).
     """
     path = [str(REPO)] if transformers else [str(START_FAST), str(REPO)]
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path)}
     return {**os.environ, "PYTHONUNBUFFERED": "1", **settings, **extra}
 

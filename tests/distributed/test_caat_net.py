@@ -139,7 +139,8 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | 
     """Each rank's loss and gradients from ``_gradients`` against autograd in this process."""
     changes = changes or {}
     emulation = _emulation(ranks, fraction, changes)
-    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(batch(0, 0, BATCH)["input_ids"]))]
+    tokens = batch(0, 0, BATCH)["input_ids"].cpu()
+    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
     sum(addends).backward()
     for rank, result in enumerate(ranks):
         assert result["loss"] == pytest.approx(addends[rank].item(), rel=1e-12)

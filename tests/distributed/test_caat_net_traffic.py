@@ -17,8 +17,9 @@ from tests.distributed.tiny_gpt import (
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 NEW_TOKENS = 5
-FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual"}
-INT8 = {"taco_format": "int8", "taco_scales": "single"}
+COUNTED = {"taco_transport": "collective"}  # the audit sees what c10d is given
+FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual", **COUNTED}
+INT8 = {"taco_format": "int8", "taco_scales": "single", **COUNTED}
 TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
 
 
