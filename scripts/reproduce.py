@@ -71,6 +71,7 @@ STAGES = {
         _tests(
             "codec_kernels",
             "fast_launch",
+            "fused_adam",
             "sdp4bit_kernels",
             "homomorphic_kernels",
             "packed_kernels",

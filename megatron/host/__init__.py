@@ -1,7 +1,7 @@
 """Runs Megatron's own training loop on CPU tensors over gloo, where the machine has no CUDA device.
 
 `prepare()` must run before `megatron.training` is imported. Where `torch.cuda.is_available()` is True it
-applies only what GPUs need too: `use_shipped_helpers` and `make_torch_adam_resumable`.
+applies only what GPUs need too: `use_shipped_helpers`, `make_torch_adam_resumable`, `fuse_torch_adam`.
 
 Every stand-in lives in one of these modules, with the symbol it replaces and the reason:
     devices.py          torch.cuda: device, memory, streams, events
@@ -13,17 +13,20 @@ Every stand-in lives in one of these modules, with the symbol it replaces and th
     errors.py           one line for bad input (CPU and GPU)
     preflight.py        what is checked before a run (CPU and GPU)
     adam_state.py       resuming torch's Adam under the distributed optimizer (CPU and GPU)
+    fused_adam.py       torch's Adam as one kernel (GPU)
 """
 
 from megatron.host.adam_state import make_torch_adam_resumable
 from megatron.host.dataset_helpers import use_shipped_helpers
 from megatron.host.errors import InputError, one_line_errors
+from megatron.host.fused_adam import fuse_torch_adam
 from megatron.host.overrides import cpu_argument_overrides
 from megatron.host.preflight import check_megatron_core, installed_megatron_core
 
 __all__ = [
     "InputError",
     "cpu_argument_overrides",
+    "fuse_torch_adam",
     "install",
     "is_active",
     "make_torch_adam_resumable",
@@ -70,4 +73,5 @@ def install() -> bool:
         _active = True
     use_shipped_helpers()
     make_torch_adam_resumable()
+    fuse_torch_adam()
     return _active

@@ -30,7 +30,8 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]:
             state = optimizer.state[param]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                place = param.device if group.get("fused") or group.get("capturable") else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
                 state["exp_avg"] = torch.zeros_like(param.data)
                 state["exp_avg_sq"] = torch.zeros_like(param.data)
 

@@ -1,0 +1,49 @@
+"""torch's Adam is fused where all its parameters are on GPUs, and nowhere else."""
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron.host.adam_state import prime
+from megatron.host.fused_adam import fuse, fuse_torch_adam
+
+
+class OnGpu(torch.nn.Parameter):
+    """A CPU parameter that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class OwnAdam(torch.optim.AdamW):
+    """A subclass, which may step in its own way."""
+
+
+def test_only_where_every_parameter_is_on_a_gpu() -> None:
+    here, there = torch.nn.Parameter(torch.ones(3)), OnGpu(torch.ones(3))
+    mixed = torch.optim.AdamW([here, there])
+    assert (
+        not fuse(mixed)
+        and not fuse(OwnAdam([there]))
+        and not fuse(torch.optim.SGD([there]))
+        and not fuse(None)
+    )
+    assert mixed.param_groups[0]["fused"] is None
+    optimizer = torch.optim.AdamW([{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}])
+    assert fuse(optimizer) and [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_the_hook_is_put_in_once() -> None:
+    fuse_torch_adam()
+    once = MegatronOptimizer.__init__
+    fuse_torch_adam()
+    assert MegatronOptimizer.__init__ is once
+
+
+def test_steps_lie_where_the_fused_kernel_wants_them() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0]["fused"] = True
+    prime(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == "meta"
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device="meta"))])
+    prime(other)
+    assert all(state["step"].device.type == "cpu" for state in other.state.values())
