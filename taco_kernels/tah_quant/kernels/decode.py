@@ -8,6 +8,7 @@ zero point, a constant, is what that element alone gets.
 import triton
 import triton.language as tl
 
+from taco_kernels.tah_quant.kernels.decode_quads import decode_by_quads
 from taco_kernels.tah_quant.kernels.rows import identity
 from taco_kernels.tah_quant.kernels.tiles import (
     fetch,
@@ -114,10 +115,12 @@ def decode_kernel(
 ):
     """Persistent programs, R tiles a step."""
     matrices = (0, 0)
-    if C.TRANSFORM:
+    if C.TRANSFORM and not C.QUADS:
         matrices = (sylvester(C, 1.0, True, tl.float16), identity(C, tl.float16))
     counts = (tiles, high_tiles, per_unit, per_row, channels)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a step
+    if C.QUADS:
+        decode_by_quads(x, base, extra, scales, pivots, slots, (tiles, per_unit), C)
+    elif C.INTERPRET:  # no loops over run-time bounds there: one program a step
         first = tl.program_id(0) * C.R
         decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices, C)
     else:

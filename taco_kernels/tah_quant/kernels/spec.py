@@ -37,10 +37,23 @@ class Spec(Constants):
     """Units have R tiles or more."""
     PADDED: tl.constexpr
     """Rows are not whole tiles."""
+    QUADS: tl.constexpr
+    """Tiles go through the warps of quads.py."""
     STAGES: tl.constexpr
     """Depth of the software pipeline."""
     INTERPRET: tl.constexpr
     """Running under TRITON_INTERPRET=1."""
+
+
+def by_quads(layout: Layout) -> bool:
+    """Whether quads.py has the layout: transformed tiles of 64 in whole rows, codes of up to 4 bits."""
+    config = layout.config
+    return (
+        config.tile_size == 64
+        and config.high_bits <= 4
+        and config.transform != "none"
+        and layout.channels % 64 == 0
+    )
 
 
 @lru_cache
@@ -60,6 +73,7 @@ def spec_of(layout: Layout, tiles: int, stages: int, interpret: bool) -> Spec:
         BY_TOKEN=layout.by_token,
         LONG=layout.tiles_per_unit >= tiles,
         PADDED=layout.channels % config.tile_size != 0,
+        QUADS=by_quads(layout),
         STAGES=stages,
         INTERPRET=interpret,
     )
