@@ -1,5 +1,7 @@
 """The warps of TAH-Quant's kernels on the CPU: their assembly, lane by lane, against the reference."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,22 @@ from tests.unit import ptx_warp
 from tests.unit.interpreter import output_interpreted
 
 pytest.importorskip("triton")
-from taco_kernels.tah_quant.kernels import quads
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from taco_kernels.tah_quant import TahConfig, layout_of
+from taco_kernels.tah_quant.kernels import launch, quads
+from taco_kernels.tah_quant.kernels.spec import spec_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LANES = np.arange(32)
+ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
 THREAD, ROW = LANES & 3, LANES >> 2
 
 
 def main() -> None:
     """Print the fragments of a warp; under the interpreter."""
-    import triton
     import triton.language as tl
 
     @triton.jit
@@ -80,6 +88,35 @@ def test_decode(kind: str, tiles: int, fragments: list[np.ndarray]) -> None:
     expected = torch.where(torch.from_numpy(chosen)[:, None], rotated, plain).to(DTYPES[kind])
     expected[tiles:] = 0
     assert torch.equal(values.view(16, 64).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def compiled(kernel, operation: str, allocation: str, constants: dict[str, int]):
+    """``kernel`` as a bf16 tensor of whole tiles needs it, for sm_90."""
+    config = TahConfig(allocation=allocation)
+    tuning = launch.tuning_of(operation, config, torch.bfloat16)
+    spec = spec_of(layout_of(config, (256, 1, 1024)), tuning.tiles, tuning.stages, False)
+    pointers = dict.fromkeys(("scales", "slots", "sums"), "*i32") | {"x": "*bf16"}
+    pointers |= dict.fromkeys(("base", "extra", "pivots"), "*u8")
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name == "C" or name in constants:
+            signature[name], values[i,] = "constexpr", spec if name == "C" else constants[name]
+        else:
+            signature[name] = pointers.get(name, "i32")
+        if name in pointers:
+            attributes[i,] = [["tt.divisibility", 16]]
+    options = dict(num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=operation == "encode")
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("constants", ({}, {"per_unit": 1}), ids=("many tiles a token", "one"))
+def test_decode_has_one_element_a_thread(constants: dict[str, int]) -> None:
+    """What the assembly takes for granted: thread i of a program has element i of a tensor."""
+    kernel = compiled(launch.decode_kernel, "decode", "token", constants)
+    layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
+    assert layouts == {ONE_EACH} and kernel.metadata.shared == 0
+    assert kernel.asm["ptx"].count("mma.sync") == 16
 
 
 if __name__ == "__main__":

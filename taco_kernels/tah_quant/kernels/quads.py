@@ -211,8 +211,8 @@ def store_tiles(out, left, thread, words, pivots, factors, offsets, constants, m
         store_interpreted(out, left, thread, words, pivots, factors, offsets, constants, C)
     else:
         text: tl.constexpr = decode_assembly(out.dtype.element_ty.name)
-        inputs = words + pivots + factors + offsets + constants + matrices
-        inputs = (*inputs, thread, out.to(tl.int64), left)
+        rest = (thread, out.to(tl.int64), left)
+        inputs = words + pivots + factors + offsets + constants + matrices + rest
         registers: tl.constexpr = "=r," + "r," * 6 + "f," * 6 + "r," * 9 + "l,r"
         tl.inline_asm_elementwise(text, registers, inputs, dtype=tl.int32, is_pure=False, pack=1)
 
