@@ -96,7 +96,7 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
     )
     exchange = PipelineExchange(
-        runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args)
+        runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args), args.seed
     )
     seams.through_pipeline_exchange(exchange)
 
@@ -156,7 +156,7 @@ def _settings(args: Namespace) -> dict:
         "taco_backward_format taco_error_bound "
         "pp_compression pp_backward_compression tah_tile_size tah_high_bits tah_low_bits tah_high_ratio "
         "tah_allocation tah_transform tah_backward_bits tah_backward_tile_size tah_start_iteration "
-        "pp_taco_format pp_taco_group_size "
+        "pp_taco_format pp_taco_group_size pp_normalize pp_rounding pp_backward_rounding "
         "caat_net_sync_fraction "
         "dp_compression quantized_weights weight_quantization_bits wq_group_size weight_difference "
         "quantized_gradients gradient_quantization_bits_intra gq_group_size_intra "

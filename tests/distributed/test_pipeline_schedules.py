@@ -1,14 +1,18 @@
 """Every schedule of megatron-core over the pipeline exchange: a lossless codec changes no bit of a gradient.
 
 One set of spawned ranks runs all cases, each on a tiny model of its own: without compression, with payloads
-of the identity codec in place of the tensors, and with TAH-Quant.
+of the identity codec in place of the tensors, and with TAH-Quant. The identity's payloads are masked with
+random bits that the receiver takes off again: both ends must agree on the random numbers of every message.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from megatron.compression.codecs import IdentityCodec, WholeMessage
+from taco_kernels import Stream
 from tests.distributed.spawn import spawn
 
 WORLD = 4
@@ -64,6 +68,30 @@ CASES = (
     Case("virtual on 4, batched", 4, layers=8, virtual=2, lossy=True),
     Case("virtual on 4, unbatched", 4, layers=8, virtual=2, changes=dict(batch_p2p_comm=False)),
 )
+
+
+class MaskedIdentity(WholeMessage):
+    """fp32 payloads, exclusive-or random bytes."""
+
+    rounds_randomly = True
+
+    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
+        """Random numbers decide every byte."""
+        payload = super().encode(x)
+        return payload ^ self._mask(payload, random)
+
+    def decode(
+        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
+        """The value if the numbers are the sender's, else garbage."""
+        return super().decode(wire ^ self._mask(wire, random), shape, dtype)
+
+    @staticmethod
+    def _mask(wire: torch.Tensor, random: Stream) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(random))
+        return torch.randint(0, 256, wire.shape, generator=generator, dtype=torch.uint8).to(wire.device)
+
+
 LOSSY = [case for case in CASES if case.lossy]
 
 
@@ -166,7 +194,6 @@ def _step(rank: int, case: Case, codec: str) -> dict:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.compression import seams
-    from megatron.compression.codecs import IdentityCodec, WholeMessage
     from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
     from megatron.compression.pipeline_parallel.exchange import PipelineExchange
     from megatron.compression.telemetry import ErrorProbe, Ledger
@@ -177,7 +204,7 @@ def _step(rank: int, case: Case, codec: str) -> dict:
         PipelineParallelCompression(pp_compression=name), ledger, ErrorProbe(), lambda: 0
     )
     if codec == "identity":
-        exchange.codecs = dict.fromkeys(exchange.codecs, WholeMessage(IdentityCodec()))
+        exchange.codecs = dict.fromkeys(exchange.codecs, MaskedIdentity(IdentityCodec()))
     seams.through_pipeline_exchange(exchange)
     model = _build(rank, case)
     losses = []

@@ -23,6 +23,12 @@ def flags(*more: str) -> list[str]:
     return tiny_flags("--pipeline-model-parallel-size", "2", *more, hidden_size="64", eval_interval="2")
 
 
+COMPRESSED = flags(
+    *("--pp-compression", "tah-quant", "--pp-backward-rounding", "dither", "--eval-iters", "1")
+)
+"""Dither: a resumed run must draw the random numbers of the interrupted one, behind evaluations too."""
+
+
 def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[int, int, int]]:
     """{kind: (messages, sent bytes, uncompressed bytes)} over all ranks."""
     totals: dict[str, tuple[int, int, int]] = {}
@@ -41,7 +47,7 @@ def whole(tmp_path_factory) -> tuple[ForkedRun, Path]:
     directory = tmp_path_factory.mktemp("pipeline")
     saved = directory / "saved"
     run = pretrain(
-        *flags("--pp-compression", "tah-quant", "--eval-iters", "1"),
+        *COMPRESSED,
         *("--save", str(saved), "--save-interval", "2"),
         ranks=2,
         directory=directory,
@@ -59,7 +65,10 @@ def test_bytes_by_hand(whole) -> None:
     assert evaluated[0] > 0 and evaluated[1:] == (evaluated[0] * FORWARD, evaluated[0] * PLAIN)
     assert sent(run, "pp.backward", "eval") == {}
     assert 8 * FORWARD / 4096 <= 4.5 and 8 * BACKWARD / 4096 <= 6.6
-    assert "pipeline stages send tah-quant int3/int4 by token, tile 64, back fixed point int6" in run.output
+    assert (
+        "pipeline stages send tah-quant int3/int4 by token, tile 64, back fixed point int6 tile 32, dither"
+        in run.output
+    )
 
 
 def test_trains_and_evaluates(whole) -> None:
@@ -77,7 +86,7 @@ def test_resume_is_exact(whole, tmp_path: Path) -> None:
     shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
     (copy / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = pretrain(
-        *flags("--pp-compression", "tah-quant", "--eval-iters", "1"),
+        *COMPRESSED,
         *("--load", str(copy)),
         ranks=2,
         directory=tmp_path,

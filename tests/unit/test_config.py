@@ -230,6 +230,18 @@ def test_tp_1_is_said(arguments) -> None:
         ({"pp_compression": "tah-quant", "tah_start_iteration": -1}, "must be an iteration >= 0"),
         ({"pp_backward_compression": "int8"}, "pipeline compression is off; add --pp-compression"),
         ({"pp_compression": "taco", "pp_backward_compression": "fp8"}, "fp8 is unknown; choose one of none"),
+        ({"pp_normalize": "center"}, "--pp-normalize given, but nothing between pipeline stages uses it"),
+        ({"pp_rounding": "dither"}, "--pp-rounding given, but nothing between pipeline stages uses it"),
+        (
+            {
+                "pp_compression": "int4",
+                "pp_backward_compression": "none",
+                "pp_backward_rounding": "stochastic",
+            },
+            "--pp-backward-rounding given, but nothing between",
+        ),
+        ({"pp_compression": "tah-quant", "pp_rounding": "dither"}, "tah-quant, rounds to nearest; choose"),
+        ({"pp_compression": "taco", "pp_rounding": "dither"}, "flags do not fit: rounding='dither' needs"),
     ],
 )
 def test_impossible_pipeline_settings(settings: dict, reason: str) -> None:

@@ -3,6 +3,7 @@
 from megatron.compression.codecs.base import Codec, hop_codecs
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.codecs.message import MessageCodec, WholeMessage
+from megatron.compression.codecs.normalized import NormalizedMessage
 from megatron.compression.codecs.taco import TacoCodec
 from megatron.compression.codecs.tah_quant import TahQuantCodec
 
@@ -10,6 +11,7 @@ __all__ = [
     "Codec",
     "IdentityCodec",
     "MessageCodec",
+    "NormalizedMessage",
     "TacoCodec",
     "TahQuantCodec",
     "WholeMessage",

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron.compression.codecs.base import Codec
+from taco_kernels import Stream
 
 
 class MessageCodec(Protocol):
@@ -14,28 +15,34 @@ class MessageCodec(Protocol):
 
     As pure as ``Codec``: no communication, no state, no host synchronisation, any size and stride, and what
     is not finite never becomes finite. The payload's size follows from the tensor's shape and the settings,
-    so a receiver that knows the shape knows the size.
+    so a receiver that knows the shape knows the size. ``random`` is the address of a randomly rounding
+    codec's numbers, the same for both ends; others ignore it.
     """
 
     name: str
     """Short name for logs, with the settings that matter."""
 
+    rounds_randomly: bool
+    """Whether ``encode`` needs random numbers."""
+
     def wire_bytes(self, shape: Sequence[int]) -> int:
         """Exact payload bytes of a tensor of ``shape``."""
         ...
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
         """uint8 ``[wire_bytes(x.shape)]`` of ``x`` (any shape and stride; bf16, fp16, fp32)."""
         ...
 
-    def decode(self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """Invert ``encode``."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeMessage:
-    """A ``Codec`` that rounds to nearest, applied to a message in one piece."""
+    """A ``Codec`` applied to a message in one piece."""
 
     codec: Codec
     label: str | None = None
@@ -46,14 +53,21 @@ class WholeMessage:
         """See ``MessageCodec.name``."""
         return self.label or self.codec.name
 
+    @property
+    def rounds_randomly(self) -> bool:
+        """See ``MessageCodec.rounds_randomly``."""
+        return self.codec.rounds_randomly
+
     def wire_bytes(self, shape: Sequence[int]) -> int:
         """See ``MessageCodec.wire_bytes``."""
         return self.codec.wire_bytes(self.codec.chunk_numel(torch.Size(shape).numel()))
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
         """See ``MessageCodec.encode``."""
-        return self.codec.encode(x)[0]
+        return self.codec.encode(x, 1, random)[0]
 
-    def decode(self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """See ``MessageCodec.decode``."""
-        return self.codec.decode(wire[None], shape, dtype)
+        return self.codec.decode(wire[None], shape, dtype, random)

@@ -5,10 +5,11 @@ Source: TAH-Quant (arXiv 2506.01352). The arithmetic is ``taco_kernels.tah_quant
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
-from taco_kernels import tah_quant
+from taco_kernels import Stream, tah_quant
 from taco_kernels.tah_quant import TahConfig, layout_of
 
 
@@ -17,6 +18,7 @@ class TahQuantCodec:
     """``MessageCodec`` over ``taco_kernels.tah_quant``."""
 
     config: TahConfig = field(default_factory=TahConfig)
+    rounds_randomly: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -30,10 +32,12 @@ class TahQuantCodec:
         """See ``MessageCodec.wire_bytes``."""
         return layout_of(self.config, tuple(shape)).wire_bytes
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
         """See ``MessageCodec.encode``."""
         return tah_quant.encode(x, self.config)
 
-    def decode(self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+    ) -> torch.Tensor:
         """See ``MessageCodec.decode``."""
         return tah_quant.decode(wire, self.config, shape, dtype)

@@ -1,9 +1,18 @@
 """The codecs between pipeline stages that the flags describe."""
 
-from megatron.compression.codecs import MessageCodec, TacoCodec, TahQuantCodec, WholeMessage
+from megatron.compression.codecs import (
+    MessageCodec,
+    NormalizedMessage,
+    TacoCodec,
+    TahQuantCodec,
+    WholeMessage,
+)
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 from taco_kernels import CodecConfig
 from taco_kernels.tah_quant import TahConfig
+
+INTEGERS = {"int8": (8, 128), "int4": (4, 64)}
+"""Bits and values that share a scale."""
 
 
 def forward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
@@ -13,7 +22,7 @@ def forward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
         ValueError: a setting that the codec refuses.
     """
     if settings.pp_compression == "tah-quant":
-        return TahQuantCodec(
+        codec = TahQuantCodec(
             TahConfig(
                 tile_size=settings.tah_tile_size,
                 high_bits=settings.tah_high_bits,
@@ -23,7 +32,11 @@ def forward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
                 transform=settings.tah_transform,
             )
         )
-    return _eight_bits(settings.pp_compression, settings)
+    else:
+        codec = _fixed(settings.pp_compression, settings, settings.pp_rounding)
+    if codec is None or settings.pp_normalize == "none":
+        return codec
+    return NormalizedMessage(codec, scale=settings.pp_normalize == "standardize")
 
 
 def backward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
@@ -36,8 +49,10 @@ def backward_codec(settings: PipelineParallelCompression) -> MessageCodec | None
         ValueError: a setting that the codec refuses.
     """
     if settings.backward == "tah-quant":
-        return _plain_integers(settings.tah_backward_bits, settings.tah_backward_tile_size)
-    return _eight_bits(settings.backward, settings)
+        return _plain_integers(
+            settings.tah_backward_bits, settings.tah_backward_tile_size, settings.pp_backward_rounding
+        )
+    return _fixed(settings.backward, settings, settings.pp_backward_rounding)
 
 
 def describe_pipeline(settings: PipelineParallelCompression) -> str:
@@ -48,16 +63,23 @@ def describe_pipeline(settings: PipelineParallelCompression) -> str:
     return line + f", from iteration {settings.tah_start_iteration}" * (settings.tah_start_iteration > 0)
 
 
-def _eight_bits(name: str, settings: PipelineParallelCompression) -> MessageCodec | None:
+def _fixed(name: str, settings: PipelineParallelCompression, rounding: str) -> MessageCodec | None:
+    """The codecs that give all values as many bits."""
     if name == "none":
         return None
-    if name == "int8":
-        return _plain_integers(8, 128)
-    return WholeMessage(
-        TacoCodec(CodecConfig(format=settings.pp_taco_format, group_size=settings.pp_taco_group_size))
+    if name in INTEGERS:
+        return _plain_integers(*INTEGERS[name], rounding)
+    config = CodecConfig(
+        format=settings.pp_taco_format, group_size=settings.pp_taco_group_size, rounding=rounding
     )
+    return WholeMessage(TacoCodec(config))
 
 
-def _plain_integers(bits: int, group_size: int) -> MessageCodec:
-    config = CodecConfig(format=f"int{bits}", group_size=group_size, scales="single", hadamard=False)
-    return WholeMessage(TacoCodec(config), f"fixed point int{bits} tile {group_size}")
+def _plain_integers(bits: int, group_size: int, rounding: str) -> MessageCodec:
+    config = CodecConfig(
+        format=f"int{bits}", group_size=group_size, scales="single", hadamard=False, rounding=rounding
+    )
+    label = f"fixed point int{bits} tile {group_size}"
+    return WholeMessage(
+        TacoCodec(config), label if rounding == "nearest" else f"{label}, {rounding} rounding"
+    )

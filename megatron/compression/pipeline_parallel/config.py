@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron.compression.config_errors import CompressionConfigError, flag_name
 
-PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8")
+PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8", "int4")
 BACKWARD_BITS = (4, 5, 6, 8)
 TACO_SETTINGS = ("pp_taco_format", "pp_taco_group_size")
 
@@ -17,14 +17,25 @@ class PipelineParallelCompression:
     The defaults below ``pp_compression`` are the settings of the TAH-Quant paper (arXiv 2506.01352).
     """
 
-    pp_compression: Literal["none", "tah-quant", "taco", "int8"] = "none"
+    pp_compression: Literal["none", "tah-quant", "taco", "int8", "int4"] = "none"
     """Codec between pipeline stages: tah-quant = 3 and 4 bits by entropy, with pivot swap and Hadamard
     transform; taco = FP8 with the adaptive-scale Hadamard transform; int8 = 8 bits, one scale per 128
-    values, no transform."""
+    values, no transform; int4 = 4 bits, one scale per 64 values, no transform."""
 
     pp_backward_compression: str | None = None
-    """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco or
-    int8; by default that of --pp-compression."""
+    """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco, int8
+    or int4; by default that of --pp-compression."""
+
+    pp_normalize: Literal["none", "center", "standardize"] = "none"
+    """What is done to each channel of the activations, over a message's tokens, before they are encoded:
+    center = subtract the mean; standardize = divide by the root mean square as well."""
+
+    pp_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    """Rounding of activations by int8, int4 or taco: stochastic and dither (subtractive, integers only) are
+    unbiased. TAH-Quant rounds to nearest."""
+
+    pp_backward_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
+    """Rounding of the gradients that go back, by any codec."""
 
     tah_tile_size: int = 64
     """Consecutive channels that share a scale and a zero point: 32, 64 or 128."""
@@ -80,6 +91,11 @@ class PipelineParallelCompression:
                 f"--pp-backward-compression {self.pp_backward_compression} given, but pipeline compression "
                 "is off; add --pp-compression"
             )
+        if self.pp_compression == "tah-quant" and self.pp_rounding != "nearest":
+            raise CompressionConfigError(
+                f"--pp-rounding {self.pp_rounding} given, but the activations' codec, tah-quant, rounds to "
+                "nearest; choose --pp-compression int4, int8 or taco"
+            )
         self._check_codecs()
         self._refuse_idle_flags()
 
@@ -91,12 +107,17 @@ class PipelineParallelCompression:
             forward_codec(self)
             backward_codec(self)
         except ValueError as error:
-            raise CompressionConfigError(f"the --tah-* or --pp-taco-* flags do not fit: {error}") from None
+            raise CompressionConfigError(f"the --pp-* or --tah-* flags do not fit: {error}") from None
 
     def _refuse_idle_flags(self) -> None:
         """A flag of a codec that nobody chose would silently do nothing."""
         chosen = {self.pp_compression, self.backward}
-        idle = {"tah_start_iteration": not self.enabled}
+        idle = {
+            "tah_start_iteration": not self.enabled,
+            "pp_normalize": not self.enabled,
+            "pp_rounding": not self.enabled,
+            "pp_backward_rounding": self.backward == "none",
+        }
         for field in fields(self):
             if field.name.startswith("tah_backward_"):
                 idle[field.name] = self.backward != "tah-quant"

@@ -17,7 +17,9 @@ from megatron.compression.codecs import MessageCodec
 from megatron.compression.config_errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+from megatron.compression.pipeline_parallel.streams import MessageStreams
 from megatron.compression.telemetry import ErrorProbe, Ledger
+from taco_kernels import Stream
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
 
@@ -31,8 +33,10 @@ class Arrival:
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device | int,
+        random: Stream | None = None,
     ) -> None:
         self.codec = codec
+        self.random = random
         self.shape = shape
         size = shape if codec is None else 0  # empty until it is decoded, so that nobody reads it too early
         self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
@@ -45,7 +49,7 @@ class Arrival:
         """Fill the tensor from the payload, which has arrived; a second call does nothing."""
         if self.codec is not None and self.buffer is not None:
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
-            self.tensor.data = self.codec.decode(self.buffer, self.shape, self.tensor.dtype)
+            self.tensor.data = self.codec.decode(self.buffer, self.shape, self.tensor.dtype, self.random)
             self.buffer = None
 
 
@@ -75,6 +79,7 @@ class PipelineExchange:
         probe: gets the relative error of a stage's payloads.
         iteration: the zero-based iteration that all ranks are in. It is asked before the first message of an
             iteration, when the forward step has not run yet.
+        seed: the job's, for codecs that round with random numbers.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class PipelineExchange:
         ledger: Ledger,
         probe: ErrorProbe,
         iteration: Callable[[], int],
+        seed: int = 0,
     ) -> None:
         self.settings = settings
         self.ledger = ledger
@@ -92,6 +98,7 @@ class PipelineExchange:
             FORWARD: forward_codec(settings),
             BACKWARD: backward_codec(settings),
         }
+        self.streams = MessageStreams(seed)
         self._last_sent: dict[str, Handle] = {}
 
     def __call__(
@@ -140,8 +147,8 @@ class PipelineExchange:
             )
         arrive = partial(self._arrival, communicator)
         with torch.no_grad():
-            from_prev = arrive(codecs[FORWARD], shapes[0]) if recv_prev else None
-            from_next = arrive(codecs[BACKWARD], shapes[1]) if recv_next else None
+            from_prev = arrive(FORWARD, codecs[FORWARD], shapes[0]) if recv_prev else None
+            from_next = arrive(BACKWARD, codecs[BACKWARD], shapes[1]) if recv_next else None
             payloads = {
                 "send_next": self._payload(communicator, FORWARD, codecs[FORWARD], tensor_send_next),
                 "send_prev": self._payload(communicator, BACKWARD, codecs[BACKWARD], tensor_send_prev),
@@ -160,14 +167,31 @@ class PipelineExchange:
         """The ledger's kind of an uncompressed message."""
         return "off" if self.codecs[channel] is None else "warmup"
 
-    @staticmethod
     def _arrival(
-        communicator: p2p_communication.P2PCommunicator, codec: MessageCodec | None, shape
+        self,
+        communicator: p2p_communication.P2PCommunicator,
+        channel: str,
+        codec: MessageCodec | None,
+        shape,
     ) -> Arrival:
         dtype = communicator.config.pipeline_dtype
         if dtype is None or shape is None:
             raise RuntimeError("pipeline_dtype and the tensor's shape must be known to receive from a stage")
-        return Arrival(codec, torch.Size(shape), dtype, torch.cuda.current_device())
+        random = self._random(communicator, channel, codec, -1 if channel == FORWARD else 1)
+        return Arrival(codec, torch.Size(shape), dtype, torch.cuda.current_device(), random)
+
+    def _random(
+        self,
+        communicator: p2p_communication.P2PCommunicator,
+        channel: str,
+        codec: MessageCodec | None,
+        distance: int = 0,
+    ) -> Stream | None:
+        """Random numbers' address for the next message of the stage at ``distance``, 0 being this one."""
+        if codec is None or not codec.rounds_randomly:
+            return None
+        sender = (communicator.pp_group.rank() + distance) % communicator.pp_group.size()
+        return self.streams.next(self.iteration(), channel == BACKWARD, sender, sent=not distance)
 
     def _payload(
         self,
@@ -182,12 +206,14 @@ class PipelineExchange:
         if codec is None:
             self.ledger.record(channel, self._kind(channel), "send", tensor.nbytes, tensor.nbytes)
             return tensor
-        payload = codec.encode(tensor)
+        random = self._random(communicator, channel, codec)
+        payload = codec.encode(tensor, random)
         self.ledger.record(channel, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(channel, "send", tensor.nbytes, communicator.pp_group.size())
         site = f"pipeline stage {communicator.pp_group.rank()}"
         if self.probe.due(site, channel, self.iteration()):
-            self.probe.observe(site, channel, tensor, codec.decode(payload, tensor.shape, tensor.dtype))
+            decoded = codec.decode(payload, tensor.shape, tensor.dtype, random)
+            self.probe.observe(site, channel, tensor, decoded)
         return payload
 
     def _send(
