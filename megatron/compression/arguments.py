@@ -32,6 +32,14 @@ _GATHERED_BY_MEGATRON = {
 }
 """Flags that make megatron-core communicate activations in a way that no site covers."""
 
+_RESOLVED = (
+    "dp_error_feedback",
+    "quantized_weights",
+    "quantized_gradients",
+    "gradients_quantization_start_iteration",
+)
+"""Data-parallel flags that --dp-compression may decide."""
+
 
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
@@ -88,8 +96,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     name_codecs(args)
     parts = {name: _default_config_from_args(config_class, args) for name, config_class in _GROUPS.items()}
     sharded = getattr(args, "use_distributed_optimizer", False)
-    parts["data_parallel"] = parts["data_parallel"].resolved(sharded)
-    for name in ("dp_error_feedback", "quantized_weights", "quantized_gradients"):  # for checkpoints, reports
+    parts["data_parallel"] = parts["data_parallel"].resolved(sharded, _iterations(args))
+    for name in _RESOLVED:  # for checkpoints and reports
         setattr(args, name, getattr(parts["data_parallel"], name))
     config = CompressionConfig(**parts)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
@@ -102,6 +110,14 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     check_data_parallel(config.data_parallel, args)
     check_caat_net(config.caat_net, args)
     return config
+
+
+def _iterations(args: argparse.Namespace) -> int | None:
+    """How long the run is; None where Megatron's flags leave it open."""
+    iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
+    if iterations or not samples or not args.global_batch_size:
+        return iterations
+    return samples // args.global_batch_size
 
 
 def _check_tensor_parallel(args: argparse.Namespace) -> None:

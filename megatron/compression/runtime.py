@@ -90,7 +90,7 @@ class CompressionRuntime:
         """How this iteration's data-parallel gradients travel: the ledger's kind."""
         if self.gradient_sync is None:
             return "off"
-        if self.iteration < self.config.data_parallel.gradients_quantization_start_iteration:
+        if self.iteration < self.config.data_parallel.gradients_start_iteration:
             return "warmup"
         return "compressed"
 

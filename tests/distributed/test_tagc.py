@@ -270,6 +270,35 @@ def test_training_learns_and_weights_agree_after_50_iterations() -> None:
             assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
+def warm_up_worker(rank: int, world_size: int) -> None:
+    from megatron.compression.data_parallel import tagc_layers
+    from tests.distributed.tiny_ddp import Setup, Training, start
+
+    tagc_layers.SMALLEST = 2048
+    start(rank)
+    plain = Training(rank, Setup())
+    tagc = {"dp_compression": "tagc", "gradients_quantization_start_iteration": 2}
+    warm = Training(rank, Setup(settings=tagc))
+
+    def remembered() -> bool:
+        states = [sync.state() for sync, _ in warm.runtime.gradient_syncs]
+        return any(bool(state["error_feedback"].any()) for state in states if state)
+
+    for iteration in range(3):
+        for training in (plain, warm):
+            training.step()
+            training.settle()
+        kinds = {row["kind"] for row in warm.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
+        started = iteration == 2
+        assert (warm.digest() == plain.digest()) != started, f"iteration {iteration}"
+        assert remembered() == started and ("compressed" in kinds) == started and "warmup" in kinds
+
+
+def test_the_warm_up_is_uncompressed_to_the_bit() -> None:
+    """Two iterations as without compression, which remember nothing; the third is sparse."""
+    spawn(warm_up_worker, 2)
+
+
 FLAGS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--dp-compression", "tagc", "--tagc-layers", "all", "--tagc-wire", "sketch"),
@@ -287,6 +316,7 @@ def test_resume(tmp_path) -> None:
     saved = tmp_path / "checkpoints"
     whole = _run(tmp_path, 2, "--save", str(saved), "--save-interval", "4")
     assert "tagc: each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
+    assert "sketches, from iteration 1;" in whole.output, "a fifth of the run is uncompressed"
     assert "values recovered exactly" in whole.output
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")

@@ -8,6 +8,7 @@ import torch
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
 from megatron.compression.config import CompressionConfigError, DataParallelCompression
 from megatron.compression.data_parallel.bucket import ParameterSpan
 from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
@@ -55,6 +56,38 @@ def test_tagc_keeps_error_feedback() -> None:
     assert _check({**TAGC, "quantized_weights": True, "wq_group_size": 512}).quantized_weights
 
 
+def test_tagc_begins_uncompressed() -> None:
+    """For a fifth of the run, at most 1000 iterations; a number of one's own counts, 0 too."""
+    started = {
+        iterations: DataParallelCompression(**TAGC).resolved(True, iterations).gradients_start_iteration
+        for iterations in (None, 0, 400, 100_000)
+    }
+    assert started == {None: 0, 0: 0, 400: 80, 100_000: 1000}
+    for own in (0, 7):
+        asked = DataParallelCompression(**TAGC, gradients_quantization_start_iteration=own)
+        assert asked.resolved(True, 400).gradients_start_iteration == own
+    assert DataParallelCompression(**ON).resolved(True, 400).gradients_start_iteration == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        ("--train-iters 50", 10),
+        ("--train-samples 800 --global-batch-size 8", 20),
+        ("--train-iters 50 --gradients-quantization-start-iteration 0", 0),
+    ],
+)
+def test_the_warm_up_is_known_to_checkpoints_and_reports(flags: str, start: int) -> None:
+    """From Megatron's flags, by iterations or samples, into its arguments and the configuration."""
+    parser = ArgumentParser()
+    add_megatron_arguments(parser)
+    add_compression_arguments(parser)
+    args = parser.parse_args(["--bf16", "--dp-compression", "tagc", *flags.split()])
+    vars(args).update(DERIVED)
+    config = compression_config_from_args(args).data_parallel
+    assert config.gradients_start_iteration == args.gradients_quantization_start_iteration == start
+
+
 def test_flags_of_the_authors() -> None:
     """Their names parse, with and without the rotation."""
     parser = ArgumentParser()
@@ -79,6 +112,10 @@ def test_flags_of_the_authors() -> None:
         ({**ON, "weight_quantization_bits": 6}, "--weight-quantization-bits 6 must be 4 or 8"),
         ({**ON, "gq_group_size_inter": 100}, "--gq-group-size-inter 100 is not possible"),
         ({**ON, "gradient_alltoall_pipeline": 0}, "--gradient-alltoall-pipeline 0 must be"),
+        (
+            {**TAGC, "gradients_quantization_start_iteration": -1},
+            "--gradients-quantization-start-iteration -1 must be an integer >= 0",
+        ),
         ({**ON, "dp_intra_node_size": 0}, "--dp-intra-node-size 0 must be"),
         ({**ON, "dp_error_feedback_average": 0.5}, "without --dp-error-feedback"),
         ({**ON, "dp_error_feedback": "fp32", "dp_error_feedback_average": 2.0}, r"must lie in \(0, 1\]"),

@@ -108,8 +108,8 @@ class TagcGradients:
             f"{' and '.join(sorted(self.layers))}; the others travel "
         )
         line += "as sketches" if flags.tagc_wire == "sketch" else f"packed, {flags.tagc_bits} bits each"
-        if flags.gradients_quantization_start_iteration:
-            line += f", from iteration {flags.gradients_quantization_start_iteration}"
+        if flags.gradients_start_iteration:
+            line += f", from iteration {flags.gradients_start_iteration}"
         return line
 
 
@@ -126,8 +126,8 @@ def describe_data_parallel(settings: DataParallelCompression) -> str:
             f"{settings.gq_group_size_inter} between nodes"
         )
         line += " after a Hadamard transform" if settings.hadamard_transform else ""
-        if settings.gradients_quantization_start_iteration:
-            line += f", from iteration {settings.gradients_quantization_start_iteration}"
+        if settings.gradients_start_iteration:
+            line += f", from iteration {settings.gradients_start_iteration}"
         parts.append(line)
     if settings.dp_compression == "tagc":
         parts.append(TagcGradients(settings).describe())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.compression.config_errors import CompressionConfigError, changed_flags, flag_name
-from megatron.compression.data_parallel.tagc_config import check_tagc
+from megatron.compression.data_parallel.tagc_config import check_tagc, default_warmup
 
 BITS = (4, 8)
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -68,8 +68,9 @@ class DataParallelCompression:
     """Pieces in which a bucket's gradients travel, so that the exchange between nodes runs behind the one
     inside the node. Small buckets take fewer."""
 
-    gradients_quantization_start_iteration: int = 0
-    """Iterations whose gradients go uncompressed before their quantisation starts."""
+    gradients_quantization_start_iteration: int | None = None
+    """Iterations whose gradients go uncompressed before their compression starts; by default none with
+    sdp4bit, and with tagc a fifth of --train-iters, at most 1000."""
 
     dp_intra_node_size: int | None = None
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real topology, by
@@ -151,10 +152,26 @@ class DataParallelCompression:
         """Whether any data-parallel traffic is to be compressed."""
         return self.dp_compression != "none"
 
-    def resolved(self, use_distributed_optimizer: bool) -> "DataParallelCompression":
-        """What ``--dp-compression`` alone leaves to be understood, spelled out: parts, error feedback."""
-        if self.dp_compression == "tagc" and self.dp_error_feedback == "none":
-            return replace(self, dp_error_feedback="fp32")
+    @property
+    def gradients_start_iteration(self) -> int:
+        """The first iteration whose gradients are compressed, counted from 0."""
+        return self.gradients_quantization_start_iteration or 0
+
+    def resolved(
+        self, use_distributed_optimizer: bool, train_iters: int | None = None
+    ) -> "DataParallelCompression":
+        """What ``--dp-compression`` alone leaves to be understood, spelled out: parts, feedback, warm-up.
+
+        Args:
+            use_distributed_optimizer: whether there are weights to gather.
+            train_iters: how long the run is; None, unknown, means no warm-up unless one is asked for.
+        """
+        if self.dp_compression == "tagc":
+            feedback, start = self.dp_error_feedback, self.gradients_quantization_start_iteration
+            if start is None:
+                start = default_warmup(train_iters)
+            feedback = "fp32" if feedback == "none" else feedback
+            return replace(self, dp_error_feedback=feedback, gradients_quantization_start_iteration=start)
         if self.dp_compression != "sdp4bit" or self.quantized_weights or self.quantized_gradients:
             return self
         return replace(self, quantized_weights=use_distributed_optimizer, quantized_gradients=True)

@@ -10,6 +10,8 @@ LAYERS = {
 """What ``--tagc-layers`` names, and how their parameters' names are told."""
 DENSEST, SPARSEST = 0.5, 0.98
 """Sparsities between which the sketch is smaller than the gradients and larger than its index."""
+WARMUP_SHARE, LONGEST_WARMUP = 0.2, 1000
+"""Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the paper."""
 SDP4BIT_GRADIENTS = (
     "quantized_gradients",
     "gradient_quantization_bits_intra",
@@ -21,6 +23,11 @@ SDP4BIT_GRADIENTS = (
     "dp_error_feedback_average",
 )
 """Flags that say nothing to TAGC, which has its own way with gradients and keeps errors as they are."""
+
+
+def default_warmup(train_iters: int | None) -> int:
+    """Iterations whose gradients go uncompressed where nobody says how many; 0 in a run of unknown length."""
+    return min(int(WARMUP_SHARE * (train_iters or 0)), LONGEST_WARMUP)
 
 
 def parse_tagc_layers(text: str) -> frozenset[str]:
