@@ -23,6 +23,11 @@ CODECS = {
     "tah-quant tile": {"pp_compression": "tah-quant", "tah_allocation": "tile"},
     "tah-quant 4-bit back": {"pp_compression": "tah-quant", "tah_backward_bits": 4},
     "int8": {"pp_compression": "int8"},
+    "int4 standardized": {
+        "pp_compression": "int4",
+        "pp_backward_compression": "tah-quant",
+        "pp_normalize": "standardize",
+    },
     "taco": {"pp_compression": "taco"},
 }
 MODEL = """--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

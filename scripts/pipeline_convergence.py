@@ -16,6 +16,7 @@ import _convergence
 import demo
 
 BASELINE = "none"
+INT4 = "--pp-compression int4 --pp-backward-compression tah-quant"
 SETTINGS = {
     BASELINE: "",
     "tah-quant": "--pp-compression tah-quant",
@@ -23,6 +24,12 @@ SETTINGS = {
     "tile": "--pp-compression tah-quant --tah-allocation tile",
     "8 bits": "--pp-compression int8",
     "forward only": "--pp-compression tah-quant --pp-backward-compression none",
+    "tah-quant centered": "--pp-compression tah-quant --pp-normalize center",
+    "tah-quant standardized": "--pp-compression tah-quant --pp-normalize standardize",
+    "int4": INT4,
+    "int4 centered": f"{INT4} --pp-normalize center",
+    "int4 standardized": f"{INT4} --pp-normalize standardize",
+    "int4 standardized dither": f"{INT4} --pp-normalize standardize --pp-rounding dither",
     "warm-up": "--pp-compression tah-quant --tah-start-iteration 50",
 }
 MODELS = {
