@@ -1,5 +1,6 @@
 """The warps of TAH-Quant's kernels on the CPU: their assembly, lane by lane, against the reference."""
 
+import math
 import re
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from taco_kernels.reference import hadamard
+from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.reference import bring_forward
 from tests.unit import ptx_warp
 from tests.unit.interpreter import output_interpreted
@@ -17,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from taco_kernels.tah_quant import TahConfig, layout_of
-from taco_kernels.tah_quant.kernels import launch, quads
+from taco_kernels.tah_quant.kernels import encode_quads, launch, quads, rows
 from taco_kernels.tah_quant.kernels.spec import spec_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,17 +38,20 @@ def main() -> None:
         words = quads.fragments(lane)
         for i in tl.static_range(8):
             tl.store(out + 32 * i + lane, words[i])
+        rows = encode_quads.row_fragments(lane)
+        for i in tl.static_range(12):
+            tl.store(out + 256 + 32 * i + lane, rows[i])
 
-    out = torch.zeros(256, dtype=torch.int32)
+    out = torch.zeros(20 * 32, dtype=torch.int32)
     write[(1,)](out)
     print(*out.tolist())
 
 
 @pytest.fixture(scope="module")
 def fragments() -> list[np.ndarray]:
-    """The eight that decode_assembly takes."""
+    """The eight that decode_assembly takes, and the twelve of encode_assembly."""
     numbers = np.array(output_interpreted(__file__).split(), dtype=np.int64).astype(np.uint32)
-    return list(numbers.reshape(8, 32))
+    return list(numbers.reshape(20, 32))
 
 
 def nibble_word(codes: np.ndarray, first: int) -> np.ndarray:
@@ -67,7 +72,7 @@ def test_decode(kind: str, tiles: int, fragments: list[np.ndarray]) -> None:
     zero = (random.standard_normal(16) * 3).astype(np.float16).astype(np.float32)
     step[3], zero[5], chosen[:2] = np.nan, np.inf, (True, False)
     size, values = torch.finfo(DTYPES[kind]).bits // 8, torch.zeros(16 * 64, dtype=DTYPES[kind])
-    registers = {f"${13 + i}": word for i, word in enumerate(fragments)}
+    registers = {f"${13 + i}": word for i, word in enumerate(fragments[:8])}
     registers |= {"$21": THREAD, "$22": (ROW * 64 + THREAD * 8) * size, "$23": tiles - ROW}
     for r in range(2):
         tile = ROW + 8 * r
@@ -90,6 +95,50 @@ def test_decode(kind: str, tiles: int, fragments: list[np.ndarray]) -> None:
     assert torch.equal(values.view(16, 64).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("levels", (15, 7))
+def test_encode(levels: int, fragments: list[np.ndarray]) -> None:
+    """16 tiles, with and without an outlier, of zeros, and not finite: what the reference makes of them."""
+    config = TahConfig(high_bits=levels.bit_length(), low_bits=2, high_ratio=1.0)
+    layout = layout_of(config, (1, 16 * 64))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(levels))
+    places = torch.arange(16) * 29 % 64
+    x[torch.arange(0, 16, 2), places[::2]] *= 60
+    x[3], x[4, 5], x[7, 9], x[8, :2] = 0.0, math.nan, -math.inf, 3e4
+    x = x.bfloat16()
+    held = x.view(torch.int32).numpy().view(np.uint32)
+    chunks = (4 * THREAD[:, None] + np.array([0, 1, 2, 3, 16, 17, 18, 19])).T
+    registers = {f"${12 + 8 * r + j}": held[ROW + 8 * r, chunks[j]] for r in range(2) for j in range(8)}
+    registers |= {"$28": THREAD.astype(np.uint32)}
+    registers |= {f"${29 + i}": word for i, word in enumerate(fragments[8:])}
+    for number, value in ((41, -levels), (42, 1 / levels), (43, 128.5)):
+        registers[f"${number}"] = np.full(32, value, dtype=np.float32).view(np.uint32)
+    text = encode_quads.encode_assembly.fn(True, rows.GRID.value)
+    found = ptx_warp.run(text, registers, np.zeros(1, dtype=np.uint32))
+    wire = reference.encode(x.view(1, -1), config)
+    expected, _ = reference.code_values(wire, layout)
+    pivots = reference.section(wire, "pivots", layout).numpy()
+    scales = reference.section(wire, "scales", layout).numpy().view(np.uint32)
+    magnitude = x.float().abs().nan_to_num(1e38)
+    for r in range(2):
+        tile = ROW + 8 * r
+        finite = torch.isfinite(x.float()).all(dim=1).numpy()[tile]
+        assert (found[f"${6 + r}"] == pivots[tile]).all()
+        assert (found[f"${4 + r}"] == scales[tile])[finite].all()
+        assert (found[f"${4 + r}"][~finite] & 0x7FFF > 0x7C00).all()
+        codes = np.zeros((32, 16), dtype=np.int64)
+        for word, first in ((f"${2 * r}", 0), (f"${2 * r + 1}", 4)):
+            for k in range(4):
+                byte = found[word].astype(np.int64) >> 8 * k & 0xFF
+                codes[:, first + k], codes[:, first + k + 8] = byte & 15, byte >> 4
+        want = expected.numpy()[tile[:, None], 16 * THREAD[:, None] + np.arange(16)].astype(np.int64)
+        assert (codes == want)[finite].all()
+        total, weighted = (found[f"${n + r}"].view(np.float32)[finite] for n in (8, 10))
+        there = torch.from_numpy(tile[finite])
+        np.testing.assert_allclose(total, magnitude[there].sum(dim=1), rtol=1e-5, atol=1e-35)
+        logarithms = magnitude.clamp(min=2.0**-126).log2() * magnitude
+        np.testing.assert_allclose(weighted, logarithms[there].sum(dim=1), rtol=1e-3, atol=1e-3)
+
+
 def compiled(kernel, operation: str, allocation: str, constants: dict[str, int]):
     """``kernel`` as a bf16 tensor of whole tiles needs it, for sm_90."""
     config = TahConfig(allocation=allocation)
@@ -108,6 +157,13 @@ def compiled(kernel, operation: str, allocation: str, constants: dict[str, int])
     options = dict(num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=operation == "encode")
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def test_encode_has_one_element_a_thread() -> None:
+    kernel = compiled(launch.encode_kernel, "encode", "token", {})
+    layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
+    assert layouts == {ONE_EACH}
+    assert kernel.metadata.shared == 0 and kernel.asm["ptx"].count("mma.sync") == 44
 
 
 @pytest.mark.parametrize("constants", ({}, {"per_unit": 1}), ids=("many tiles a token", "one"))

@@ -11,6 +11,7 @@ Hadamard transform flips the sign of its output j where i & j has odd parity: th
 import triton
 import triton.language as tl
 
+from taco_kernels.tah_quant.kernels.encode_quads import encode_by_quads
 from taco_kernels.tah_quant.kernels.rows import grid_of, identity, odd
 from taco_kernels.tah_quant.kernels.tiles import (
     nibble_words,
@@ -177,11 +178,15 @@ def encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, 
 def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels, C: tl.constexpr):
     """Everything but the widths and the choice of extra bits. Persistent programs, R tiles a step."""
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    # the interpreter has the other way for all
+    QUADS: tl.constexpr = C.QUADS and not C.INTERPRET and x.dtype.element_ty == tl.bfloat16
     matrices = (0, 0)
-    if C.TRANSFORM:
+    if C.TRANSFORM and not QUADS:
         matrices = (sylvester(C, 1.0, True, dot_type), identity(C, dot_type))
     counts = (tiles, per_row, channels)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a step
+    if QUADS:
+        encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C)
+    elif C.INTERPRET:  # no loops over run-time bounds there: one program a step
         first = tl.program_id(0) * C.R
         encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, C)
     else:

@@ -128,7 +128,8 @@ def choose_kernel(
     equal_before = tl.zeros([], tl.int32)
     for part in range(STEPS):
         index = part * N + tl.arange(0, N)
-        key = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
+        if STEPS > 1:
+            key = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
         larger = (key > threshold) & (index < there)
         equal = (key == threshold) & (index < there)
         both = larger.to(tl.int32) | (equal.to(tl.int32) << 16)  # N is at most 2^14
@@ -141,9 +142,10 @@ def choose_kernel(
         bits = tl.reshape(flag.to(tl.int32), [N // 32, 32]) << tl.arange(0, 32)[None, :]
         word = part * (N // 32) + tl.arange(0, N // 32)
         tl.store(widths + group * words + word, tl.sum(bits, axis=1), mask=word < words)
-        all_of_them = tl.sum(both, axis=0)
-        larger_before += all_of_them & 0xFFFF
-        equal_before += all_of_them >> 16
+        if STEPS > 1:
+            all_of_them = tl.sum(both, axis=0)
+            larger_before += all_of_them & 0xFFFF
+            equal_before += all_of_them >> 16
 
 
 @triton.jit

@@ -1,0 +1,315 @@
+"""encode for bf16 tiles of 64 values and up to 4 bits that fill their rows, by warps as quads.py has them.
+
+Elements are held the other way round than there: 8 t to 8 t + 7 of either half of a tile before the
+product, 16 t to 16 t + 15 behind it, which a word of the wire's planes takes. Bits 0, 3, 4 and 5 of an element's number
+are the rows of one product; bits 1 and 2 are four products that are added up.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.tah_quant.kernels.rows import GRID
+from taco_kernels.tah_quant.kernels.tiles import put, section_bytes
+
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
+XOR = 0x96  # lop3: of all three
+
+
+@triton.jit
+def row_fragment(lane, K: tl.constexpr, THIRD: tl.constexpr, SIGN: tl.constexpr, ROTATE: tl.constexpr):
+    """int32: two bf16 of the thread's operand B of a 16 x 8 product.
+
+    A row is bits 0, 3, 4 of an element and, K, bit 5; a column bits 0, 4, 5 of one whose bit 3 is THIRD.
+    """
+    thread, column = lane & 3, lane >> 2
+    pair, fourth, fifth = column & 1, (column >> 1) & 1, column >> 2
+    if ROTATE:
+        sign = SIGN ^ (K * fifth) ^ ((thread & 1) * THIRD) ^ ((thread >> 1) & fourth)
+        low, high = 0x3F80 | (sign << 15), 0x3F80 | ((sign ^ pair) << 15)
+    else:
+        same = (fifth == K) & ((thread & 1) == THIRD) & ((thread >> 1) == fourth)
+        low, high = tl.where(same & (pair == 0), 0x3F80, 0), tl.where(same & (pair == 1), 0x3F80, 0)
+    return low | (high << 16)
+
+
+@triton.jit
+def row_fragments(lane):
+    """The twelve of the Hadamard matrix, its negative and the identity, as ``encode_assembly`` takes them."""
+    return (
+        row_fragment(lane, 0, 0, 0, True),
+        row_fragment(lane, 1, 0, 0, True),
+        row_fragment(lane, 0, 1, 0, True),
+        row_fragment(lane, 1, 1, 0, True),
+        row_fragment(lane, 0, 0, 1, True),
+        row_fragment(lane, 1, 0, 1, True),
+        row_fragment(lane, 0, 1, 1, True),
+        row_fragment(lane, 1, 1, 1, True),
+        row_fragment(lane, 0, 0, 0, False),
+        row_fragment(lane, 1, 0, 0, False),
+        row_fragment(lane, 0, 1, 0, False),
+        row_fragment(lane, 1, 1, 0, False),
+    )
+
+
+@triton.constexpr_function
+def _over_quad(operation: str, register: str) -> list[str]:
+    """``register`` = what ``operation`` makes of it in the four threads of a quad."""
+    lines = []
+    for distance in (1, 2):
+        lines += [
+            f"shfl.sync.bfly.b32 x, {register}, {distance}, 31, -1;",
+            f"{operation} {register}, {register}, x;",
+        ]
+    return lines
+
+
+@triton.constexpr_function
+def _product(target: str, operand: str, k: int, b: tuple, start: str) -> str:
+    a = ", ".join(f"{operand}{r}{j}" for j in (k, 4 + k) for r in range(2))
+    return f"{MMA} {{{target}}}, {{{a}}}, {{{b[0]}, {b[1]}}}, {{{start}}};"
+
+
+@triton.constexpr_function
+def _sums(entropy) -> list[str]:
+    """Magnitudes m<r><j>, not below 2^-126, their sums $8, $9 and those times their logarithms $10, $11."""
+    lines = []
+    for r in range(2):
+        for j in range(8):
+            lines.append(f"and.b32 m{r}{j}, ${12 + 8 * r + j}, {0x7FFF7FFF};")
+            lines.append(f"max.NaN.bf16x2 m{r}{j}, m{r}{j}, tiny;")
+    total = "d00, d01, d02, d03"
+    for k in range(4):
+        start = "nought, nought, nought, nought" if k == 0 else total
+        lines.append(_product(total, "m", k, ("ones", "ones"), start))
+    lines += ["mov.b32 $8, d00;", "mov.b32 $9, d02;"]
+    for r in range(2):
+        lines.append("mov.f32 u, 0f00000000;")
+        for j in range(8 if entropy else 0):
+            for extract in (f"shl.b32 x, m{r}{j}, 16;", f"and.b32 x, m{r}{j}, {0xFFFF0000};"):
+                lines += [extract, "mov.b32 v, x;", "lg2.approx.ftz.f32 t, v;", "fma.rn.f32 u, v, t, u;"]
+        if entropy:
+            for distance in (1, 2):
+                lines += [
+                    "mov.b32 y, u;",
+                    f"shfl.sync.bfly.b32 x, y, {distance}, 31, -1;",
+                    "mov.b32 v, x;",
+                    "add.rn.f32 u, u, v;",
+                ]
+        lines.append(f"mov.b32 ${10 + r}, u;")
+    return lines
+
+
+@triton.constexpr_function
+def _outliers() -> list[str]:
+    """Bytes of pivots $6, $7: a tile's only element above half of its largest is the largest, and chosen."""
+    lines = []
+    for r in range(2):
+        lines.append(f"max.NaN.bf16x2 c{r}, m{r}0, m{r}1;")
+        lines += [f"max.NaN.bf16x2 c{r}, c{r}, m{r}{j};" for j in range(2, 8)]
+    lines += ["prmt.b32 x, c0, c1, 0x5410;", "prmt.b32 y, c0, c1, 0x7632;", "max.NaN.bf16x2 y, x, y;"]
+    lines += [
+        *_over_quad("max.NaN.bf16x2", "y"),
+        f"sub.u32 y, y, {0x00800080};",
+        f"or.b32 y, y, {0x80008000};",
+    ]
+    lines += ["prmt.b32 c0, y, y, 0x1010;", "prmt.b32 c1, y, y, 0x3232;"]
+    for r in range(2):
+        for j in range(0, 8, 2):
+            lines += [f"sub.u32 x, c{r}, m{r}{j};", f"sub.u32 y, c{r}, m{r}{j + 1};"]
+            lines.append(f"prmt.b32 f{j // 2}, x, y, 0xFDB9;")  # four bytes of signs: not above
+        lines += [
+            f"lop3.b32 f0, f0, f1, {0x55555555}, {SELECT};",
+            f"lop3.b32 f2, f2, f3, {0x55555555}, {SELECT};",
+        ]
+        lines += [f"lop3.b32 f0, f0, f2, {0x33333333}, {SELECT};", "not.b32 f0, f0;"]
+        lines += [f"and.b32 f0, f0, {0x0F0F0F0F};", "popc.b32 x, f0;", "bfind.u32 f1, f0;"]
+        # bits 0, 1, 3, 4 of where it was found are bits 2, 5, 0, 1 of the element
+        lines += ["shr.u32 y, f1, 3;", "and.b32 f2, f1, 1;", "mad.lo.u32 y, f2, 4, y;"]
+        lines += ["and.b32 f2, f1, 2;", "mad.lo.u32 y, f2, 16, y;", "mad.lo.u32 y, $28, 8, y;"]
+        lines += ["setp.ne.u32 e, x, 0;", "selp.b32 y, y, 0, e;", f"mad.lo.u32 n{r}, x, 256, y;"]
+    lines += ["mad.lo.u32 n0, n1, 65536, n0;", *_over_quad("add.u32", "n0"), "shr.u32 n1, n0, 16;"]
+    for r in range(2):
+        lines += [f"mov.b32 v, ${8 + r};", "setp.lt.f32 e, v, 0f71800000;", f"shr.u32 x, n{r}, 8;"]
+        lines += ["and.b32 x, x, 255;", "selp.b32 x, x, 0, e;", "setp.eq.u32 e, x, 1;"]
+        lines += [f"and.b32 y, n{r}, 63;", "or.b32 y, y, 128;", f"selp.b32 ${6 + r}, y, 0, e;"]
+        lines += [f"selp.b32 c{r}, {0xFFFFFFFF}, 0, e;", f"selp.f32 scale{r}, 0f3E000000, 0f3F800000, e;"]
+    return lines
+
+
+@triton.constexpr_function
+def _transformed() -> list[str]:
+    """d<element><tile>: the thread's 16 values of either tile, transformed where chosen, but for 1 / 8."""
+    lines = []
+    for r in range(2):
+        for j in range(8):
+            word = f"${12 + 8 * r + j}"
+            lines += [f"and.b32 m{r}{j}, {word}, c{r};", f"xor.b32 i{r}{j}, {word}, m{r}{j};"]
+    for third in range(2):
+        for n in range(4):
+            first = 8 * third + 2 * n
+            target = f"y{first}_0, y{first + 1}_0, y{first}_1, y{first + 1}_1"
+            unit = (f"${37 + 2 * third}", f"${38 + 2 * third}")
+            lines.append(_product(target, "i", n, unit, "nought, nought, nought, nought"))
+            for k in range(4):
+                number = 29 + 4 * ((k & n).bit_count() & 1) + 2 * third
+                lines.append(_product(target, "m", k, (f"${number}", f"${number + 1}"), target))
+    for r in range(2):
+        pivot = f"${6 + r}"
+        lines += [f"shr.u32 x, {pivot}, 4;", "and.b32 x, x, $28;", "popc.b32 x, x;", "shl.b32 g0, x, 31;"]
+        lines.append("mov.b32 f0, 0;")
+        for names, first in (("f", 0), ("g", 2)):
+            for bit in range(2):
+                lines += [f"shl.b32 x, {pivot}, {31 - first - bit};", f"and.b32 x, x, {0x80000000};"]
+                lines += [f"xor.b32 {names}{2**bit + k}, {names}{k}, x;" for k in range(2**bit)]
+        for element in range(16):
+            y = f"y{element}_{r}"
+            lines += [
+                f"mov.b32 x, {y};",
+                f"lop3.b32 x, x, f{element & 3}, g{element >> 2}, {XOR};",
+                f"mov.b32 {y}, x;",
+            ]
+    return lines
+
+
+@triton.constexpr_function
+def _codes(r: int, grid: str) -> list[str]:
+    """Scales and nibble words of tile r."""
+    lines = []
+    for name, operation in (("low", "min.f32"), ("high", "max.f32")):
+        lines.append(f"{operation} {name}, y0_{r}, y1_{r};")
+        lines += [f"{operation} {name}, {name}, y{j}_{r};" for j in range(2, 16)]
+        for distance in (1, 2):
+            lines += [f"mov.b32 y, {name};", f"shfl.sync.bfly.b32 x, y, {distance}, 31, -1;", "mov.b32 v, x;"]
+            lines.append(f"{operation} {name}, {name}, v;")
+        lines.append(f"mul.rn.f32 {name}, {name}, scale{r};")
+    lines += [f"mov.b32 total, ${8 + r};", grid, f"mov.b32 ${4 + r}, pairs;"]
+    lines.append(f"mul.rn.f32 inverse, inverse, scale{r};")
+    for q in range(4):
+        for k in range(4):
+            lines += [f"fma.rn.f32 v, y{4 * q + k}_{r}, inverse, offset;", f"mov.b32 f{k}, v;"]
+        lines += ["prmt.b32 x, f0, f1, 0x62;", "prmt.b32 y, f2, f3, 0x62;", f"prmt.b32 g{q}, x, y, 0x5410;"]
+    return [*lines, f"mad.lo.u32 ${2 * r}, g2, 16, g0;", f"mad.lo.u32 ${2 * r + 1}, g3, 16, g1;"]
+
+
+@triton.constexpr_function
+def encode_assembly(entropy, grid):
+    """PTX of ``encode_two``. ``grid``: rows.GRID."""
+    constants = {"$0": "pairs", "$1": "inverse", "$2": "offset", "$3": "low", "$4": "high", "$5": "total"}
+    constants |= {"$6": "$41", "$7": "$42", "$8": "$43"}
+    for name, value in constants.items():
+        grid = grid.replace(name + ",", value + ",").replace(name + ";", value + ";")
+    words = [f"{x}{r}{j}" for x in "mi" for r in range(2) for j in range(8)]
+    words += ["x", "y", "c0", "c1", "n0", "n1", "tiny", "ones", "pairs"]
+    words += [f"{x}{k}" for x in "fg" for k in range(4)]
+    singles = [f"y{j}_{r}" for j in range(16) for r in range(2)] + ["d00", "d01", "d02", "d03", "nought"]
+    singles += ["t", "u", "v", "low", "high", "total", "inverse", "offset", "scale0", "scale1"]
+    lines = ["{", f".reg .b32 {', '.join(words)};", f".reg .f32 {', '.join(singles)};", ".reg .pred e;"]
+    lines += ["mov.f32 nought, 0f00000000;", f"mov.b32 tiny, {0x00800080};", f"mov.b32 ones, {0x3F803F80};"]
+    lines += _sums(entropy) + _outliers() + _transformed() + _codes(0, grid) + _codes(1, grid)
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _load_assembly():
+    lines = ["{", ".reg .pred p, q;", "setp.gt.s32 p, $17, 0;", "setp.gt.s32 q, $17, 8;"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(16)]
+    for i in range(4):
+        registers = ", ".join(f"${4 * i + k}" for k in range(4))
+        predicate, distance = "pq"[i // 2], 64 * (i % 2) + 8 * 128 * (i // 2)
+        lines.append(f"@{predicate} ld.global.nc.v4.b32 {{{registers}}}, [$16+{distance}];")
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def load_two(x, left):
+    """16 int32 a thread: its 16 bf16 of the tile at x (its first value there), and of that 8 tiles behind."""
+    text: tl.constexpr = _load_assembly()
+    registers: tl.constexpr = "=&r," * 16 + "l,r"
+    kinds: tl.constexpr = (tl.int32,) * 16
+    return tl.inline_asm_elementwise(text, registers, (x.to(tl.int64), left), kinds, is_pure=True, pack=1)
+
+
+@triton.jit
+def encode_two(words, thread, matrices, C: tl.constexpr):
+    """Encode two tiles a quad.
+
+    Returns: int32. Nibble words a and b of the thread's 16 codes of the first tile, then of the second; and of
+    either tile in turn step and zero point, byte of pivots, and the bits of the fp32 sums of magnitudes and of
+    those times their logarithms. A magnitude counts as 2^-126 at least.
+    """
+    text: tl.constexpr = encode_assembly(C.EXTRA > 0, GRID)
+    registers: tl.constexpr = "=&r," * 12 + "r," * 29 + "f,f,f"
+    kinds: tl.constexpr = (tl.int32,) * 12
+    LEVELS: tl.constexpr = C.LEVELS * 1.0
+    place, numbers = (thread,), (-LEVELS, 1 / LEVELS, 2.0 ** (23 - C.SHIFT) + 0.5)
+    inputs = words + place + matrices + numbers
+    return tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
+
+
+@triton.jit
+def put_plane(out, values, tile, thread, there, STRIDE: tl.constexpr, C: tl.constexpr):
+    """Store the thread's word of a tile in a plane of four words a tile, STRIDE apart."""
+    put(out + (tile.to(tl.int64) * 4 + thread) * STRIDE, values, there, C)
+
+
+@triton.jit
+def put_nibbles(
+    a, b, out, tile, thread, there, tiles, padding, FROM: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr
+):
+    """store_words of tiles.py with one word a thread."""
+    if BITS & 4:
+        pair = out.to(tl.pointer_type(tl.int32))
+        put_plane(pair, a, tile, thread, there, 2, C)
+        put_plane(pair + 1, b, tile, thread, there, 2, C)
+    if BITS & 2:
+        words = ((a >> FROM) & 0x33333333) | (((b >> FROM) & 0x33333333) << 2)
+        put_plane(out.to(tl.pointer_type(tl.int32)), words, tile, thread, there, 1, C)
+        out += section_bytes(tiles, C.G // 4, padding)
+    if BITS & 1:
+        BIT: tl.constexpr = FROM + (BITS & 2)
+        words = ((a >> BIT) & 0x11111111) | (((b >> BIT) & 0x11111111) << 2)
+        words = words | (words >> 15)
+        put_plane(out.to(tl.pointer_type(tl.int16)), words.to(tl.int16), tile, thread, there, 1, C)
+
+
+@triton.jit
+def put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C: tl.constexpr):
+    """Store what ``encode_two`` gives of one tile, its numbers by a thread each."""
+    a, b, pair, byte, total, weighted = found
+    there = tile < tiles
+    put_nibbles(a, b, base, tile, thread, there, tiles, 16, C.EXTRA, C.LOW, C)
+    put(pivots + tile, byte.to(tl.uint8), there & (thread == 3), C)
+    if C.EXTRA > 0:
+        put_nibbles(a, b, extra, tile, thread, there, tiles, 1, 0, C.EXTRA, C)
+        values = tl.where(thread == 0, pair, tl.where(thread == 1, total, weighted))
+        sums += tl.where(thread == 1, tile, tile + tiles.to(tl.int64))
+        put(tl.where(thread == 0, scales + tile, sums), values, there & (thread < 3), C)
+    else:
+        put(scales + tile, pair, there & (thread == 0), C)
+
+
+@triton.jit
+def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr):
+    """Persistent programs, R tiles a step and 16 a warp; values are loaded a step ahead."""
+    index = tl.arange(0, 2 * C.R)
+    lane, thread = index & 31, index & 3
+    matrices = row_fragments(lane)
+    step = tl.num_programs(0) * C.R
+    tile = tl.program_id(0) * C.R + (index >> 5) * 16 + (lane >> 2)
+    x += tile.to(tl.int64) * C.G + thread * 8
+    words = load_two(x, tiles - tile)
+    first = tl.program_id(0) * C.R
+    while first < tiles:
+        first += step
+        x += step.to(tl.int64) * C.G
+        following = load_two(x, tiles - tile - step)
+        a0, b0, a1, b1, pair0, pair1, byte0, byte1, total0, total1, weighted0, weighted1 = encode_two(
+            words, thread, matrices, C
+        )
+        found = (a0, b0, pair0, byte0, total0, weighted0)
+        put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C)
+        found = (a1, b1, pair1, byte1, total1, weighted1)
+        put_tile(base, extra, scales, pivots, sums, tile + 8, thread, tiles, found, C)
+        tile += step
+        words = following
