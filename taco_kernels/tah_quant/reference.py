@@ -31,6 +31,9 @@ from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
 LARGEST_SUM = 2.0**100
 """Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
 
+SMALLEST_SUM = 2.0**-100
+"""Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
+
 
 def to_tiles(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """fp32[tiles, tile_size] of x, rows padded with zeros."""
@@ -75,12 +78,12 @@ def transform_tiles(
 
 
 def entropy(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """fp32[units] of tiles x: bits by which a unit's magnitudes are spread; 0 where they are not finite."""
+    """fp32[units] of tiles x: bits by which a unit's magnitudes are spread; 0 where not finite, or zero."""
     magnitude = x.abs()
     logarithm = torch.where(magnitude > 0, magnitude, 1.0).log2()
     total = magnitude.sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
     weighted = (magnitude * logarithm).sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
-    meaningful = (total > 0) & (total < LARGEST_SUM)
+    meaningful = (total > SMALLEST_SUM) & (total < LARGEST_SUM)
     divisor = torch.where(meaningful, total, 1.0)
     return torch.where(meaningful, divisor.log2() - weighted / divisor, 0.0)
 

@@ -159,14 +159,16 @@ def compiled(kernel, operation: str, allocation: str, constants: dict[str, int])
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def test_encode_has_one_element_a_thread() -> None:
-    kernel = compiled(launch.encode_kernel, "encode", "token", {})
+@pytest.mark.parametrize("constants", ({}, {"tiles": 1}), ids=("many tiles", "one"))
+def test_encode_has_one_element_a_thread(constants: dict[str, int]) -> None:
+    """As decode below."""
+    kernel = compiled(launch.encode_kernel, "encode", "token", constants)
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH}
     assert kernel.metadata.shared == 0 and kernel.asm["ptx"].count("mma.sync") == 44
 
 
-@pytest.mark.parametrize("constants", ({}, {"per_unit": 1}), ids=("many tiles a token", "one"))
+@pytest.mark.parametrize("constants", ({}, {"per_unit": 1}, {"tiles": 1, "per_unit": 1}))
 def test_decode_has_one_element_a_thread(constants: dict[str, int]) -> None:
     """What the assembly takes for granted: thread i of a program has element i of a tensor."""
     kernel = compiled(launch.decode_kernel, "decode", "token", constants)

@@ -1,15 +1,17 @@
 """encode for bf16 tiles of 64 values and up to 4 bits that fill their rows, by warps as quads.py has them.
 
 Elements are held the other way round than there: 8 t to 8 t + 7 of either half of a tile before the
-product, 16 t to 16 t + 15 behind it, which a word of the wire's planes takes. Bits 0, 3, 4 and 5 of an element's number
-are the rows of one product; bits 1 and 2 are four products that are added up.
+product, behind it 16 t to 16 t + 15, which a word of the wire's planes takes. Bits 0, 3, 4 and 5 of an
+element's number are the rows of one product; bits 1 and 2 are four products that are added up.
 """
 
 import triton
 import triton.language as tl
 
 from taco_kernels.tah_quant.kernels.rows import GRID
-from taco_kernels.tah_quant.kernels.tiles import put, section_bytes
+from taco_kernels.tah_quant.kernels.tiles import nibble_words, put, section_bytes
+from taco_kernels.tah_quant.kernels.values import encoded
+from taco_kernels.triton.hadamard import sylvester
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
@@ -222,29 +224,83 @@ def _load_assembly():
 
 
 @triton.jit
-def load_two(x, left):
+def four_words(pointers, mask):
+    """Four int32 a thread, one behind the other."""
+    return (
+        tl.load(pointers, mask=mask, other=0),
+        tl.load(pointers + 1, mask=mask, other=0),
+        tl.load(pointers + 2, mask=mask, other=0),
+        tl.load(pointers + 3, mask=mask, other=0),
+    )
+
+
+@triton.jit
+def load_two(x, left, C: tl.constexpr):
     """16 int32 a thread: its 16 bf16 of the tile at x (its first value there), and of that 8 tiles behind."""
-    text: tl.constexpr = _load_assembly()
-    registers: tl.constexpr = "=&r," * 16 + "l,r"
-    kinds: tl.constexpr = (tl.int32,) * 16
-    return tl.inline_asm_elementwise(text, registers, (x.to(tl.int64), left), kinds, is_pure=True, pack=1)
+    if C.INTERPRET:
+        words = x.to(tl.pointer_type(tl.int32))
+        result = four_words(words, left > 0) + four_words(words + 16, left > 0)
+        words += 8 * 32
+        result = result + four_words(words, left > 8) + four_words(words + 16, left > 8)
+    else:
+        text: tl.constexpr = _load_assembly()
+        registers: tl.constexpr = "=&r," * 16 + "l,r"
+        kinds: tl.constexpr = (tl.int32,) * 16
+        inputs = (x.to(tl.int64), left)
+        result = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
+    return result
+
+
+@triton.jit
+def halves_of(values, C: tl.constexpr):
+    """What the threads have of their first and of their second tiles, of values [R, 4]."""
+    return tl.split(tl.permute(tl.reshape(values, [2, C.R * 2]), [1, 0]))
+
+
+@triton.jit
+def encode_interpreted(words, C: tl.constexpr):
+    """encode_two in Triton, for the interpreter."""
+    first = tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3]))
+    first = tl.join(first, tl.join(tl.join(words[4], words[5]), tl.join(words[6], words[7])))
+    second = tl.join(tl.join(words[8], words[9]), tl.join(words[10], words[11]))
+    second = tl.join(second, tl.join(tl.join(words[12], words[13]), tl.join(words[14], words[15])))
+    both = tl.permute(tl.join(first, second), [4, 0, 1, 2, 3])  # tile, thread, bits 1, 2 and 5 of an element
+    both = tl.permute(tl.reshape(both, [C.R, 4, 2, 2, 2]), [0, 4, 1, 3, 2])
+    y = tl.join(both << 16, both & -65536).to(tl.float32, bitcast=True)
+    matrices = (sylvester(C, 1.0, True, tl.float32), 0)
+    chosen, pivot, total, weighted, pair, codes = encoded(tl.reshape(y, [C.R, C.G]), matrices, C)
+    a, b = nibble_words(codes, C)
+    byte = tl.where(chosen, pivot + 128, 0)
+    a, a2 = halves_of(a, C)
+    b, b2 = halves_of(b, C)
+    result = (a, b, a2, b2)
+    result = result + halves_of(tl.broadcast_to(pair[:, None], [C.R, 4]), C)
+    result = result + halves_of(tl.broadcast_to(byte[:, None], [C.R, 4]), C)
+    for_thread = tl.broadcast_to(total.to(tl.int32, bitcast=True)[:, None], [C.R, 4])
+    result = result + halves_of(for_thread, C)
+    for_thread = tl.broadcast_to(weighted.to(tl.int32, bitcast=True)[:, None], [C.R, 4])
+    return result + halves_of(for_thread, C)
 
 
 @triton.jit
 def encode_two(words, thread, matrices, C: tl.constexpr):
     """Encode two tiles a quad.
 
-    Returns: int32. Nibble words a and b of the thread's 16 codes of the first tile, then of the second; and of
-    either tile in turn step and zero point, byte of pivots, and the bits of the fp32 sums of magnitudes and of
-    those times their logarithms. A magnitude counts as 2^-126 at least.
+    Returns: int32. Nibble words a and b of the thread's 16 codes of the first tile, then of the second; and
+    of either tile in turn step and zero point, byte of pivots, and the bits of the fp32 sums of magnitudes
+    and of those times their logarithms. A magnitude counts as 2^-126 at least.
     """
-    text: tl.constexpr = encode_assembly(C.EXTRA > 0, GRID)
-    registers: tl.constexpr = "=&r," * 12 + "r," * 29 + "f,f,f"
-    kinds: tl.constexpr = (tl.int32,) * 12
-    LEVELS: tl.constexpr = C.LEVELS * 1.0
-    place, numbers = (thread,), (-LEVELS, 1 / LEVELS, 2.0 ** (23 - C.SHIFT) + 0.5)
-    inputs = words + place + matrices + numbers
-    return tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
+    if C.INTERPRET:
+        result = encode_interpreted(words, C)
+    else:
+        text: tl.constexpr = encode_assembly(C.EXTRA > 0, GRID)
+        registers: tl.constexpr = "=&r," * 12 + "r," * 29 + "f,f,f"
+        kinds: tl.constexpr = (tl.int32,) * 12
+        LEVELS: tl.constexpr = C.LEVELS * 1.0
+        place, numbers = (thread,), (-LEVELS, 1 / LEVELS, 2.0 ** (23 - C.SHIFT) + 0.5)
+        inputs = words + place + matrices + numbers
+        result = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
+    return result
 
 
 @triton.jit
@@ -283,7 +339,7 @@ def put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C: t
     if C.EXTRA > 0:
         put_nibbles(a, b, extra, tile, thread, there, tiles, 1, 0, C.EXTRA, C)
         values = tl.where(thread == 0, pair, tl.where(thread == 1, total, weighted))
-        sums += tl.where(thread == 1, tile, tile + tiles.to(tl.int64))
+        sums += tl.where(thread == 1, tile, tile + tl.full((), 1, tl.int64) * tiles)
         put(tl.where(thread == 0, scales + tile, sums), values, there & (thread < 3), C)
     else:
         put(scales + tile, pair, there & (thread == 0), C)
@@ -298,12 +354,12 @@ def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr
     step = tl.num_programs(0) * C.R
     tile = tl.program_id(0) * C.R + (index >> 5) * 16 + (lane >> 2)
     x += tile.to(tl.int64) * C.G + thread * 8
-    words = load_two(x, tiles - tile)
+    words = load_two(x, tiles - tile, C)
     first = tl.program_id(0) * C.R
     while first < tiles:
         first += step
         x += step.to(tl.int64) * C.G
-        following = load_two(x, tiles - tile - step)
+        following = load_two(x, tiles - tile - step, C)
         a0, b0, a1, b1, pair0, pair1, byte0, byte1, total0, total1, weighted0, weighted1 = encode_two(
             words, thread, matrices, C
         )

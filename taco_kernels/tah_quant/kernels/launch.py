@@ -162,7 +162,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     extra = torch.empty(extra_bytes, dtype=torch.uint8, device=x.device)
     start(
         encode_kernel,
-        (_programs(layout.tiles, tuning, device),),
+        (_programs(layout.tiles, tuning, device, by_quads(layout) and x.dtype == torch.bfloat16),),
         (
             x,
             wire,

@@ -6,8 +6,8 @@ Nothing here depends on timing: sums have a fixed order, and of equal entropies 
 import triton
 import triton.language as tl
 
-from taco_kernels.tah_quant.kernels.encode import LARGEST_SUM
 from taco_kernels.tah_quant.kernels.tiles import tile_slots
+from taco_kernels.tah_quant.kernels.values import LARGEST_SUM, SMALLEST_SUM
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def place_of(unit, population, populations, BY_TOKEN: tl.constexpr):
 @triton.jit
 def entropy_key(total, weighted):
     """int32 in the order of the entropies that sums fp32 belong to."""
-    meaningful = (total > 0.0) & (total < LARGEST_SUM)
+    meaningful = (total > SMALLEST_SUM) & (total < LARGEST_SUM)
     divisor = tl.where(meaningful, total, 1.0)
     value = tl.where(meaningful, tl.log2(divisor) - weighted / divisor, 0.0)
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # one zero
