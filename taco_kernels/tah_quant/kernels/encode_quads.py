@@ -251,6 +251,24 @@ def load_two(x, left, C: tl.constexpr):
     return result
 
 
+PREFETCH = tl.constexpr("""{
+    .reg .pred p, q;
+    setp.gt.s32 p, $2, 0;
+    setp.gt.s32 q, $2, 8;
+    @p prefetch.global.L2 [$1];
+    @q prefetch.global.L2 [$1+1024];
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def prefetch_two(x, left, C: tl.constexpr):
+    """Ask for what ``load_two`` will load: registers do not last for two steps, the cache does."""
+    if not C.INTERPRET:
+        inputs = (x.to(tl.int64), left)
+        tl.inline_asm_elementwise(PREFETCH, "=r,l,r", inputs, dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def halves_of(values, C: tl.constexpr):
     """What the threads have of their first and of their second tiles, of values [R, 4]."""
@@ -347,7 +365,7 @@ def put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C: t
 
 @triton.jit
 def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr):
-    """Persistent programs, R tiles a step and 16 a warp; values are loaded a step ahead."""
+    """Persistent programs, R tiles a step, 16 a warp. Values are loaded a step ahead, into the cache two."""
     index = tl.arange(0, 2 * C.R)
     lane, thread = index & 31, index & 3
     matrices = row_fragments(lane)
@@ -355,10 +373,12 @@ def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr
     tile = tl.program_id(0) * C.R + (index >> 5) * 16 + (lane >> 2)
     x += tile.to(tl.int64) * C.G + thread * 8
     words = load_two(x, tiles - tile, C)
+    prefetch_two(x + step.to(tl.int64) * C.G, tiles - tile - step, C)
     first = tl.program_id(0) * C.R
     while first < tiles:
         first += step
         x += step.to(tl.int64) * C.G
+        prefetch_two(x + step.to(tl.int64) * C.G, tiles - tile - 2 * step, C)
         following = load_two(x, tiles - tile - step, C)
         a0, b0, a1, b1, pair0, pair1, byte0, byte1, total0, total1, weighted0, weighted1 = encode_two(
             words, thread, matrices, C
