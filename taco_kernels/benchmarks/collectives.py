@@ -11,8 +11,6 @@ import torch.distributed as dist
 from taco_kernels import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
 from taco_kernels.benchmarks.timing import report
 
-SCHEDULES = ("phased", "pipelined", "ahead", "staggered")
-
 MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 COLUMNS = {
@@ -38,19 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mib",
         type=float,
         nargs="+",
-        help="sizes of the whole bf16 tensor; 0.25 1 4 16 64 256, or 16 64 256 for --schedules",
+        default=MIB,
+        help="sizes of the whole bf16 tensor",
     )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
     parser.add_argument("--graph-mib", type=float, default=1, help="replay CUDA graphs too up to this size")
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        choices=SCHEDULES,
-        help="instead time these orders of the two-shot all-reduce's phases, in formats of their own choice",
-    )
     parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
     parser.add_argument("--json", type=Path, help="also write the rows to this file (rank 0)")
 
@@ -258,7 +251,6 @@ def measure(operation: str, mib: float, options: argparse.Namespace, group) -> l
 
 def run(options: argparse.Namespace) -> None:
     """Measure every size and print the table on rank 0."""
-    from taco_kernels.benchmarks import schedules
     from taco_kernels.symmetric_memory import SymmetricGroup, unavailable_reason
 
     if "RANK" not in os.environ:
@@ -270,26 +262,18 @@ def run(options: argparse.Namespace) -> None:
     dist.init_process_group("nccl", device_id=device)
     try:
         reason = "--no-symmetric" if options.no_symmetric else unavailable_reason(dist.group.WORLD)
-        if options.schedules and reason is not None:
-            raise SystemExit(f"--schedules needs symmetric memory: {reason}")
-        timeout = schedules.TIMEOUT if options.schedules else None
-        group = SymmetricGroup(dist.group.WORLD, timeout=timeout) if reason is None else None
+        group = SymmetricGroup(dist.group.WORLD) if reason is None else None
         if dist.get_rank() == 0:
             variables = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))
             print(
                 f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}"
             )
             print(f"environment: {variables or 'no NCCL variables'}; symmetric memory: {reason or 'yes'}")
-        rows, columns = [], COLUMNS
-        if options.schedules:
-            columns = schedules.COLUMNS
-            for mib in options.mib or schedules.MIB:
-                rows += schedules.measure(mib, options.schedules, group)
-        else:
-            for operation in options.operations:
-                for mib in options.mib or MIB:
-                    rows += measure(operation, mib, options, group)
+        rows = []
+        for operation in options.operations:
+            for mib in options.mib:
+                rows += measure(operation, mib, options, group)
         if dist.get_rank() == 0:
-            report(rows, columns, options.json)
+            report(rows, COLUMNS, options.json)
     finally:
         dist.destroy_process_group()

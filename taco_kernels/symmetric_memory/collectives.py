@@ -13,7 +13,6 @@ from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
-from taco_kernels.symmetric_memory.scheduled import SCHEDULES, scheduled_kernel
 from taco_kernels.triton import fast_launch, launch
 from taco_kernels.triton.spec import Spec, make_flags, make_spec
 
@@ -52,7 +51,6 @@ def all_reduce(
     algorithm: str = "auto",
     out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
-    schedule: str = "phased",
 ) -> torch.Tensor:
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
 
@@ -65,7 +63,6 @@ def all_reduce(
         algorithm: one of ALGORITHMS; the result is the same, the speed is not.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
-        schedule: of a two-shot, one of ``scheduled.SCHEDULES``; the result is the same, the speed is not.
     """
     lane.check()
     check_stream(random, config, "random")
@@ -73,10 +70,10 @@ def all_reduce(
         check_stream(random, config_out, "random")
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, schedule, *like)(x, out, random)
+    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out, random)
 
 
-def _plan_all_reduce(lane, config, config_out, algorithm, schedule, numel, dtype, layout) -> Plan:
+def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) -> Plan:
     config_out = config_out or config
     check_same_groups(config, config_out)
     if algorithm not in ALGORITHMS:
@@ -88,12 +85,11 @@ def _plan_all_reduce(lane, config, config_out, algorithm, schedule, numel, dtype
     values = groups * config.group_size
     tiles = ceil_div(values, tile_of(config))
     splits = choose_splits(tiles, lane) if two_shot else 1
-    order = SCHEDULES[schedule] if two_shot else None
-    kernel = scheduled_kernel if order else two_shot_kernel if two_shot else one_shot_kernel
+    kernel = two_shot_kernel if two_shot else one_shot_kernel
     rows = launch.rows_of(layout, config.group_size)
     tail = numel % config.group_size != 0
     message = (numel, values, values, groups)
-    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out, order=order)
+    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
 
 
 def reduce_scatter(
@@ -232,7 +228,7 @@ def _plan(lane: Lane, make: Callable[..., Plan], *arguments) -> Plan:
 
 
 def _prepare(
-    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None, order=None
+    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None
 ) -> Plan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * lane.world_size)
@@ -240,7 +236,7 @@ def _prepare(
     rows = rows or launch.rows_of(None, config.group_size)
     shape = lane.world_size, lane.programs, splits
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded, order
+        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded
     )
     steps = ceil_div(tiles, lane.programs // splits)
     programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
@@ -260,7 +256,7 @@ def _prepare(
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded, order):
+def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
     properties = launch.device_of(device.index)
 
@@ -277,11 +273,9 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
         E=exchange(*shape),
         **OPTIONS,
     )
-    if kernel in (one_shot_kernel, two_shot_kernel, scheduled_kernel):
+    if kernel in (one_shot_kernel, two_shot_kernel):
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
-    if order is not None:
-        constants["S"] = order
     if encoded is not None:
         constants["ENCODED"] = encoded
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from taco_kernels import CodecConfig
 from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
@@ -79,12 +80,19 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
-    expected = {  # bits a value: fp8 with two fp32 scales a group of 128, int8 with one of bf16
+
+    def encoded(fraction: float, settings: dict) -> int:
+        """Bytes of a compressed all-reduce: all-to-all and all-gather of W padded pieces."""
+        config = CodecConfig(settings["taco_format"], scales=settings["taco_scales"])
+        values = config.chunk_numel(int(SEQUENCE * BATCH * HIDDEN * fraction), world_size)
+        return 2 * (world_size - 1) * config.wire_bytes(values)
+
+    expected = {  # messages: a layer's two and the embeddings', in each direction
         0: layers + embeddings,
         1: 0.5 * layers + embeddings,
         2: 0.25 * layers + embeddings,
-        3: (0.5 * layers + embeddings) * 8.5 / 16,
-        4: (0.5 * layers + embeddings) * 8.125 / 16,
+        3: iterations * (2 * LAYERS * encoded(0.5, FP8) + encoded(1.0, FP8)),
+        4: iterations * (2 * LAYERS * encoded(0.5, INT8) + encoded(1.0, INT8)),
     }
     for case, ranks in enumerate(results):
         for result in ranks:

@@ -12,6 +12,7 @@ from megatron.compression.telemetry import bytes_sent
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),

@@ -107,16 +107,15 @@ def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size", "config"),
+    ("world_size", "config"),
     [
-        ("pipelined", 4, CodecConfig("int8")),
-        ("ahead", 4, CodecConfig("fp8-e4m3", scales="single")),
-        ("staggered", 4, CodecConfig("int6", rounding="dither")),
-        ("staggered", 2, CodecConfig("int8")),
+        (4, CodecConfig("fp8-e4m3", scales="single")),
+        (4, CodecConfig("int6", rounding="dither")),
+        (2, CodecConfig("int8")),
     ],
 )
-def test_schedules_have_the_bits_of_the_codec_kernels(schedule, world_size, config) -> None:
-    """From one step a program to ten, with calls of the default schedule between them."""
+def test_many_steps_have_the_bits_of_the_codec_kernels(world_size, config) -> None:
+    """From one step a program to ten."""
     from taco_kernels.symmetric_memory import collectives
 
     random = None if config.rounding == "nearest" else Stream(77, 5, 0)
@@ -125,15 +124,13 @@ def test_schedules_have_the_bits_of_the_codec_kernels(schedule, world_size, conf
     for tiles in (3, 24, 30, 70, 240):
         xs = [x[: world_size * tiles * 8192 - 1000] for x in base]
         expected = ranks.expected_all_reduce(xs, config, random)
-        for order in (schedule, "phased", schedule):
+        for _ in range(2):
             results = ranks.on_all_ranks(
                 lanes,
-                lambda r, lane, xs=xs, order=order: collectives.all_reduce(
-                    lane, xs[r], config, random, "two-shot", schedule=order
-                ),
+                lambda r, lane, xs=xs: collectives.all_reduce(lane, xs[r], config, random, "two-shot"),
             )
             for result in results:
-                assert torch.equal(bits(result), bits(expected)), (tiles, order)
+                assert torch.equal(bits(result), bits(expected)), tiles
     lanes[0].check()
 
 

@@ -9,10 +9,10 @@ from triton.compiler import ASTSource
 
 from taco_kernels import CodecConfig
 from taco_kernels.benchmarks.instructions import Figures, figures_of
+from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
 from taco_kernels.symmetric_memory.collectives import OPTIONS
 from taco_kernels.symmetric_memory.group import PROGRAMS_PER_MULTIPROCESSOR
 from taco_kernels.symmetric_memory.lane import exchange, tile_of
-from taco_kernels.symmetric_memory.scheduled import SCHEDULES, scheduled_kernel
 from taco_kernels.triton.spec import make_flags, make_spec
 
 INT64 = ("memory", "error", "timeout", "key", "stream", "first_run")
@@ -20,14 +20,14 @@ POINTERS = dict(x="*bf16", out="*bf16", to_wire="*bf16", from_wire="*fp16", tabl
 SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for all its programs
 
 
-def compile_two_shot(kernel, config: CodecConfig, order) -> Figures:
+def compile_two_shot(config: CodecConfig) -> Figures:
     """As for a contiguous bf16 tensor of whole tiles, four ranks and sm_90."""
-    tile, flags = tile_of(config), make_flags(False, False, 1)
+    kernel, tile, flags = two_shot_kernel, tile_of(config), make_flags(False, False, 1)
     full, half = (
         make_spec(config, size // config.group_size, True, False, True) for size in (tile, tile // 2)
     )
     constants = dict(C=full, D=full, HALF=half, DHALF=half, FLAGS=flags, OUT_FLAGS=flags, run=1, inner=1)
-    constants |= dict(E=exchange(4, 264, 1), S=order)
+    constants |= dict(E=exchange(4, 264, 1))
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -41,7 +41,7 @@ def compile_two_shot(kernel, config: CodecConfig, order) -> Figures:
 
 
 def test_two_programs_fit() -> None:
-    figures = compile_two_shot(scheduled_kernel, CodecConfig("int8"), SCHEDULES["staggered"])
+    figures = compile_two_shot(CodecConfig("int8"))
     assert figures.spills == 0
     assert figures.registers <= 255
     assert figures.shared * PROGRAMS_PER_MULTIPROCESSOR <= SHARED_MEMORY
