@@ -72,6 +72,7 @@ STAGES = {
             "codec_kernels",
             "fast_launch",
             "fused_adam",
+            "pipeline_codecs",
             "sdp4bit_kernels",
             "homomorphic_kernels",
             "packed_kernels",
