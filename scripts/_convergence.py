@@ -160,6 +160,9 @@ def train_missing(
             except RuntimeError as error:
                 print(f"error: {error}", file=sys.stderr)
                 sys.exit(1)
+            except KeyboardInterrupt:
+                failed.set()  # start no more
+                raise
     left = len(runs) - len(present())
     if left:
         print(f"{left} of {len(runs)} runs are left: start again for them", flush=True)

@@ -115,7 +115,8 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
 def _iterations(args: argparse.Namespace) -> int | None:
     """How long the run is; None where Megatron's flags leave it open."""
     iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
-    if iterations or not samples or not args.global_batch_size:
+    growing = getattr(args, "step_batch_size_schedule", None)  # global_batch_size is another one then
+    if iterations or not samples or not args.global_batch_size or growing:
         return iterations
     return samples // args.global_batch_size
 

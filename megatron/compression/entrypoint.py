@@ -196,9 +196,8 @@ class ForwardStep:
     def __call__(self, data_iterator, model):
         """Returns: (per-token losses or the stage's output, the loss function)."""
         args = get_args()
-        self.runtime.iteration = getattr(
-            args, "curr_iteration", args.iteration
-        )  # --skip-train sets the latter
+        # without training only args.iteration, what was loaded, is right
+        self.runtime.iteration = max(getattr(args, "curr_iteration", 0), args.iteration)
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")

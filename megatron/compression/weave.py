@@ -3,6 +3,7 @@
 from argparse import Namespace
 from functools import partial
 
+from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig
 
@@ -96,14 +97,19 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
     )
     exchange = PipelineExchange(
-        runtime.config.pipeline_parallel, ledger, runtime.probe, partial(_current_iteration, args), args.seed
+        runtime.config.pipeline_parallel,
+        ledger,
+        runtime.probe,
+        partial(_current_iteration, args),
+        args.seed,
+        partial(parallel_state.get_data_parallel_rank, with_context_parallel=True),
     )
     seams.through_pipeline_exchange(exchange)
 
 
 def _current_iteration(args: Namespace) -> int:
-    """Zero-based; known before an iteration's first message. --skip-train sets args.iteration alone."""
-    return getattr(args, "curr_iteration", args.iteration)
+    """Zero-based; known before the first message. A run that only evaluates sets args.iteration alone."""
+    return max(getattr(args, "curr_iteration", 0), args.iteration)
 
 
 def _announcement(args, config, runtime, model_config) -> list[str]:

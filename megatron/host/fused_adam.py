@@ -22,7 +22,14 @@ def fuse(optimizer: torch.optim.Optimizer | None) -> bool:
         return False
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings.update(fused=True, foreach=None)
+    optimizer.register_load_state_dict_pre_hook(_keep_fused)
     return True
+
+
+def _keep_fused(optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
+    """A checkpoint of an unfused run does not undo it; torch places the steps by what the groups say."""
+    groups = [{**group, "fused": True, "foreach": None} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
 
 
 def fuse_torch_adam() -> None:

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.layout import CodecConfig, Stream, ceil_div, check_same_groups, check_stream, check_wires
+from taco_kernels.layout import (
+    ALIGNMENT,
+    CodecConfig,
+    Stream,
+    ceil_div,
+    check_same_groups,
+    check_stream,
+    check_wires,
+)
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
 from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
@@ -156,7 +164,14 @@ def all_gather_encoded(
     check_stream(random, config, "random", decoding=True)
     numel = torch.Size(shape).numel()
     check_wires(wire, config, config.chunk_numel(numel))
-    return _all_gather(lane, wire.contiguous(), None, shape, dtype, config, random, out, encoded=True)
+    if wire.shape[0] != 1:
+        raise ValueError(
+            f"wire has {wire.shape[0]} rows; an all-gather takes what one encode in one chunk made"
+        )
+    wire = wire.contiguous()
+    if wire.data_ptr() % ALIGNMENT:
+        wire = wire.clone()
+    return _all_gather(lane, wire, None, shape, dtype, config, random, out, encoded=True)
 
 
 def _all_gather(lane, x, layout, shape, dtype, config, random, out, encoded: bool) -> torch.Tensor:

@@ -235,6 +235,8 @@ def _plan_encode(
     if out is None:
         out = Wires(wire, (wire[1], 1), torch.uint8)
     check_wire_shape(out.shape, out.dtype, config, chunk)
+    if out.shape[0] != chunks:
+        raise ValueError(f"out has {out.shape[0]} rows for {chunks} chunks; give it one a chunk")
     if chunk == 0:
         return Plan(wire, None)
     rows = rows_of(layout, config.group_size)
@@ -291,6 +293,8 @@ def decode_sum(
 
 def _decoded(plan, wires, config, shape, dtype, random, out, operation) -> torch.Tensor:
     """Do what ``plan`` says; ``operation`` is the caller."""
+    if out is not None and out.numel() != math.prod(shape):
+        raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
     if not plan.writes:
         return out.copy_(operation(wires, config, shape, dtype, random))
     target = torch.empty(shape, dtype=dtype, device=wires.device) if out is None else out
@@ -312,6 +316,8 @@ def _plan_decode(
     chunk = config.chunk_numel(numel, max(chunks, 1))
     check_wire_shape(wires.shape, wires.dtype, config, chunk)
     rows = rows_of(layout, config.group_size)
+    if numel and not wires.shape[0]:
+        raise ValueError(f"wires of shape {tuple(wires.shape)} hold nothing to decode")
     if rows is None or numel == 0:
         return Plan((), None, writes=rows is not None)
     groups = chunk // config.group_size

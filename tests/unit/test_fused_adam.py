@@ -29,6 +29,9 @@ def test_only_where_every_parameter_is_on_a_gpu() -> None:
     assert mixed.param_groups[0]["fused"] is None
     optimizer = torch.optim.AdamW([{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}])
     assert fuse(optimizer) and [group["fused"] for group in optimizer.param_groups] == [True, True]
+    unfused = torch.optim.AdamW([{"params": [OnGpu(torch.ones(3))]}, {"params": [OnGpu(torch.ones(2))]}])
+    optimizer.load_state_dict(unfused.state_dict())  # a checkpoint of before
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 def test_the_hook_is_put_in_once() -> None:

@@ -123,3 +123,11 @@ def test_names() -> None:
     assert codec.name == "tah-quant int3/int4 by token, tile 64, centered channels"
     config = PipelineParallelCompression(pp_compression="int4", pp_rounding="dither")
     assert forward_codec(config).name == "fixed point int4 tile 64, dither rounding"
+
+
+def test_data_parallel_replicas_round_on_their_own() -> None:
+    """Errors that replicas share would not average out of the gradient."""
+    first, second = MessageStreams(11), MessageStreams(11)
+    ours = first.next(5, False, sender=0, sent=True, replica=1)
+    assert ours == second.next(5, False, sender=0, sent=False, replica=1), "both ends of one pipeline"
+    assert ours.key != MessageStreams(11).next(5, False, sender=0, sent=True).key

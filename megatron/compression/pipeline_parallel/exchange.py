@@ -80,6 +80,7 @@ class PipelineExchange:
         iteration: the zero-based iteration that all ranks are in. It is asked before the first message of an
             iteration, when the forward step has not run yet.
         seed: the job's, for codecs that round with random numbers.
+        replica: this rank's data-parallel rank, which the stages of a pipeline share.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class PipelineExchange:
         probe: ErrorProbe,
         iteration: Callable[[], int],
         seed: int = 0,
+        replica: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings = settings
         self.ledger = ledger
@@ -99,6 +101,7 @@ class PipelineExchange:
             BACKWARD: backward_codec(settings),
         }
         self.streams = MessageStreams(seed)
+        self.replica = replica
         self._last_sent: dict[str, Handle] = {}
 
     def __call__(
@@ -191,7 +194,7 @@ class PipelineExchange:
         if codec is None or not codec.rounds_randomly:
             return None
         sender = (communicator.pp_group.rank() + distance) % communicator.pp_group.size()
-        return self.streams.next(self.iteration(), channel == BACKWARD, sender, sent=not distance)
+        return self.streams.next(self.iteration(), channel == BACKWARD, sender, not distance, self.replica())
 
     def _payload(
         self,

@@ -4,7 +4,7 @@ from collections import Counter
 
 from taco_kernels import Stream
 
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = 2**64 - 1
 
 
@@ -14,7 +14,8 @@ class MessageStreams:
     A message is named by the job's seed, the iteration, its direction, the stage that sends it, and how many
     it has sent that way in this iteration; the transport keeps the order, so sender and receiver count alike.
     Nothing is drawn and nothing has to be saved: a resumed run begins an iteration as the interrupted one
-    did. Tensor-parallel ranks, whose stages hold replicas, share the numbers, and so do data-parallel ones.
+    did. Tensor-parallel ranks, whose stages hold replicas, share the numbers; data-parallel ones, whose
+    rounding errors should average out, have their own.
 
     Args:
         seed: the job's.
@@ -25,7 +26,7 @@ class MessageStreams:
         self._iteration = -1
         self._counts: Counter = Counter()
 
-    def next(self, iteration: int, backward: bool, sender: int, sent: bool) -> Stream:
+    def next(self, iteration: int, backward: bool, sender: int, sent: bool, replica: int = 0) -> Stream:
         """Address for the next message of a direction.
 
         Args:
@@ -33,11 +34,12 @@ class MessageStreams:
             backward: gradients, else activations.
             sender: pipeline rank that sends it.
             sent: by this rank (else it receives it).
+            replica: data-parallel rank of both ends.
         """
         if iteration != self._iteration:
             self._iteration = iteration
             self._counts.clear()
         number = self._counts[backward, sent]
         self._counts[backward, sent] += 1
-        key = (self.seed * _MIX[0] + iteration * _MIX[1]) & _MASK
+        key = (self.seed * _MIX[0] + iteration * _MIX[1] + replica * _MIX[2]) & _MASK
         return Stream(key, number << 32 | sender << 1 | backward)
