@@ -28,7 +28,7 @@ from megatron import host
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
-from megatron.compression.weave import weave
+from megatron.compression.weave import current_iteration, weave
 from megatron.host import preflight
 from megatron.host.errors import came_through
 
@@ -196,8 +196,7 @@ class ForwardStep:
     def __call__(self, data_iterator, model):
         """Returns: (per-token losses or the stage's output, the loss function)."""
         args = get_args()
-        # without training only args.iteration, what was loaded, is right
-        self.runtime.iteration = max(getattr(args, "curr_iteration", 0), args.iteration)
+        self.runtime.iteration = current_iteration(args)
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")

@@ -100,14 +100,14 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         runtime.config.pipeline_parallel,
         ledger,
         runtime.probe,
-        partial(_current_iteration, args),
+        partial(current_iteration, args),
         args.seed,
         partial(parallel_state.get_data_parallel_rank, with_context_parallel=True),
     )
     seams.through_pipeline_exchange(exchange)
 
 
-def _current_iteration(args: Namespace) -> int:
+def current_iteration(args: Namespace) -> int:
     """Zero-based; known before the first message. A run that only evaluates sets args.iteration alone."""
     return max(getattr(args, "curr_iteration", 0), args.iteration)
 

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from scripts.accuracy.exchange import Exchange
 
+_LIBRARY = "simulated_ranks"
 _bound: list[Exchange] = []
+
+
+def _operator(name: str):
+    """Decorator: an operator of this library that changes none of its arguments."""
+    return torch.library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
 
 
 def bind(exchange: Exchange) -> None:
@@ -31,14 +37,14 @@ def column_partials(grad: Tensor, weight: Tensor, world_size: int) -> Tensor:
     return torch.bmm(grad, weight.view(world_size, -1, weight.shape[1]))
 
 
-@torch.library.custom_op("tp_simulation::row_linear", mutates_args=())
+@_operator("row_linear")
 def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n] @ weight[h, n].T, reduced over the ranks."""
     [exchange] = _bound
     return exchange.reduce(row_partials(x.contiguous(), weight, exchange.world_size), "forward")
 
 
-@torch.library.custom_op("tp_simulation::row_linear_backward", mutates_args=())
+@_operator("row_linear_backward")
 def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     [exchange] = _bound
@@ -47,13 +53,13 @@ def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     return grad @ weight, grad.t() @ x
 
 
-@torch.library.custom_op("tp_simulation::column_linear", mutates_args=())
+@_operator("column_linear")
 def column_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, h] @ weight[m, h].T."""
     return x @ weight.t()
 
 
-@torch.library.custom_op("tp_simulation::column_linear_backward", mutates_args=())
+@_operator("column_linear_backward")
 def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, reduced over the ranks, and of weight."""
     [exchange] = _bound
@@ -62,7 +68,7 @@ def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     return exchange.reduce(partials, "backward"), grad.t() @ x
 
 
-@torch.library.custom_op("tp_simulation::gather", mutates_args=())
+@_operator("gather")
 def gather(x: Tensor) -> Tensor:
     """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
     [exchange] = _bound

@@ -77,7 +77,7 @@ def operations(
         "reduce_scatter, world 1": (1, lambda: collectives.reduce_scatter(lane, x, config, random)),
         "sdp4bit.quantize": (1, lambda: sdp4bit.quantize(x, group)),
         "sdp4bit.sum_dequantize": (1, lambda: sdp4bit.sum_dequantize(wires4[None], group, target)),
-        "tah_quant.encode": (5, lambda: tah_quant.encode(x, tah)),
+        "tah_quant.encode": (4, lambda: tah_quant.encode(x, tah)),
         "tah_quant.decode": (2, lambda: tah_quant.decode(sent, tah, x.shape, x.dtype)),
         "packed.encode": (2, lambda: packed.encode(values, thresholds, layout)),
     }

@@ -12,10 +12,10 @@ from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
-PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 16
-PEEL_REGISTERS = 64
-"""Most a thread: peeling waits for one cell after another, so that programs beside each other decide. With
-eight warps and the compiler's 142 registers a multiprocessor holds one, with these two of twice the warps."""
+PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 8
+PEEL_REGISTERS = None
+"""Most a thread; None is the compiler's choice, 142, so that a multiprocessor holds one program. 64 with
+sixteen warps fits two; which is faster is not measured (``benchmarks homomorphic --peel-registers``)."""
 
 
 def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:

@@ -13,9 +13,9 @@ import torch
 
 from megatron.compression.codecs.message import MessageCodec
 from taco_kernels import Stream
+from taco_kernels.layout import ALIGNMENT
 
 NORMALIZATIONS = ("none", "center", "standardize")
-_ALIGNMENT = 16  # bytes: the kernels read payloads with 16-byte accesses
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class NormalizedMessage:
     def _start(self, shape: Sequence[int]) -> int:
         """First byte of the means."""
         inner = self.inner.wire_bytes(shape)
-        return -(-inner // _ALIGNMENT) * _ALIGNMENT if self._statistics(shape) else inner
+        return -(-inner // ALIGNMENT) * ALIGNMENT if self._statistics(shape) else inner
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -127,14 +127,14 @@ class PipelineParallelCompression:
                 idle[field.name] = "taco" not in chosen
         changed = [f.name for f in fields(self) if idle.get(f.name) and getattr(self, f.name) != f.default]
         if changed:
-            codec = "--pp-compression taco" if changed[0] in TACO_SETTINGS else "--pp-compression tah-quant"
-            codec = {
+            remedies = {
                 "pp_rounding": "--pp-compression int8, int4 or taco",
                 "pp_backward_rounding": "--pp-backward-compression with a codec",
-            }.get(changed[0], codec)
+                **dict.fromkeys(TACO_SETTINGS, "--pp-compression taco"),
+            }
             raise CompressionConfigError(
                 f"{', '.join(map(flag_name, changed))} given, but nothing between pipeline stages uses it; "
-                f"add {codec}"
+                f"add {remedies.get(changed[0], '--pp-compression tah-quant')}"
             )
 
     @property

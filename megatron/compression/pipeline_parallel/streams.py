@@ -2,10 +2,8 @@
 
 from collections import Counter
 
+from megatron.compression.keys import mixed_key
 from taco_kernels import Stream
-
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = 2**64 - 1
 
 
 class MessageStreams:
@@ -41,5 +39,4 @@ class MessageStreams:
             self._counts.clear()
         number = self._counts[backward, sent]
         self._counts[backward, sent] += 1
-        key = (self.seed * _MIX[0] + iteration * _MIX[1] + replica * _MIX[2]) & _MASK
-        return Stream(key, number << 32 | sender << 1 | backward)
+        return Stream(mixed_key(self.seed, iteration, replica), number << 32 | sender << 1 | backward)

@@ -3,8 +3,7 @@
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-_MASK = 2**64 - 1
+from megatron.compression.keys import mixed_key
 
 
 def draw_key() -> int:
@@ -25,7 +24,7 @@ def draw_key() -> int:
         generator = torch.Generator("cuda")
         generator.set_state(state)
         offset = generator.get_offset()
-        key = (generator.initial_seed() * _MIX[0] + offset * _MIX[1]) & _MASK
+        key = mixed_key(generator.initial_seed(), offset)
         generator.set_offset(offset + 4)
     # A new tensor: a checkpointed region may hold the old one, to restore it.
     tracker.states_[name] = generator.get_state()
