@@ -36,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
         help="runs at once on the same devices: faster where one leaves them idle, on GPUs with NVIDIA's "
         "multi-process service (MPS) running; times of an iteration then mean nothing",
     )
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="run on the GPUs that there are, with several ranks on each if need be (pretrain_gpt.py's flag)",
+    )
+
+
+def share(options: argparse.Namespace, gpus: int, ranks: int) -> tuple[int, list[str]]:
+    """GPUs that ``ranks`` ranks may count on, and the flag that makes them share."""
+    if options.share_gpus and 0 < gpus < ranks:
+        return ranks, ["--share-gpus"]
+    return gpus, []
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:

@@ -70,7 +70,9 @@ def train(name: str, flags: str, data: dict[str, str], seed: int, options) -> di
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     command += ["--compression-report", str(directory / "report"), *flags.split(), *options.extra]
     environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1")
-    if gpu_count() < options.tensor_parallel:
+    gpus, share = _convergence.share(options, gpu_count(), options.tensor_parallel)
+    command += share
+    if gpus < options.tensor_parallel:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     began, log = time.time(), directory / "log.txt"
     with open(log, "w") as stream:

@@ -151,7 +151,8 @@ def main() -> None:
     _convergence.add_model_arguments(parser, MODELS)
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
-    ranks = options.data_parallel or (4 if gpus >= 4 else 2)
+    ranks = options.data_parallel or (4 if gpus >= 4 or options.share_gpus else 2)
+    gpus, share = _convergence.share(options, gpus, ranks)
     on_gpus = gpus >= ranks
     data, common = _convergence.prepare(options, extra, MODELS, TRAINING, ranks, on_gpus)
     plan = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)
@@ -159,7 +160,7 @@ def main() -> None:
 
     def start(run: dict, go: Path) -> demo.Training:
         name = f"{run['setting'].replace(' ', '-').replace(',', '')}-{run['seed']}"
-        flags = " ".join([flags_of(run["setting"], ranks, run["seed"]), *extra])
+        flags = " ".join([flags_of(run["setting"], ranks, run["seed"]), *share, *extra])
         entry = f"scripts/{Path(__file__).name}"
         return demo.Training(name, flags, data, ranks, gpus, options, 1, entry, **{WAIT_FOR: str(go)})
 

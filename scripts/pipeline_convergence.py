@@ -55,14 +55,18 @@ def main() -> None:
     _convergence.add_model_arguments(parser, MODELS)
     options, extra = parser.parse_known_args()
     gpus = demo.gpu_count()
-    ranks = options.pipeline_parallel or (4 if gpus >= 4 else 2)
+    ranks = options.pipeline_parallel or (4 if gpus >= 4 or options.share_gpus else 2)
+    gpus, share = _convergence.share(options, gpus, ranks)
     on_gpus = gpus >= ranks
     data, common = _convergence.prepare(options, extra, MODELS, TRAINING, ranks, on_gpus)
 
     def train(run: dict) -> dict:
         flags = f"{SETTINGS[run['setting']]} --pipeline-model-parallel-size {ranks} --seed {run['seed']}"
+        flags = " ".join([flags, *share, *extra])
         name = f"{run['setting'].replace(' ', '-')}-{run['seed']}"
-        summary = demo.train(name, " ".join([flags, *extra]), data, ranks, gpus, options, tensor_parallel=1)
+        summary = demo.train(
+            name, " ".join([flags, *share, *extra]), data, ranks, gpus, options, tensor_parallel=1
+        )
         return {key: summary[key] for key in ("validation_loss", "last_loss", "bytes_per_iteration")}
 
     runs = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)

@@ -29,7 +29,7 @@ from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.weave import current_iteration, weave
-from megatron.host import preflight
+from megatron.host import preflight, shared_gpus
 from megatron.host.errors import came_through
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
@@ -48,6 +48,7 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     def extra_args(parser: ArgumentParser) -> ArgumentParser:
         parser = add_native_defaults(parser)
         parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
+        parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
         return add_arguments(parser) if add_arguments is not None else parser
 
     args = parse_and_validate_args(extra_args)
@@ -55,6 +56,7 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     preflight.check_supported_data(args)
     preflight.check_datasets(args)
     overrides = host.cpu_argument_overrides(args) if host.is_active() else []
+    overrides += shared_gpus.share_gpus_if_asked(args)
     preflight.check_local_layers(args)
     overrides += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     for line in overrides:

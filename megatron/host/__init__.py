@@ -14,6 +14,7 @@ Every stand-in lives in one of these modules, with the symbol it replaces and th
     preflight.py        what is checked before a run (CPU and GPU)
     adam_state.py       resuming torch's Adam under the distributed optimizer (CPU and GPU)
     fused_adam.py       torch's Adam as one kernel (GPU)
+    shared_gpus.py      several ranks on one GPU (GPU)
 """
 
 from megatron.host.adam_state import make_torch_adam_resumable

@@ -1,13 +1,12 @@
 """CAAT-Net's distributed tests again, on CUDA devices over NCCL."""
 
 import pytest
-import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_caat_net import check_against_emulation, gradient_worker
 from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
+from tests.gpu.devices import DEVICES
 
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 WORLD_SIZES = [
     pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
 ]

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.launch import tiny_flags, torchrun
 from tests.distributed.spawn import spawn
@@ -20,8 +19,8 @@ from tests.distributed.test_pipeline_schedules import (
     check_identity,
     run_cases,
 )
+from tests.gpu.devices import DEVICES
 
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 THREE_DIMENSIONS = """--hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
     --use-distributed-optimizer --compression-3d --taco-min-message-mb 0"""
 
@@ -69,7 +68,7 @@ def _train(*flags: str, report: Path) -> dict:
     """One run of pretrain_gpt.py on four devices; its report."""
     words = tiny_flags(*flags, "--compression-report", str(report))
     devices = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    run = torchrun("pretrain_gpt.py", *words, processes=WORLD, **devices).finish(timeout=240)
+    run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=WORLD, **devices).finish(timeout=240)
     assert run.returncode == 0, run.output[-6000:]
     return json.loads((report / "report.json").read_text())
 

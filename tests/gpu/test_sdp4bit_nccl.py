@@ -1,14 +1,13 @@
 """SDP4Bit's training tests again, on CUDA devices over NCCL: the Triton kernels and real streams."""
 
 import pytest
-import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import identity_worker
 from tests.distributed.test_data_parallel_nodes import four_ranks_worker
 from tests.distributed.test_sdp4bit import check_bytes, replica_worker
+from tests.gpu.devices import DEVICES
 
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.multigpu
 
 

@@ -1,12 +1,11 @@
 """TAGC's distributed tests again, on CUDA devices over NCCL: the Triton kernels and real streams."""
 
 import pytest
-import torch
 
 from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
+from tests.gpu.devices import DEVICES
 
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.multigpu
 
 

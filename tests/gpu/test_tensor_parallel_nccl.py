@@ -1,15 +1,14 @@
 """The distributed tests again, on CUDA devices over NCCL: the Triton kernels under the same checks."""
 
 import pytest
-import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_collectives import collectives_worker
 from tests.distributed.test_query_groups import check_few_groups
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
 from tests.distributed.test_tensor_parallel_model import ITERATIONS, replica_worker
+from tests.gpu.devices import DEVICES
 
-DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 WORLD_SIZES = [
     pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
 ]

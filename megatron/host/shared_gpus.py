@@ -1,0 +1,43 @@
+"""Several ranks on one GPU: the losses and bytes of a run of four ranks where there are one or two GPUs."""
+
+import os
+import socket
+
+import torch
+
+HELP = (
+    "Let several ranks of a host share a GPU where it has fewer GPUs than ranks. Losses and bytes are those "
+    "of as many GPUs; times mean nothing: NCCL goes over TCP sockets between ranks of one GPU. Start "
+    "NVIDIA's multi-process service (MPS) before, or the ranks take turns on the GPU."
+)
+
+
+def share_gpus(local_rank: int, local_ranks: int, devices: int) -> int:
+    """Choose the device of a rank, and make NCCL take ranks of one device for ranks of several hosts.
+
+    NCCL refuses two ranks of one host on one device. It tells hosts apart by NCCL_HOSTID, which is set here,
+    so this must be called before the first process group is made. Ranks i, i + devices, ... share device i.
+
+    Args:
+        local_rank: this rank's number on its host.
+        local_ranks: how many there are on this host.
+        devices: how many GPUs the host has, at least 1.
+
+    Returns: the device's index.
+    """
+    if local_ranks > devices:
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank // devices}"
+    return local_rank % devices
+
+
+def share_gpus_if_asked(args) -> list[str]:
+    """``--share-gpus``: change Megatron's ``args.local_rank``, the device that it takes.
+
+    Returns: a line for the log, or none where nothing changes.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not args.share_gpus or not 0 < devices < local_ranks:
+        return []
+    args.local_rank = share_gpus(args.local_rank, local_ranks, devices)
+    return [f"--share-gpus: {local_ranks} ranks on {devices} GPUs; times mean nothing"]
