@@ -15,7 +15,7 @@ from megatron.compression.config import (
     TensorParallelCompression,
 )
 from megatron.compression.data_parallel.checks import check_data_parallel
-from megatron.compression.presets import HELP_3D, name_codecs, tell_none_from_absent
+from megatron.compression.presets import HELP_3D, HELP_VALIDATION, name_codecs, tell_none_from_absent
 from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
 _GROUPS = {
@@ -44,10 +44,11 @@ _RESOLVED = (
 def add_compression_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
 
-    Every flag but ``--taco`` and ``--compression-3d`` is a field of a dataclass in config.py.
+    Every flag but ``--taco`` and those of all dimensions is a field of a dataclass in config.py.
     """
     everything = parser.add_argument_group("compression (all dimensions)")
     everything.add_argument("--compression-3d", action="store_true", help=HELP_3D)
+    everything.add_argument("--validate-uncompressed", action="store_true", help=HELP_VALIDATION)
     for name, config_class in _GROUPS.items():
         group = ArgumentGroupFactory(config_class).build_group(
             parser, title=f"compression ({name.replace('_', ' ')})"
@@ -99,7 +100,7 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     parts["data_parallel"] = parts["data_parallel"].resolved(sharded, _iterations(args))
     for name in _RESOLVED:  # for checkpoints and reports
         setattr(args, name, getattr(parts["data_parallel"], name))
-    config = CompressionConfig(**parts)
+    config = CompressionConfig(**parts, validate_uncompressed=args.validate_uncompressed)
     for name in RECOMMENDED:  # what auto stands for, for the checks and the report
         setattr(args, name, getattr(config.tensor_parallel, name))
     if config.tensor_parallel.enabled:
@@ -205,6 +206,23 @@ def pipeline_idle_reason(config: CompressionConfig, pipeline_model_parallel_size
             "stage to stage"
         )
     return None
+
+
+def validation_line(config: CompressionConfig, tensor_parallel: int, pipeline_parallel: int) -> str | None:
+    """What the log says of ``--validate-uncompressed``; None without the flag.
+
+    Args:
+        tensor_parallel, pipeline_parallel: Megatron's sizes.
+    """
+    if not config.validate_uncompressed:
+        return None
+    compressed = [
+        config.tensor_parallel.enabled and tensor_parallel > 1,
+        config.pipeline_parallel.enabled and pipeline_parallel > 1,
+    ]
+    if any(compressed):
+        return "evaluation sends activations uncompressed (--validate-uncompressed)"
+    return "--validate-uncompressed has no effect here: no activations are sent compressed"
 
 
 def idle_reason(config: CompressionConfig, tensor_model_parallel_size: int) -> str | None:

@@ -295,3 +295,14 @@ class CompressionConfig:
     caat_net: CaatNetSettings = CaatNetSettings()
     data_parallel: DataParallelCompression = field(default_factory=DataParallelCompression)
     report: ReportSettings = ReportSettings()
+    validate_uncompressed: bool = False
+    """Evaluation sends activations uncompressed, whatever training does."""
+
+    def __post_init__(self) -> None:
+        if self.validate_uncompressed and not (
+            self.tensor_parallel.enabled or self.pipeline_parallel.enabled
+        ):
+            raise CompressionConfigError(
+                "--validate-uncompressed given, but no activations are compressed; add --taco or "
+                "--pp-compression, or drop it"
+            )

@@ -11,6 +11,11 @@ HELP_3D = (
     "uncompressed); flags of single settings still count."
 )
 
+HELP_VALIDATION = (
+    "Evaluation (validation and test) sends activations uncompressed, between tensor-parallel ranks and from "
+    "stage to stage: its loss is that of the weights alone. Training is unaffected."
+)
+
 
 def tell_none_from_absent(parser: ArgumentParser) -> None:
     """Leave a dimension's codec None where the command line does not name it; ``name_codecs`` fills it in."""

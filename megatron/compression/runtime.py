@@ -74,6 +74,8 @@ class CompressionRuntime:
         settings = self.config.tensor_parallel
         if self.tensor_parallel_codec is None:
             return Choice(None, "off")
+        if self.ledger.evaluating and self.config.validate_uncompressed:
+            return Choice(None, "evaluation")
         if settings.layers is not None and layer not in settings.layers:
             return Choice(None, "excluded")
         if self.guard is not None and (site, channel) in self.guard.tripped:

@@ -20,11 +20,11 @@ CHANNELS = (
 first and the last stage. cp: keys and values under context parallelism, and their gradients. The rest is
 named after what it carries."""
 
-KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "off", "exact", "probe")
+KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "evaluation", "off", "exact", "probe")
 """compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =
 before the start iteration, excluded = a layer that --taco-layers leaves out, guarded = a site whose error
-passed --taco-error-bound, off = no codec chosen, exact = left exact by design, probe = the error probe's own
-reference."""
+passed --taco-error-bound, evaluation = left out by --validate-uncompressed, off = no codec chosen, exact =
+left exact by design, probe = the error probe's own reference."""
 
 LINKS = ("", "intra", "inter")
 """Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""

@@ -13,6 +13,7 @@ from megatron.compression.arguments import (
     idle_reason,
     pipeline_idle_reason,
     uncounted,
+    validation_line,
 )
 from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
 from megatron.compression.data_parallel.checkpoint import GradientState
@@ -27,6 +28,7 @@ from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
 from megatron.compression.tensor_parallel.caat_net_checks import check_checkpoint
 from megatron.compression.tensor_parallel.guarded_run import GuardedRun
+from megatron.compression.tensor_parallel.rounding_keys import KeysOfTraining
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
 
 
@@ -82,7 +84,7 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
     else:
         seams.on_training_log(reporter.on_training_log)
     seams.on_checkpoint_args(*on_checkpoint)
-    seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+    _follow_evaluations(runtime, reporter)
     seams.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
     seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
     if runtime.weight_codec is not None:
@@ -103,8 +105,26 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         partial(current_iteration, args),
         args.seed,
         partial(parallel_state.get_data_parallel_rank, with_context_parallel=True),
+        validate_uncompressed=runtime.config.validate_uncompressed,
     )
     seams.through_pipeline_exchange(exchange)
+
+
+def _follow_evaluations(runtime: CompressionRuntime, reporter: Reporter) -> None:
+    codec, keys = runtime.tensor_parallel_codec, KeysOfTraining()
+    if codec is None or not codec.rounds_randomly:
+        seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+        return
+
+    def before(split: str) -> None:
+        keys.keep()
+        reporter.before_evaluate(split)
+
+    def after(losses: dict | None) -> None:
+        keys.restore()
+        reporter.after_evaluate(losses)
+
+    seams.around_evaluate(before, after)
 
 
 def current_iteration(args: Namespace) -> int:
@@ -145,6 +165,9 @@ def _announcement(args, config, runtime, model_config) -> list[str]:
         lines.append(f"compression: {reason}")
     elif config.pipeline_parallel.enabled:
         lines.append(f"compression: {describe_pipeline(config.pipeline_parallel)}")
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if line := validation_line(config, *sizes):
+        lines.append(f"compression: {line}")
     if config.caat_net.enabled:
         lines.append(
             f"compression: CAAT-Net sums {config.caat_net.shared_channels(args.hidden_size)} of "
@@ -163,7 +186,7 @@ def _settings(args: Namespace) -> dict:
         "pp_compression pp_backward_compression tah_tile_size tah_high_bits tah_low_bits tah_high_ratio "
         "tah_allocation tah_transform tah_backward_bits tah_backward_tile_size tah_start_iteration "
         "pp_taco_format pp_taco_group_size pp_normalize pp_rounding pp_backward_rounding "
-        "caat_net_sync_fraction "
+        "caat_net_sync_fraction validate_uncompressed "
         "dp_compression quantized_weights weight_quantization_bits wq_group_size weight_difference "
         "quantized_gradients gradient_quantization_bits_intra gq_group_size_intra "
         "gradient_quantization_bits_inter gq_group_size_inter hadamard_transform gradient_alltoall_pipeline "

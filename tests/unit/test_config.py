@@ -218,6 +218,22 @@ def test_tp_1_is_said(arguments) -> None:
     assert arguments.idle_reason(config, 2) is None
 
 
+def test_uncompressed_validation_needs_compressed_training(arguments) -> None:
+    """Refused without a codec of activations; with one that has nothing to do, said."""
+    parse = lambda *flags: arguments.compression_config_from_args(  # noqa: E731
+        _parse(arguments, "--validate-uncompressed", *flags, num_distributed_optimizer_instances=1)
+    )
+    for flags in ((), ("--dp-compression", "sdp4bit")):
+        with pytest.raises(CompressionConfigError, match="no activations are compressed; add --taco or"):
+            parse(*flags)
+    config = parse("--taco")
+    assert "has no effect here" in arguments.validation_line(config, 1, 2)
+    assert "evaluation sends activations uncompressed" in arguments.validation_line(config, 2, 1)
+    assert "has no effect here" in arguments.validation_line(parse("--pp-compression", "int8"), 2, 1)
+    without = arguments.compression_config_from_args(_parse(arguments, "--taco"))
+    assert arguments.validation_line(without, 2, 2) is None
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -81,6 +81,7 @@ class PipelineExchange:
             iteration, when the forward step has not run yet.
         seed: the job's, for codecs that round with random numbers.
         replica: this rank's data-parallel rank, which the stages of a pipeline share.
+        validate_uncompressed: send without a codec while the ledger is told of an evaluation.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PipelineExchange:
         iteration: Callable[[], int],
         seed: int = 0,
         replica: Callable[[], int] = lambda: 0,
+        validate_uncompressed: bool = False,
     ) -> None:
         self.settings = settings
         self.ledger = ledger
@@ -102,6 +104,7 @@ class PipelineExchange:
         }
         self.streams = MessageStreams(seed)
         self.replica = replica
+        self.validate_uncompressed = validate_uncompressed
         self._last_sent: dict[str, Handle] = {}
 
     def __call__(
@@ -164,11 +167,18 @@ class PipelineExchange:
         )
 
     def _codec_now(self, channel: str) -> MessageCodec | None:
-        return None if self.iteration() < self.settings.tah_start_iteration else self.codecs[channel]
+        if self._exact_evaluation() or self.iteration() < self.settings.tah_start_iteration:
+            return None
+        return self.codecs[channel]
+
+    def _exact_evaluation(self) -> bool:
+        return self.validate_uncompressed and self.ledger.evaluating
 
     def _kind(self, channel: str) -> str:
         """The ledger's kind of an uncompressed message."""
-        return "off" if self.codecs[channel] is None else "warmup"
+        if self.codecs[channel] is None:
+            return "off"
+        return "evaluation" if self._exact_evaluation() else "warmup"
 
     def _arrival(
         self,

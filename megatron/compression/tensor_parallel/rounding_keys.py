@@ -29,3 +29,21 @@ def draw_key() -> int:
     # A new tensor: a checkpointed region may hold the old one, to restore it.
     tracker.states_[name] = generator.get_state()
     return key
+
+
+class KeysOfTraining:
+    """Gives training its keys back behind an evaluation, which draws some or, uncompressed, none.
+
+    So how often and how a run validates does not change what it trains.
+    """
+
+    def __init__(self) -> None:
+        self._state: torch.Tensor | None = None
+
+    def keep(self) -> None:
+        """Call it before an evaluation."""
+        self._state = get_cuda_rng_tracker().states_[get_data_parallel_rng_tracker_name()]
+
+    def restore(self) -> None:
+        """Call it behind the evaluation."""
+        get_cuda_rng_tracker().states_[get_data_parallel_rng_tracker_name()] = self._state
