@@ -5,8 +5,11 @@ Kept by the rank that did the compressing, in the units of the gradients' sum (b
 
     sent_t = C(g_t + m_t)    lost_t = g_t + m_t - sent_t    m_(t+1) = (1 - a) m_t + a lost_t
 
-where a = 1 keeps the newest error only, so that nothing is ever lost. A value whose error is not finite
-keeps what it remembered: the step of such a gradient is skipped.
+where a = 1 keeps the newest error only, so that nothing is ever lost. A rank that encodes a sum again adds
+that error to lost_t. A value whose error is not finite keeps what it remembered: the step of such a gradient
+is skipped. Finite values of such a step, and other ranks', are sent and remembered as ever, and what they
+sent of their memory is lost with the step: keeping the memory until the step is known to be taken would
+double it.
 """
 
 from typing import Protocol
@@ -60,9 +63,10 @@ class ErrorFeedback:
         self._held[piece] = torch.where(spoiled, self._held[piece], self._kept(lost))
 
     def add(self, piece: int, row: int, lost: torch.Tensor) -> None:
-        """Add to what one row remembers, fp32 ``[n]``; what is not finite is left out."""
+        """Take in a second error of one row, fp32 ``[n]``, after ``remember`` or ``replace``; what is not
+        finite is left out."""
         held = self._held[piece][row : row + 1]
-        total = self._decoded(piece, held) + torch.where(torch.isfinite(lost), lost, 0.0)
+        total = self._decoded(piece, held) + self.average * torch.where(torch.isfinite(lost), lost, 0.0)
         held.copy_(self._kept(total))
 
     def values(self) -> torch.Tensor:

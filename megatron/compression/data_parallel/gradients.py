@@ -78,7 +78,8 @@ class CodedGradientSync:
         inter: codec between nodes.
         pieces: in how many pieces at most the bucket travels, where one exchange can run behind another.
         feedback: remembers what the compression that matters lost: the one before the exchange between nodes,
-            or before the only exchange. None forgets it.
+            or before the only exchange, and without shards that of the sum that is gathered. Not the one
+            before the exchange inside a node, where another follows. None forgets it.
     """
 
     def __init__(
@@ -163,6 +164,18 @@ class CodedGradientSync:
         self.feedback.remember(number, lost)
         return wires
 
+    def _encode_sum_with_feedback(self, number: int, wires: torch.Tensor) -> torch.Tensor:
+        """The own shard's sum of uint8 ``[S, 1, bytes]``, encoded to be gathered; its owner remembers the
+        loss, beside that of its own addend."""
+        begin, end = self.pieces[number]
+        total = self.last.decode_sum(wires, torch.empty(1, end - begin, device=wires.device))
+        own = self.last.encode(total)
+        lost = total - self.last.decode(own, torch.empty_like(total))
+        topology = self.topology
+        row = topology.rank // topology.local if topology.two_hops else topology.rank
+        self.feedback.add(number, row, lost[0])
+        return own
+
     def _finish_piece(self, number: int, wires: torch.Tensor) -> torch.Tensor | CompressedWork:
         """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""
         begin, end = self.pieces[number]
@@ -170,8 +183,11 @@ class CodedGradientSync:
         wires = wires[:, None]
         if bucket.sharded:
             return self.last.decode_sum(wires, bucket.shard[None, begin:end], bucket.scale)
-        own = self.last.decode_sum_encode(wires, end - begin, self.last)[0]
-        gathered, work = bucket.transport().all_gather(own, async_op=True)
+        if self.feedback is None:
+            own = self.last.decode_sum_encode(wires, end - begin, self.last)
+        else:
+            own = self._encode_sum_with_feedback(number, wires)
+        gathered, work = bucket.transport().all_gather(own[0], async_op=True)
 
         def spread() -> torch.Tensor:
             size, numel = self.shard_numel, bucket.numel
