@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
-from megatron.compression.data_parallel.checkpoint import KEY, NODES, GradientState
+from megatron.compression.data_parallel.checkpoint import KEY, GradientState
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync
 from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
@@ -19,13 +19,13 @@ from taco_kernels.sdp4bit import GroupFormat
 SIZES = (700, 64, 3000)
 
 
-def _sync(topology: Topology, store=None) -> CodedGradientSync:
+def _sync(topology: Topology, store=None, alignment: int = 64) -> CodedGradientSync:
     """A bucket of three parameters with gaps between them, and a memory of what int4 lost of it."""
     spans, start = [], 0
     for number, size in enumerate(SIZES):
         parameter = torch.nn.Parameter(torch.zeros(size))
         spans.append(ParameterSpan(f"p{number}", parameter, start, start + size))
-        start += -(-size // 64) * 64
+        start += -(-size // alignment) * alignment
     numel = -(-start // (128 * 12)) * 128 * 12
     view = GradientBucket(
         torch.zeros(numel),
@@ -72,7 +72,7 @@ def _carry(saved: list[dict], sync: CodedGradientSync, args: Namespace, made_wit
     by_key = {(row.key, row.global_offset): row.data for row in rows}
     state = GradientState(args, [(sync, sync.bucket)], lambda path: {row.key: row for row in rows})
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        state.loaded({"args": made_with, NODES: saved[0].get(NODES)}, "somewhere")
+        state.loaded({"args": made_with}, "somewhere")
         wanted = {}
         state.add_to(wanted, True)
         read = {
@@ -119,7 +119,9 @@ def state_worker(rank: int, world_size: int) -> None:
             bound = 1e-5 if store is None else 2e-2
             expected = pending * world_size / 2
             torch.testing.assert_close(_summed(_pending(wider)), expected, rtol=bound, atol=bound)
+        _narrower(rank, world_size, wide, narrow, store)
     _other_nodes(rank, world_size, wide)
+    _other_buckets(rank, world_size, wide)
     _less_in_the_checkpoint(rank, wide[0])
 
 
@@ -130,6 +132,33 @@ def _other_nodes(rank: int, world_size: int, topologies: list[Topology]) -> None
         pending = _summed(_pending(sync))
         log = _carry(_save(sync, _args(world_size)), other, _args(world_size), _args(world_size))
         assert rank or "was spread over 4 ranks" in log
+        torch.testing.assert_close(_summed(_pending(other)), pending, rtol=1e-5, atol=1e-5)
+
+
+def _narrower(rank: int, world_size: int, wide: list[Topology], narrow: Topology, store) -> None:
+    """Saved on four ranks, taken up by two of them, each of which reads two rows."""
+    for before in wide:
+        sync = _sync(before, store)
+        pending = _summed(_pending(sync))
+        saved = _save(sync, _args(world_size))
+        taken = torch.zeros(sum(SIZES))
+        if rank < 2:
+            less = _sync(narrow, store)
+            log = _carry(saved, less, _args(2), _args(world_size))
+            assert rank or "the sum over the 4 ranks that saved it was spread over 2 ranks" in log
+            taken = _pending(less)
+        bound = 1e-5 if store is None else 2e-2
+        torch.testing.assert_close(_summed(taken), pending * 2 / world_size, rtol=bound, atol=bound)
+
+
+def _other_buckets(rank: int, world_size: int, topologies: list[Topology]) -> None:
+    """The same ranks, nodes and flags, but parameters lie elsewhere in the bucket, and so in other shards."""
+    for topology in topologies:
+        sync, other = _sync(topology), _sync(topology, alignment=2048)
+        assert sync.bucket.numel != other.bucket.numel
+        pending = _summed(_pending(sync))
+        log = _carry(_save(sync, _args(world_size)), other, _args(world_size), _args(world_size))
+        assert rank or "over 4 ranks, whose buckets or nodes are cut otherwise" in log
         torch.testing.assert_close(_summed(_pending(other)), pending, rtol=1e-5, atol=1e-5)
 
 

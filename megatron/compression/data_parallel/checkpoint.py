@@ -1,12 +1,14 @@
 """Gradient state (error feedback) in checkpoints: saved by parameter, brought back at any data-parallel size.
 
-Each rank saves a row for every parameter and slot: what it holds back of the sum over ranks. A resume that
-splits buckets and ranks as before takes back its own rows, bit for bit. At another data-parallel size (or
-bucket size, node size, ...) only the sum over ranks matters: it is formed again, rescaled where gradients are
-averaged over another number of ranks, and spread evenly over the ranks that compress the same values. Where
-the model is cut otherwise (tensor parallelism, pipeline stages) it is dropped. The log says which.
+Each rank saves a row for every parameter and slot: what it holds back of the sum over ranks; beside them, a
+fingerprint of how its group cuts parameters into buckets and shards. A resume that cuts them alike takes back
+its own rows, bit for bit. Otherwise (another data-parallel size, bucket size, padding, node size, ...) only
+the sum over ranks matters: it is formed again, rescaled where gradients are averaged over another number of
+ranks, and spread evenly over the ranks that compress the same values. Where the model is cut otherwise
+(tensor parallelism, pipeline stages) it is dropped. The log says which.
 """
 
+import hashlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -25,21 +27,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "data_parallel_compression"
 """In the checkpoint's state dict."""
-
-NODES = f"{KEY}_nodes"
-"""Nodes and ranks a node of the data-parallel group that saved, [int, int]: they too decide what is where."""
-
-SPLITTING = (
-    "data_parallel_size",
-    "context_parallel_size",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "ddp_bucket_size",
-    "accumulate_allreduce_grads_in_fp32",
-    "dp_compression",
-    "gradient_alltoall_pipeline",
-)
-"""Flags that decide which rank holds what: equal ones mean that every rank takes back its own rows."""
 
 MODEL_PARALLEL = (
     "tensor_model_parallel_size",
@@ -73,8 +60,8 @@ class GradientState:
         self.syncs = syncs
         self._read_metadata = read_metadata
         self._saved: Namespace | None = None
-        self._saved_nodes: list[int] | None = None
         self._path: str | None = None
+        self._exact = False
         self._requested: dict[str, dict[str, torch.Tensor]] | None = None
 
     def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
@@ -86,24 +73,19 @@ class GradientState:
                 _say(f"the checkpoint's error feedback is dropped: this run goes on {alone}")
             return
         if not is_loading:
-            ranks = self._ranks()
-            rows = {
-                name: self._row(name, values.detach(), dist.get_rank(self._group()), ranks)
-                for name, values in self._named(states).items()
-            }
-            state_dict[KEY], state_dict[NODES] = rows, self._nodes()
+            named = {name: values.detach() for name, values in self._named(states).items()}
+            named[self._layout()] = next(iter(named.values())).new_ones(1, dtype=torch.uint8)
+            ranks, rank = self._ranks(), dist.get_rank(self._group())
+            state_dict[KEY] = {name: self._row(name, values, rank, ranks) for name, values in named.items()}
             return
         self._requested = None
         if (reason := self._why_fresh()) is not None:
             _say(f"{reason}: what gradients have to make up for starts from zero")
             return
         saved_ranks = _ranks_of(self._saved)
-        mine = [
-            row
-            for row in range(saved_ranks)
-            if (row if self._same_split() else row % self._ranks()) == dist.get_rank(self._group())
-        ]
         held = self._read_metadata(self._path)
+        self._exact = _key(self._layout()) in held
+        mine = range(dist.get_rank(self._group()), saved_ranks, self._ranks())
         named = self._named(states)
         wanted = {name: self._row(name, values, 0, saved_ranks) for name, values in named.items()}
         there = {
@@ -131,13 +113,11 @@ class GradientState:
             return
         if self._requested is None:
             if "args" in state_dict:
-                self._saved, self._saved_nodes = state_dict["args"], state_dict.get(NODES)
-                self._path = path
+                self._saved, self._path = state_dict["args"], path
             return
         if KEY not in state_dict and self._any_requested():
             return
         rows = {name: dict(state_dict.get(KEY, {}).get(name, {})) for name in self._requested}
-        exact = self._same_split()
         for sync, bucket in self.syncs:
             slots = {}
             for slot in sync.state():
@@ -145,17 +125,19 @@ class GradientState:
                 for name, part in split_by_parameter(flat, bucket.spans).items():
                     for row in rows.get(f"{slot}.{name}", {}).values():
                         part += row.view(-1).to(part.device)
-                if not exact:
+                if not self._exact:
                     dist.all_reduce(flat, group=bucket.topology.group)
                     flat *= self._rescale() / sync.covering_ranks
                 slots[slot] = flat
             sync.load_state(slots)
         self._requested = None
-        if exact:
+        if self._exact:
             line = "every rank took back its own"
         else:
             line = f"the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
             line += f"over {self._ranks()} ranks"
+            if _ranks_of(self._saved) == self._ranks():
+                line += ", whose buckets or nodes are cut otherwise"
         if self.args.dp_compression == "tagc" and (
             parse_tagc_layers(self._saved.tagc_layers) - parse_tagc_layers(self.args.tagc_layers)
         ):
@@ -172,10 +154,17 @@ class GradientState:
 
     @staticmethod
     def _row(name: str, values: torch.Tensor, row: int, rows: int) -> ShardedTensor:
-        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        key = f"{KEY}.pp{pipeline_rank}.tp{tensor_rank}.{name}"
-        return ShardedTensor.from_rank_offsets(key, values.view(1, -1), (0, row, rows))
+        return ShardedTensor.from_rank_offsets(_key(name), values.view(1, -1), (0, row, rows))
+
+    def _layout(self) -> str:
+        """A name for what decides which rank holds what: equal ones mean that ranks take back their own."""
+        topology = self.syncs[0][1].topology
+        buckets = [
+            (bucket.numel, bucket.sharded, [(span.name, span.start, span.end) for span in bucket.spans])
+            for _, bucket in self.syncs
+        ]
+        whole = repr((topology.nodes, topology.local, buckets))
+        return f"layout.{hashlib.sha256(whole.encode()).hexdigest()}"
 
     def _group(self) -> dist.ProcessGroup:
         return self.syncs[0][1].topology.group
@@ -188,15 +177,6 @@ class GradientState:
 
     def _saved_feedback(self) -> bool:
         return getattr(self._saved, "dp_error_feedback", "none") != "none"
-
-    def _nodes(self) -> list[int]:
-        topology = self.syncs[0][1].topology
-        return [topology.nodes, topology.local]
-
-    def _same_split(self) -> bool:
-        if self._saved_nodes != self._nodes():
-            return False
-        return all(getattr(self._saved, name, None) == getattr(self.args, name, None) for name in SPLITTING)
 
     def _rescale(self) -> float:
         """Sums are averaged over the ranks, unless the loss is already one a token."""
@@ -218,6 +198,13 @@ class GradientState:
             if str(getattr(self._saved, name, None)) != str(getattr(self.args, name, None)):
                 return f"the checkpoint was made at another --{name.replace('_', '-')}"
         return None
+
+
+def _key(name: str) -> str:
+    """A name in the checkpoint, of this rank's part of the model."""
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return f"{KEY}.pp{pipeline_rank}.tp{tensor_rank}.{name}"
 
 
 def _ranks_of(args: Namespace) -> int:
