@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.compression.data_parallel.bucket import transport_for
 from megatron.compression.data_parallel.topology import find_topology, nodes_of
+from megatron.compression.telemetry import Ledger
+from tests.distributed.data_parallel_feedback import conservation_worker, non_finite_worker
 from tests.distributed.data_parallel_state import state_worker
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import nodes_worker
@@ -27,13 +30,46 @@ def hosts_worker(rank: int) -> None:
     assert dist.get_process_group_ranks(topology.inter) == [rank % 2, rank % 2 + 2]
 
 
+def uneven_nodes_worker(rank: int) -> None:
+    """Nodes of three ranks and one, each of which knows its own number: all ranks see the same nodes."""
+    pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3" if rank < 3 else "1"):
+        topology = find_topology(dist.group.WORLD)
+        pair = find_topology(pairs[rank // 2])
+        assert nodes_of(dist.group.WORLD) == [0, 0, 0, 3]
+    assert not topology.regular and (topology.nodes, topology.local) == (4, 1)
+    assert (pair.nodes, pair.local) == ((1, 2) if rank < 2 else (2, 1))
+    every = [None] * 4
+    dist.all_gather_object(every, topology.describe())
+    assert len(set(every)) == 1
+    # a launcher that says it on some nodes only: by the hosts' names
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3" if rank < 3 else ""):
+        assert nodes_of(dist.group.WORLD) == [0] * 4
+
+
+def communicators_worker(rank: int) -> None:
+    """With two hops too, each exchange that crosses nodes has its communicators: gradients' and weights'."""
+    topology = find_topology(dist.group.WORLD, 2, communicators=3)
+    assert topology.describe_communicators() == ", 3 communicators"
+    for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
+        transport = transport_for(topology, Ledger(), "dp.weight", link)
+        assert [dist.get_process_group_ranks(group) for group in transport.groups] == [ranks] * 3
+        gathered, _ = transport.all_gather(torch.full((7,), rank, dtype=torch.uint8))
+        assert torch.equal(gathered, torch.tensor(ranks, dtype=torch.uint8)[:, None].expand(-1, 7))
+    assert len(transport_for(topology, Ledger(), "dp.gradient", "intra").groups) == 1
+
+
 def four_ranks_worker(rank: int, world_size: int) -> dict:
     """Everything that takes four ranks; what fails in here fails every test of the file."""
     start(rank)
     hosts_worker(rank)
+    uneven_nodes_worker(rank)
     nodes_worker(rank, 2)
     if not torch.cuda.is_available():  # it is about values, not about devices
         state_worker(rank, world_size)
+        conservation_worker(rank, world_size)
+        non_finite_worker(rank)
+        communicators_worker(rank)
     return bytes_worker(rank, world_size, 2)
 
 

@@ -14,7 +14,7 @@ from megatron.compression.data_parallel.bucket import ParameterSpan
 from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
 from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
 from megatron.compression.data_parallel.tagc_layers import is_compressed
-from megatron.compression.data_parallel.topology import group_by_node
+from megatron.compression.data_parallel.topology import group_by_node, nodes_by_size
 
 ON = {"dp_compression": "sdp4bit"}
 TAGC = {"dp_compression": "tagc"}
@@ -229,3 +229,19 @@ def test_nothing_to_do_is_said() -> None:
 def test_nodes_of_a_group(nodes: list[int], shape: tuple[int, int] | None) -> None:
     """Equal nodes, one behind the other; anything else has no two hops."""
     assert group_by_node(nodes) == shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        ([2, 2, 2, 2], [0, 0, 2, 2]),
+        ([4, 4, 4, 4, 2, 2], [0, 0, 0, 0, 4, 4]),
+        ([3, 3, 3, 2, 2, 2, 2], [0, 0, 0, 3, 3, 5, 5]),
+        ([4, 4], [0, 0]),  # fewer than there might be
+        ([4, 2, 4, 2, 4, 4], None),  # nodes take ranks in turn
+        ([2, 2, 0, 0], None),
+        ([0], None),
+    ],
+)
+def test_nodes_by_the_size_that_each_rank_knows(sizes: list[int], nodes: list[int] | None) -> None:
+    assert nodes_by_size(sizes) == nodes

@@ -76,12 +76,12 @@ def transport_for(
                 if size:
                     ledger.record(channel, "compressed", operation, size, 0, part)
 
-        return TorchTransport(topology.group, count, () if topology.two_hops else topology.more)
+        return TorchTransport(topology.group, count, topology.sharing())
     group = {"intra": topology.intra, "inter": topology.inter}[link]
     return TorchTransport(
         group,
         lambda operation, sent: ledger.record(channel, "compressed", operation, sent, 0, link),
-        topology.more if link == "inter" else (),
+        topology.sharing(link),
     )
 
 

@@ -77,13 +77,16 @@ class DataParallelCompression:
     LOCAL_WORLD_SIZE or the hosts' names. Splits one host into several nodes for a trial."""
 
     dp_communicators: int = 0
-    """Communicators that carry each payload between nodes (or in the only exchange), a share on each: one
-    alone does not fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere."""
+    """Communicators that carry each payload that crosses nodes (or that of the only exchange), gradients'
+    and weights', a share on each: one alone does not fill a TCP link. 0 takes 2 where the links are TCP and 1
+    elsewhere."""
 
     dp_error_feedback: Literal["none", "fp32", "int8"] = "none"
     """Remember what the compression of a gradient lost and add it to the next one: fp32, or int8 (LoCo's
-    moving average in 8 bits). Saved in checkpoints. With tagc fp32 is the default, and it cannot be left
-    out."""
+    moving average in 8 bits). That of the exchange between nodes, or of the only one, and of the sum that
+    ranks without the distributed optimizer gather; not that of the 8 bits inside a node before the exchange
+    between nodes. Saved in checkpoints: 4 bytes a parameter and rank. With tagc fp32 is the default, and it
+    cannot be left out."""
 
     dp_error_feedback_average: float = 1.0
     """Weight of the newest error in the moving average that error feedback keeps, in (0, 1]. 1 keeps the

@@ -45,7 +45,7 @@ def start_to_owners(
     """
     topology = bucket.topology
     group = {None: topology.group, INTRA: topology.intra, INTER: topology.inter}[link]
-    more = topology.more if link == (INTER if topology.two_hops else None) else ()
+    more = topology.sharing(link)
     sizes, rank = [payload.numel() for payload in payloads], group.rank()
     received = payloads[0].new_empty((group.size(), sizes[rank]))
     if not more:

@@ -42,8 +42,9 @@ class Topology:
     inter: dist.ProcessGroup | None = None
     """The ranks with this rank's index, one a node; None like ``intra``."""
     more: tuple[dist.ProcessGroup, ...] = ()
-    """Further groups with the ranks of ``inter`` (of ``group`` where there is one exchange), to share its
-    payloads."""
+    """Further groups with the ranks of ``group``, to share the payloads that go to all of them."""
+    more_inter: tuple[dist.ProcessGroup, ...] = ()
+    """Further groups with the ranks of ``inter``, as many."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
 
@@ -66,6 +67,10 @@ class Topology:
     def two_hops(self) -> bool:
         """Whether there is anything to sum inside a node before going between nodes."""
         return self.nodes > 1 and self.local > 1
+
+    def sharing(self, link: str | None = None) -> tuple[dist.ProcessGroup, ...]:
+        """Groups that share the payloads of the whole one (None), or of ``intra`` or ``inter``."""
+        return {None: self.more, INTRA: (), INTER: self.more_inter}[link]
 
     @property
     def link(self) -> str:
@@ -120,8 +125,8 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
 
     Args:
         node_size: members that count as one node, in the group's order; None takes the real nodes.
-        communicators: how many share a payload between nodes, or in the only exchange; 0 decides by the kind
-            of link.
+        communicators: how many share a payload that crosses nodes, or that of the only exchange; 0 decides
+            by the kind of link.
     """
     ranks = dist.get_process_group_ranks(group)
     node_of_rank = nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
@@ -131,21 +136,39 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
     inside, between = ranks[node * local : (node + 1) * local], ranks[index::local]
     two_hops = nodes > 1 and local > 1
     count = communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
-    shared = between if two_hops else ranks
-    created = new_groups(([inside, between] if two_hops else []) + [shared] * (count - 1))
+    hops = [inside, between, *[between] * (count - 1)] if two_hops else []
+    created = new_groups(hops + [ranks] * (count - 1))
     intra, inter = created[:2] if two_hops else (None, None)
-    more = tuple(created[2:] if two_hops else created)
-    return Topology(group, nodes, local, intra, inter, more, regular=shape is not None)
+    more, more_inter = tuple(created[len(hops) :]), tuple(created[2 : len(hops)])
+    return Topology(group, nodes, local, intra, inter, more, more_inter, regular=shape is not None)
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[int]:
-    """The node of every member, in the group's order. Collective over the group.
+    """The node of every member, in the group's order. Collective over all ranks of the job.
 
-    By LOCAL_WORLD_SIZE, which torchrun sets; by the hosts' names where a launcher does not set it.
+    By every rank's LOCAL_WORLD_SIZE, which torchrun sets and which nodes may differ in; by the hosts' names
+    where a launcher does not set it, or ranks do not fill one node after the other.
     """
     ranks = dist.get_process_group_ranks(group)
-    if per_node := os.environ.get("LOCAL_WORLD_SIZE"):
-        return [rank // int(per_node) for rank in ranks]
-    hosts: list[str] = [""] * len(ranks)
-    dist.all_gather_object(hosts, os.uname().nodename, group=group)
-    return [hosts.index(host) for host in hosts]
+    views: list = [None] * dist.get_world_size()
+    dist.all_gather_object(views, (os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))
+    nodes = nodes_by_size([int(size or 0) for size, _ in views])
+    if nodes is None:
+        hosts = [host for _, host in views]
+        nodes = [hosts.index(host) for host in hosts]
+    return [nodes[rank] for rank in ranks]
+
+
+def nodes_by_size(sizes: Sequence[int]) -> list[int] | None:
+    """The node of every rank of the job, given how many ranks each says its own has (0: it does not know).
+
+    None where that cannot be: nodes hold consecutive ranks, all of one word.
+    """
+    nodes: list[int] = []
+    for rank, size in enumerate(sizes):
+        if rank == len(nodes):  # the first of a node
+            own = list(sizes[rank : rank + size])
+            if not own or own != [size] * len(own):
+                return None
+            nodes += [rank] * len(own)
+    return nodes
