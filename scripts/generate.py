@@ -44,6 +44,11 @@ def check(args) -> None:
 
     if args.load is None:
         raise CompressionConfigError("--load is missing: name the folder of a checkpoint")
+    if not _is_there(args):
+        step = f" --ckpt-step {args.ckpt_step}" if args.ckpt_step else ""
+        raise CompressionConfigError(
+            f"--load {args.load}{step}: no checkpoint there; name a run's --save folder"
+        )
     for flag in ("pipeline_model_parallel_size", "context_parallel_size"):
         if getattr(args, flag) > 1:
             raise CompressionConfigError(
@@ -54,6 +59,23 @@ def check(args) -> None:
         raise CompressionConfigError(
             "--sequence-parallel is not covered here; the model is the same without it"
         )
+
+
+def _is_there(args) -> bool:
+    """Whether --load holds a checkpoint: without one Megatron would go on with random weights."""
+    from megatron.training import checkpointing
+
+    if args.ckpt_step:
+        iteration, release = args.ckpt_step, False
+    elif checkpointing.checkpoint_exists(args.load):
+        iteration, release = checkpointing.read_metadata(
+            checkpointing.get_checkpoint_tracker_filename(args.load)
+        )
+    else:
+        return False
+    return Path(
+        checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True)
+    ).is_dir()
 
 
 def generate(args) -> dict:
@@ -85,6 +107,8 @@ def generate(args) -> dict:
         groups, wrap_with_ddp=False, data_parallel_random_init=False
     )
     args.no_load_optim = args.no_load_rng = True
+    # A run's flags may say that it began from other weights: then nothing is checked, and it is iteration 0.
+    args.finetune, args.pretrained_checkpoint = False, None
     iteration, _ = load_checkpoint(chunks, None, None)
     # A start iteration in the flags says when training began to compress, not that this model does not.
     runtime.iteration = iteration

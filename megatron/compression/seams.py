@@ -73,7 +73,7 @@ def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
     """Call each ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
 
     Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
-    ``--finetune``, which begins anew.
+    ``--finetune`` and ``--pretrained-checkpoint``, which begin anew (see ``on_checkpoint_read``).
     """
     from megatron.training import checkpointing
 
@@ -187,19 +187,16 @@ def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
     replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
 
 
-def around_checkpoint_state(
-    add: Callable[[dict, bool], None], loaded: Callable[[dict | None, str | None], None]
-) -> None:
+def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
     """Call ``add(state_dict, is_loading)`` for each checkpoint that is put together to be saved or loaded
-    with its optimizer, and ``loaded(state_dict, path)`` for each that has been read.
+    with its optimizer.
 
-    Why: checkpoints have no place for the state of a run's own parts. ``loaded`` sees the arguments alone
-    first, then everything. Not reached: checkpoints without optimizer state (``--no-save-optim``,
-    ``--no-load-optim``, ``--finetune``).
+    Why: checkpoints have no place for the state of a run's own parts. Not reached: checkpoints without
+    optimizer state (``--no-save-optim``, ``--no-load-optim``, ``--finetune``).
     """
     from megatron.training import checkpointing
 
-    def wrap_making(generate_state_dict):
+    def wrap(generate_state_dict):
         signature = inspect.signature(generate_state_dict)
 
         def wrapper(*args, **kwargs):
@@ -211,16 +208,27 @@ def around_checkpoint_state(
 
         return wrapper
 
-    def wrap_reading(load_base_checkpoint):
+    replace(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), wrap)
+
+
+def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> None:
+    """Call each ``after(state_dict, path)`` with what has been read of a checkpoint; None: there is none.
+
+    Why: it is the one place that every load comes through, ``--finetune`` too, before anything is checked.
+    The arguments alone are read first, then everything. Not reached: what reads files by itself.
+    """
+    from megatron.training import checkpointing
+
+    def wrap(load_base_checkpoint):
         def wrapper(*args, **kwargs):
             result = load_base_checkpoint(*args, **kwargs)
-            loaded(result[0], result[1])
+            for one in after:
+                one(result[0], result[1])
             return result
 
         return wrapper
 
-    replace(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), wrap_making)
-    replace(checkpointing, "_load_base_checkpoint", ("rank0",), wrap_reading)
+    replace(checkpointing, "_load_base_checkpoint", ("rank0",), wrap)
 
 
 def on_master_copy(take: Callable[[Any], bool]) -> None:

@@ -26,7 +26,7 @@ from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 from megatron.compression.reporter import Reporter, check_report_directory
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
-from megatron.compression.tensor_parallel.caat_net_checks import check_checkpoint
+from megatron.compression.tensor_parallel.caat_net_checks import OtherWeights, check_checkpoint
 from megatron.compression.tensor_parallel.guarded_run import GuardedRun
 from megatron.compression.tensor_parallel.rounding_keys import KeysOfTraining
 from megatron.compression.tensor_parallel.spec import gpt_layer_spec, is_dense_local
@@ -72,6 +72,7 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
 def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
     ledger = runtime.ledger
     on_checkpoint = [partial(check_checkpoint, args=args)]
+    on_read = [OtherWeights(args, print_rank_0).on_checkpoint_read]
     if runtime.guard is not None:
         guarded = GuardedRun(runtime.guard, args, args.log_interval)
         on_checkpoint.append(guarded.on_checkpoint_args)
@@ -91,7 +92,9 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         seams.on_master_copy(copy_masters)
     if runtime.gradient_sync is not None:
         state = GradientState(args, runtime.gradient_syncs)
-        seams.around_checkpoint_state(state.add_to, state.loaded)
+        seams.around_checkpoint_state(state.add_to)
+        on_read.append(state.loaded)
+    seams.on_checkpoint_read(*on_read)
     seams.on_replicated_gradient_sync(
         partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"), align_gradients
     )

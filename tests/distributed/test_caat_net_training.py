@@ -1,6 +1,7 @@
 """CAAT-Net in Megatron's loop: every layout trains the same function, and checkpoints belong to it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.launch import start, tiny_flags
 
 ITERATIONS = 4
+CODEC_LOSS, CODEC_NORM = 1e-4, 5e-3  # relative, of 8 bits
 HALF = ("--caat-net-sync-fraction", "0.5")
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")  # layouts draw other numbers
+PROMPT = ("--prompt", "3 1 4", "--max-new-tokens", "4")
+OTHER = "WARNING: weights of"
 TP2 = ("--tensor-model-parallel-size", "2")
 
 
@@ -68,21 +72,56 @@ def test_it_trains_and_evaluates(runs: Runs) -> None:
     _check_replicas(runs.plain)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L --micro-batch-size 1 "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-        "--recompute-granularity selective --recompute-modules core_attn mlp",
-    ],
+PIPELINE = (
+    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L --micro-batch-size 1 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )
+DATA = (
+    "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--recompute-granularity selective --recompute-modules core_attn mlp"
+)
+INT8 = ["--taco", "--taco-format", "int8", "--taco-scales", "single", "--taco-min-message-mb", "0"]
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, DATA])
 def test_layouts_train_the_same_function(runs: Runs, layout: str) -> None:
     """Virtual pipeline stages, data parallelism, recomputation, accumulation: the same losses."""
     run = runs.train(*TP2, *HALF, *NO_DROPOUT, *runs.from_initial(), *layout.split(), ranks=4)
     _check_replicas(run)
     for iteration, loss in runs.plain.losses.items():
         assert run.losses[iteration] == pytest.approx(loss, rel=2e-6)
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, DATA])
+def test_layouts_with_a_codec(runs: Runs, layout: str) -> None:
+    """With 8 bits nearly the same losses and gradient norms, and nothing of the layers goes uncompressed."""
+    run = runs.train(*TP2, *HALF, *NO_DROPOUT, *INT8, *runs.from_initial(), *layout.split(), ranks=4)
+    _check_replicas(run)
+    assert run.losses != runs.plain.losses
+    for iteration, loss in runs.plain.losses.items():
+        assert run.losses[iteration] == pytest.approx(loss, rel=CODEC_LOSS)
+    norms, exact = _gradient_norms(run), _gradient_norms(runs.plain)
+    assert len(norms) == len(exact) == ITERATIONS
+    assert norms == pytest.approx(exact, rel=CODEC_NORM)
+    for rank in run.ranks:
+        rows = [row for row in rank.ledger if row["channel"] in ("tp.forward", "tp.backward")]
+        assert rows and {row["kind"] for row in rows} == {"compressed"}
+        sent, plain = (sum(row[size] for row in rows) for size in ("sent_bytes", "plain_bytes"))
+        assert 3.7 < plain / sent < 4, "8.125 bits for 32, and padding"
+
+
+def _gradient_norms(run: ForkedRun) -> list[float]:
+    return [float(norm) for norm in re.findall(r"grad norm: ([\d.]+)", run.output)]
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--micro-batch-size 1"])
+def test_resume_in_another_layout(runs: Runs, layout: str) -> None:
+    """From the checkpoint of iteration 2 on two pipeline stages, or two data-parallel ranks: same losses."""
+    resume = ("--load", str(runs.saved), "--ckpt-step", "2")
+    run = runs.train(*TP2, *HALF, *NO_DROPOUT, *resume, *layout.split(), ranks=4)
+    assert set(run.losses) == {3, 4}
+    for iteration, loss in run.losses.items():
+        assert loss == pytest.approx(runs.plain.losses[iteration], rel=2e-6)
 
 
 def test_resume_is_bitwise(runs: Runs) -> None:
@@ -98,8 +137,9 @@ def test_text_from_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
 
     With the flags of a run, those of data-parallel compression among them.
     """
-    flags = tiny_flags(*TP2, *HALF, "--load", str(runs.saved), "--prompt", "3 1 4", "--max-new-tokens", "4")
+    flags = tiny_flags(*TP2, *HALF, "--load", str(runs.saved), *PROMPT)
     flags += ["--dp-compression", "sdp4bit", "--dp-error-feedback", "fp32"]
+    flags += ["--finetune", "--pretrained-checkpoint", str(runs.initial)]  # the run's, which this is not
     out = tmp_path / "text.json"
     start("scripts/generate.py", *flags, "--json", str(out), processes=2).finish(timeout=240)
     result = json.loads(out.read_text())
@@ -130,3 +170,30 @@ def test_other_models_are_refused(runs: Runs, flags, ranks: int, reason: str) ->
     run = runs.train(*flags, "--load", str(runs.saved), ranks=ranks, check=False)
     assert run.returncode != 0
     assert run.errors and all(reason in line for line in run.errors)
+
+
+def test_no_text_from_another_model_or_from_none(runs: Runs, tmp_path: Path) -> None:
+    """scripts/generate.py: a run's --finetune does not make it read the weights as another function's."""
+    commands = {
+        "was trained with --caat-net-sync-fraction 0.5": ["--load", str(runs.saved), "--finetune"],
+        f"--load {tmp_path}: no checkpoint there": [*HALF, "--load", str(tmp_path)],
+        "--ckpt-step 3: no checkpoint there": [*HALF, "--load", str(runs.saved), "--ckpt-step", "3"],
+    }
+    started = [
+        start("scripts/generate.py", *tiny_flags(*TP2, *flags, *PROMPT), processes=2)
+        for flags in commands.values()
+    ]
+    for reason, generation in zip(commands, started, strict=True):
+        ended = generation.finish(timeout=240)
+        assert ended.returncode != 0
+        assert ended.errors() and all(reason in line for line in ended.errors()), ended.output
+
+
+def test_other_weights_under_finetune(runs: Runs) -> None:
+    """--pretrained-checkpoint trains on from weights of another function, and says so in one line."""
+    run = runs.train(*TP2, "--pretrained-checkpoint", str(runs.saved), train_iters="1")
+    (line,) = [line for line in run.output.splitlines() if OTHER in line]
+    there, here = line.split(" begin a run of ")
+    assert "--caat-net-sync-fraction 0.5 at --tensor-model-parallel-size 2" in there
+    assert "--caat-net-sync-fraction 1 at --tensor-model-parallel-size 2" in here
+    assert "--finetune" in runs.from_initial() and OTHER not in runs.plain.output, "the same function"

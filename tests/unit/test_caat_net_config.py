@@ -1,6 +1,7 @@
 """--caat-net-sync-fraction: its values, what it is refused with, and which checkpoints it loads."""
 
 import argparse
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,11 @@ def test_fractions_that_are_none(fraction) -> None:
         ({"num_experts": 8}, "--num-experts routes tokens"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
+        ({"heterogeneous_layers_config_path": "layers.json"}, "--heterogeneous-layers-config-path"),
+        ({"use_kitchen": True}, "--use-kitchen"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -106,3 +112,30 @@ def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
         return
     with pytest.raises(CompressionConfigError, match=reason):
         check_checkpoint(args(*saved), args(*ours))
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "finetune", "said"),
+    [
+        ((0.5, 4), (0.5, 2), True, "0.5 at --tensor-model-parallel-size 4 begin a run of .* 0.5 at .* 2"),
+        ((0.5, 4), (1.0, 4), True, "0.5 at --tensor-model-parallel-size 4 begin a run of .* 1 at .* 4"),
+        ((0.5, 4), (0.5, 4), True, None),
+        ((1.0, 4), (1.0, 2), True, None),
+        ((0.5, 4), (0.25, 4), False, None),  # check_checkpoint refuses it
+    ],
+)
+def test_finetune_says_what_the_weights_were(saved, ours, finetune, said) -> None:
+    """Once, though the arguments are read twice; nothing where the function is the same."""
+    from megatron.compression.tensor_parallel.caat_net_checks import OtherWeights
+
+    def args(fraction, ranks):
+        return SimpleNamespace(
+            tensor_model_parallel_size=ranks, caat_net_sync_fraction=fraction, finetune=finetune
+        )
+
+    lines = []
+    other = OtherWeights(args(*ours), lines.append)
+    for state in (None, {"args": args(*saved)}, {"args": args(*saved), "model": {}}):
+        other.on_checkpoint_read(state, "path")
+    assert len(lines) == (said is not None)
+    assert said is None or re.search(said, lines[0])
