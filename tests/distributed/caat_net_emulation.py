@@ -16,12 +16,20 @@ class EmulatedCaatNet:
         groups: query groups of all ranks together.
         shared: synchronised channels.
         norm: LayerNorm or RMSNorm.
+        gated: SwiGLU in place of GELU.
     """
 
     def __init__(
-        self, shards: list[dict], replicated: set[str], heads: int, groups: int, shared: int, norm: str
+        self,
+        shards: list[dict],
+        replicated: set[str],
+        heads: int,
+        groups: int,
+        shared: int,
+        norm: str,
+        gated: bool = False,
     ) -> None:
-        self.world_size, self.shared, self.norm = len(shards), shared, norm
+        self.world_size, self.shared, self.norm, self.gated = len(shards), shared, norm, gated
         self.heads, self.groups = heads // self.world_size, groups // self.world_size
         self.leaves = [
             {name: value.clone().requires_grad_() for name, value in shard.items() if name not in replicated}
@@ -91,7 +99,12 @@ class EmulatedCaatNet:
         return context @ self.parameter(rank, name + ".weight").t(), self.parameter(rank, name + ".bias")
 
     def _mlp(self, rank: int, x: torch.Tensor, prefix: str):
-        hidden = F.gelu(self._linear(rank, x, prefix + "mlp.linear_fc1"))
+        hidden = self._linear(rank, x, prefix + "mlp.linear_fc1")
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+        else:
+            hidden = F.gelu(hidden)
         name = prefix + "mlp.linear_fc2"
         return hidden @ self.parameter(rank, name + ".weight").t(), self.parameter(rank, name + ".bias")
 

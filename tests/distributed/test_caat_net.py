@@ -12,6 +12,8 @@ from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
 
 HEADS = 4
+INT8 = {"taco_format": "int8", "taco_scales": "single"}
+INT8_BOUND = 0.02  # of a gradient, relative
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 QWEN_LIKE = dict(
     normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True, num_query_groups=2
@@ -27,9 +29,9 @@ def _loss_of(logits: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def gradient_worker(rank: int, world_size: int) -> dict:
-    """``_gradients`` with half of the channels shared."""
+    """``gradients_of`` with half of the channels shared."""
     start_model_parallel(world_size)
-    return _gradients(rank, world_size, 0.5)
+    return gradients_of(rank, world_size, 0.5)
 
 
 def four_ranks_worker(rank: int, world_size: int) -> dict:
@@ -37,22 +39,23 @@ def four_ranks_worker(rank: int, world_size: int) -> dict:
     from megatron.core import parallel_state, tensor_parallel
 
     start_model_parallel(world_size)
-    four_streams = _gradients(rank, world_size, 0.25)
+    four_streams = gradients_of(rank, world_size, 0.25)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    return {"four streams": four_streams, "sharded": _gradients(rank, 2, 0.5, SHARDED, sharded=True)}
+    return {"four streams": four_streams, "sharded": gradients_of(rank, 2, 0.5, SHARDED, sharded=True)}
 
 
-def _gradients(
+def gradients_of(
     rank: int,
     streams: int,
     fraction: float,
     changes: dict | None = None,
     force: bool = False,
     sharded: bool = False,
+    codec: dict | None = None,
 ) -> dict:
-    """Forward and backward in fp64, gradients finalised as Megatron's loop does.
+    """Forward and backward in fp64 (with a codec fp32), gradients finalised as Megatron's loop does.
 
     Args:
         streams: tensor-parallel ranks; the others are data-parallel.
@@ -61,10 +64,11 @@ def _gradients(
         force: run CAAT-Net's own code with all channels shared (which a fraction of 1 does not).
         sharded: as the distributed optimizer wants gradients, reduce-scattered behind the backward of the
             last of two micro-batches.
+        codec: settings of the codec; None sends as it is.
 
     Returns:
         Parameters and gradients by name on this rank (NaN outside its shard), the names of replicated
-        ones, and its addend of the loss.
+        ones, its addend of the loss, the ledger's rows, and what ``_watch_overlap`` notes.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -74,8 +78,10 @@ def _gradients(
 
     from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 
-    runtime, behind, loss = caat_runtime(fraction), [], 0.0
-    model = build_tiny_gpt(rank, streams, runtime, torch.float64, **(changes or {}))
+    runtime, loss = caat_runtime(fraction, **(codec or {})), 0.0
+    watched = {"behind": [], "waiting": []}
+    dtype = torch.float64 if codec is None else torch.float32
+    model = build_tiny_gpt(rank, streams, runtime, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
         bind_caat_net(model, everything, runtime.ledger)
@@ -90,7 +96,7 @@ def _gradients(
         last = micro_batch == micro_batches - 1
         with contextlib.nullcontext() if last else wrapped.no_sync():
             addend = _loss_of(wrapped(**inputs), stream)
-            with _watch_weight_gradients(behind):
+            with _watch_overlap(**watched):
                 addend.backward()
         loss += float(addend)
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
@@ -103,7 +109,8 @@ def _gradients(
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
         "loss": loss,
-        "behind": behind,
+        "rows": runtime.ledger.rows(),
+        **watched,
     }
 
 
@@ -118,25 +125,33 @@ def _leave_own_shard(wrapped) -> None:
 
 
 @contextlib.contextmanager
-def _watch_weight_gradients(behind: list[bool]):
-    """Note for each weight gradient that was put off whether an exchange was under way when its turn came."""
-    from megatron.compression.tensor_parallel.overlap import WeightGradient
+def _watch_overlap(behind: list[bool], waiting: list[int]):
+    """Note for each weight gradient that was put off whether an exchange was under way when its turn came.
 
-    compute = WeightGradient.compute
+    And for each exchange, when its result is taken, how many weight gradients it still counts as to come: for
+    them it would have been left in flight.
+    """
+    from megatron.compression.tensor_parallel.overlap import InputGradientExchange, WeightGradient
+
+    compute, take = WeightGradient.compute, InputGradientExchange.take
 
     def watching(self, like):
         behind.append(self.exchange.work is not None and not self.exchange.work.work.done)
         return compute(self, like)
 
-    WeightGradient.compute = watching
+    def taking(self):
+        waiting.append(self.waiting)
+        return take(self)
+
+    WeightGradient.compute, InputGradientExchange.take = watching, taking
     try:
         yield
     finally:
-        WeightGradient.compute = compute
+        WeightGradient.compute, InputGradientExchange.take = compute, take
 
 
 def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
-    """Each rank's loss and gradients from ``_gradients`` against autograd in this process."""
+    """Each rank's loss and gradients from ``gradients_of`` against autograd in this process."""
     changes = changes or {}
     emulation = _emulation(ranks, fraction, changes)
     tokens = batch(0, 0, BATCH)["input_ids"].cpu()
@@ -147,14 +162,31 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | 
         _check_gradients(result["gradients"], emulation, rank)
 
 
+def check_with_codec(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
+    """As ``check_against_emulation``, to the codec's error; replicas agree and nothing went uncompressed."""
+    emulation = _emulation(ranks, fraction, changes or {})
+    tokens = batch(0, 0, BATCH)["input_ids"].cpu()
+    sum(_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))).backward()
+    for rank, result in enumerate(ranks):
+        for name, gradient in result["gradients"].items():
+            expected = emulation.parameter(rank, name).grad
+            error = (gradient - expected).norm() / expected.norm()
+            assert 1e-4 < error < INT8_BOUND, (rank, name, error)
+        for name in result["replicated"]:
+            assert torch.equal(result["gradients"][name], ranks[0]["gradients"][name]), name
+        rows = [row for row in result["rows"] if row["channel"] in ("tp.forward", "tp.backward")]
+        assert rows and {row["kind"] for row in rows} == {"compressed"}
+
+
 def _emulation(ranks: list[dict], fraction: float, changes: dict) -> EmulatedCaatNet:
     return EmulatedCaatNet(
         [rank["parameters"] for rank in ranks],
         ranks[0]["replicated"],
-        HEADS,
-        changes.get("num_query_groups", HEADS),
+        changes.get("num_attention_heads", HEADS),
+        changes.get("num_query_groups", changes.get("num_attention_heads", HEADS)),
         int(HIDDEN * fraction),
         changes.get("normalization", "LayerNorm"),
+        changes.get("gated_linear_unit", False),
     )
 
 
@@ -171,6 +203,7 @@ GRADIENT_CASES = [
     (0.3, {**QWEN_LIKE, **RECOMPUTE}, False),
     (1.0, {}, True),
     (1.0, {}, False),
+    (0.5, RECOMPUTE, False, False, INT8),
 ]
 SHARDED = dict(tied=True, recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 
@@ -178,7 +211,19 @@ SHARDED = dict(tied=True, recompute_granularity="selective", recompute_modules=[
 def two_ranks_worker(rank: int, world_size: int) -> list[dict]:
     """Every case, in one process a rank: starting them takes longer."""
     start_model_parallel(world_size)
-    return [_gradients(rank, world_size, *case) for case in GRADIENT_CASES]
+    return [gradients_of(rank, world_size, *case) for case in GRADIENT_CASES]
+
+
+THREE = dict(
+    **dict(num_attention_heads=3, kv_channels=16, ffn_hidden_size=192),
+    **dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu),
+)
+
+
+def three_ranks_worker(rank: int, world_size: int) -> dict:
+    """Three streams of SwiGLU layers."""
+    start_model_parallel(world_size)
+    return gradients_of(rank, world_size, 0.4, THREE)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +237,7 @@ def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
 
     With all channels shared it is the ordinary model's, to rounding.
     """
-    halves, qwen, forced, ordinary = zip(*two_ranks, strict=True)
+    halves, qwen, forced, ordinary, _ = zip(*two_ranks, strict=True)
     check_against_emulation(halves, *GRADIENT_CASES[0][:2])
     check_against_emulation(qwen, *GRADIENT_CASES[1][:2])
     # Behind an exchange: fc1's weight gradients, and qkv's but the first; with recomputation fc1's alone.
@@ -202,6 +247,16 @@ def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
         assert partial["loss"] == pytest.approx(plain["loss"], rel=1e-12)
         for name, gradient in plain["gradients"].items():
             torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_gradients_with_a_codec(two_ranks) -> None:
+    """Eight bits and recomputation: every gradient to the codec's error."""
+    check_with_codec([rank[-1] for rank in two_ranks], *GRADIENT_CASES[-1][:2])
+
+
+def test_gradients_of_three_gated_streams() -> None:
+    """The same at W = 3, with SwiGLU."""
+    check_against_emulation(spawn(three_ranks_worker, 3), 0.4, THREE)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +276,10 @@ def test_gradients_of_data_parallel_shards(four_ranks) -> None:
     Each rank has the gradients of its own shard, as the distributed optimizer wants them.
     """
     ranks = [rank["sharded"] for rank in four_ranks]
+    # What is recomputed puts no weight gradient off: no exchange is held back for one (two micro-batches, and
+    # two exchanges a layer).
+    assert [rank["behind"] for rank in ranks] == [[]] * 4
+    assert [rank["waiting"] for rank in ranks] == [[0] * (2 * 2 * LAYERS)] * 4
     emulation = _emulation(ranks[:2], 0.5, SHARDED)
     for step in range(4):  # two data-parallel ranks, two micro-batches each
         tokens = batch(step, 0, BATCH)["input_ids"]

@@ -25,13 +25,13 @@ TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
 
 
 def traffic_worker(rank: int, world_size: int) -> list[dict]:
-    """``_train`` for each case."""
+    """``train_twice`` for each case."""
     start_model_parallel(world_size)
-    return [_train(rank, world_size, *case) for case in TRAFFIC_CASES]
+    return [train_twice(rank, world_size, *case) for case in TRAFFIC_CASES]
 
 
-def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
-    """Two bf16 training iterations, with the bytes that c10d was given.
+def train_twice(rank: int, world_size: int, fraction: float, settings: dict, size: int = BATCH) -> dict:
+    """Two bf16 training iterations on ``size`` sequences, with the bytes that c10d was given.
 
     Returns:
         Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
@@ -47,7 +47,7 @@ def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
     losses = []
     with TransportAudit(world_size) as audit:
         for _ in range(2):
-            loss = model(**batch(0, rank, BATCH)).float().mean()
+            loss = model(**batch(0, rank, size)).float().mean()
             loss.backward()
             sum_rank_local_gradients([model], model.pg_collection.tp, runtime.ledger)
             optimizer.step()
@@ -69,7 +69,7 @@ def _train(rank: int, world_size: int, fraction: float, settings: dict) -> dict:
     }
 
 
-def _sent(rows: list[dict], *channels: str) -> int:
+def sent_in(rows: list[dict], *channels: str) -> int:
     return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
 
 
@@ -98,7 +98,7 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
         for result in ranks:
             assert total_of(result["rows"]) == result["audit"], cases[case]
             for channel in ("tp.forward", "tp.backward"):
-                assert _sent(result["rows"], channel) == expected[case], (cases[case], channel)
+                assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
             assert result["losses"][1] < result["losses"][0]
         first, *others = ranks
         for other in others:
@@ -166,5 +166,5 @@ def test_generation(two_ranks) -> None:
     assert {row["phase"] for row in first["rows"]} == {"eval"}
     forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
     values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half
-    assert _sent(first["rows"], "tp.forward") == 4 * values  # fp32, 2 (W - 1) / W = 1
-    assert _sent(first["rows"], "tp.other") == NEW_TOKENS * VOCABULARY * 4 // 2
+    assert sent_in(first["rows"], "tp.forward") == 4 * values  # fp32, 2 (W - 1) / W = 1
+    assert sent_in(first["rows"], "tp.other") == NEW_TOKENS * VOCABULARY * 4 // 2

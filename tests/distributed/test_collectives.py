@@ -12,6 +12,7 @@ from megatron.compression.collectives import (
     Transports,
     all_gather,
     all_reduce,
+    fp32_all_reduce,
     reduce_scatter,
 )
 from taco_kernels.symmetric_memory.order import patience_of
@@ -50,6 +51,9 @@ def collectives_worker(rank: int, world_size: int) -> dict:
             for other in inputs[1:]:
                 in_order = in_order + other.float()
             assert torch.equal(exact_sum, in_order.to(dtype)), (shape, dtype)
+            # Without a codec: the addends travel in 16 bits, their fp32 sum is rounded once.
+            rounded_once = fp32_all_reduce(x, group).wait()
+            assert torch.equal(rounded_once, in_order.to(dtype)), (shape, dtype)
 
             for format, bound in ONE_HOP.items():
                 codec = build_codec("taco", format=format)

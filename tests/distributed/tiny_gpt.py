@@ -14,8 +14,10 @@ LAYERS = 2
 
 
 def device_of(rank: int) -> torch.device:
-    """The rank's CUDA device, or the CPU."""
-    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    """The rank's CUDA device, which ``spawn`` has set (ranks may share one), or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def runtime_with(codec: Codec | None = None, **settings) -> CompressionRuntime:

@@ -17,8 +17,8 @@ def uncompressed_all_reduce(
 def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
     """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
 
-    Two-shot: the addends travel as they are, an owner adds them up in fp32 in rank order and rounds the sum
-    once, and that travels. It equals an fp32 all-reduce that is rounded at the end, but for the order.
+    Two-shot: the addends travel as they are, an owner adds them up in fp32 and rounds the sum once,
+    and that travels. It equals an fp32 all-reduce that is rounded at the end, but for the order.
 
     Args:
         x: contiguous; left as it is.

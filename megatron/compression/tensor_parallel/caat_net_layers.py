@@ -49,7 +49,6 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
             return super()._forward_impl(input, weight, *args, **kwargs)
         weight, gradient = made
         if not torch.is_grad_enabled():  # a region to be recomputed, inside a graph
-            gradient.exchange.waiting -= 1
             return super()._forward_impl(input, self.weight, *args, **kwargs)
         return linear_putting_off(input, weight, kwargs["bias"], gradient)
 
