@@ -7,9 +7,9 @@ A regime is one run of the training loop; the settings take turns in it, a block
 all of them see the same machine, model and weights. Reported: the median of each block after its first
 iterations, from Megatron's log, with the bytes that one rank sends in an iteration, from the ledger's. The
 regimes are bench_end_to_end.py's. A setting may be named twice: the second "none" shows how much the times of
-two blocks differ. Stages are thin (one layer of hidden size 2048 by default), so that point-to-point traffic
-weighs as it does between nodes; --num-layers and --hidden-size after the script's own options change the
-model.
+two blocks differ. In "tah-quant waited" the computation waits for each message to be sent, as megatron-core
+has it. Stages are thin (one layer of hidden size 2048 by default), so that point-to-point traffic weighs as
+it does between nodes; --num-layers and --hidden-size after the script's own options change the model.
 """
 
 import argparse
@@ -22,6 +22,7 @@ CODECS = {
     "tah-quant": {"pp_compression": "tah-quant"},
     "tah-quant tile": {"pp_compression": "tah-quant", "tah_allocation": "tile"},
     "tah-quant 4-bit back": {"pp_compression": "tah-quant", "tah_backward_bits": 4},
+    "tah-quant waited": {"pp_compression": "tah-quant"},
     "int8": {"pp_compression": "int8"},
     "int4 standardized": {
         "pp_compression": "int4",
@@ -53,11 +54,12 @@ def worker() -> None:
     blocks = []
     for name in settings["codecs"]:
         config = PipelineParallelCompression(**CODECS[name])
-        blocks.append({FORWARD: forward_codec(config), BACKWARD: backward_codec(config)})
+        codecs = {FORWARD: forward_codec(config), BACKWARD: backward_codec(config)}
+        blocks.append((codecs, not name.endswith("waited")))
 
     class SwitchingExchange(PipelineExchange):
         def __call__(self, *args, **kwargs):
-            self.codecs = blocks[self.iteration() // settings["iterations"]]
+            self.codecs, self.put_off_sends = blocks[self.iteration() // settings["iterations"]]
             return super().__call__(*args, **kwargs)
 
     weave.PipelineExchange = SwitchingExchange

@@ -317,6 +317,27 @@ def on_tied_embedding_gradient_sync(record: Callable[[int, int], None]) -> None:
     replace(finalize_model_grads, name, ("model", "config", "embd_group", "pp_group"), wrap)
 
 
+def around_schedules(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before()`` and ``after()`` around each forward-backward pass over pipeline stages.
+
+    Why: Megatron may repeat an iteration's pass (``--rerun-mode``), which its number alone does not tell.
+    Not reached: passes that raise get no ``after``; one stage.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    def wrap(schedule):
+        def wrapper(*args, **kwargs):
+            before()
+            result = schedule(*args, **kwargs)
+            after()
+            return result
+
+        return wrapper
+
+    for name in ("without_interleaving", "with_interleaving"):
+        replace(schedules, f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only"), wrap)
+
+
 def through_pipeline_exchange(exchange: Callable) -> None:
     """Have ``exchange(communicator, original, **arguments)`` send what pipeline stages send each other.
 

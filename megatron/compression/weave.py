@@ -111,6 +111,7 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         validate_uncompressed=runtime.config.validate_uncompressed,
     )
     seams.through_pipeline_exchange(exchange)
+    seams.around_schedules(exchange.begin, exchange.finish)
 
 
 def _follow_evaluations(runtime: CompressionRuntime, reporter: Reporter) -> None:

@@ -96,6 +96,18 @@ def test_resume_is_exact(whole, tmp_path: Path) -> None:
         assert before.parameters == after.parameters
 
 
+def test_repeated_iterations_train_alike(whole, tmp_path: Path) -> None:
+    """Megatron runs an iteration of a suspicious loss twice: the second pass must round as the first did."""
+    run, _ = whole
+    suspicious = """--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1
+        --error-injection-type transient_error"""
+    repeated = pretrain(*COMPRESSED, *suspicious.split(), ranks=2, directory=tmp_path)
+    assert repeated.losses == run.losses
+    for once, twice in zip(run.ranks, repeated.ranks, strict=True):
+        assert once.parameters == twice.parameters
+    assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"
+
+
 def test_warm_up_and_other_codecs(tmp_path: Path) -> None:
     """TACO forward, uncompressed back, both from the third iteration on."""
     more = "--pp-compression taco --pp-backward-compression none --tah-start-iteration 2 --taco-layers all"

@@ -1,11 +1,15 @@
 """Codecs between pipeline stages: normalised channels, random rounding, numbers that both ends agree on."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.compression.codecs import NormalizedMessage
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
 from taco_kernels import Stream
 
@@ -103,6 +107,7 @@ def test_both_ends_count_alike() -> None:
     first, second = MessageStreams(11), MessageStreams(11)
     names = set()
     for iteration in (4, 5):
+        first.restart(), second.restart()
         for _ in range(3):
             down = first.next(iteration, False, sender=0, sent=True)
             up = second.next(iteration, True, sender=1, sent=True)
@@ -110,6 +115,9 @@ def test_both_ends_count_alike() -> None:
             assert up == first.next(iteration, True, sender=1, sent=False)
             names |= {down, up}
     assert len(names) == 12
+    assert first.next(5, False, sender=0, sent=True) not in names
+    first.restart()
+    assert first.next(5, False, sender=0, sent=True) in names, "a repeated pass"
     resumed = MessageStreams(11)
     assert resumed.next(5, False, sender=0, sent=True) == MessageStreams(11).next(5, False, 0, False)
     assert (
@@ -131,3 +139,17 @@ def test_data_parallel_replicas_round_on_their_own() -> None:
     ours = first.next(5, False, sender=0, sent=True, replica=1)
     assert ours == second.next(5, False, sender=0, sent=False, replica=1), "both ends of one pipeline"
     assert ours.key != MessageStreams(11).next(5, False, sender=0, sent=True).key
+
+
+def test_put_off_sends_are_waited_for_in_order() -> None:
+    """The oldest one when there are too many; all at the end; payloads live until then."""
+    waited = []
+    requests = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(5)]
+    payloads = [torch.zeros(1) for _ in requests]
+    alive = [weakref.ref(payload) for payload in payloads]
+    sends = SendsInFlight(limit=2)
+    while payloads:
+        sends.add(requests[5 - len(payloads)], [payloads.pop(0)])
+    assert waited == [0, 1, 2] and [one() is not None for one in alive] == [False] * 3 + [True] * 2
+    sends.flush()
+    assert waited == [0, 1, 2, 3, 4] and len(sends) == 0 and not any(one() is not None for one in alive)

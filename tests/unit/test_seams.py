@@ -47,6 +47,7 @@ def test_megatron_core_has_every_seam() -> None:
     host.install()
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.training import checkpointing, training
 
@@ -60,6 +61,8 @@ def test_megatron_core_has_every_seam() -> None:
         (_ParamAndGradBucketGroup, "start_grad_sync"),
         (_ParamAndGradBucketGroup, "start_param_sync"),
         (P2PCommunicator, "_communicate"),
+        (schedules, "forward_backward_pipelining_without_interleaving"),
+        (schedules, "forward_backward_pipelining_with_interleaving"),
         (DistributedOptimizer, "_copy_main_params_to_model_params"),
         (checkpointing, "generate_state_dict"),
         (checkpointing, "_load_base_checkpoint"),
@@ -76,6 +79,7 @@ def test_megatron_core_has_every_seam() -> None:
         seams.around_checkpoint_state(lambda *args: None)
         seams.on_checkpoint_read(lambda *args: None)
         seams.through_pipeline_exchange(lambda *args, **kwargs: None)
+        seams.around_schedules(lambda: None, lambda: None)
         seams.on_replicated_gradient_sync(lambda *args: None)
         seams.on_tied_embedding_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):

@@ -5,7 +5,7 @@ Every schedule of megatron-core sends through ``P2PCommunicator._communicate``; 
 them in the same order, and decodes what arrives, at once or when the schedule waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from megatron.compression.codecs import MessageCodec
 from megatron.compression.config_errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
 from megatron.compression.telemetry import ErrorProbe, Ledger
 from taco_kernels import Stream
@@ -58,14 +59,15 @@ class Handle:
     """A request of the transport, as the schedule knows it: ``wait``."""
 
     request: Any
-    held: torch.Tensor | None = None
-    """A payload that is being sent: must live as long."""
     arrival: Arrival | None = None
+    put_off: bool = False
+    """A payload's send, which ``SendsInFlight`` waits for: nobody else has to."""
 
     def wait(self) -> None:
         """Wait for the request (on NCCL: the current stream does) and decode what it brought."""
+        if self.put_off:
+            return
         self.request.wait()
-        self.held = None
         if self.arrival is not None:
             self.arrival.take()
 
@@ -105,7 +107,18 @@ class PipelineExchange:
         self.streams = MessageStreams(seed)
         self.replica = replica
         self.validate_uncompressed = validate_uncompressed
-        self._last_sent: dict[str, Handle] = {}
+        self.in_flight = SendsInFlight()
+        self.put_off_sends = True
+        """Whether the computation goes on before a payload has been sent."""
+
+    def begin(self) -> None:
+        """Before each forward-backward pass of a schedule, on every rank."""
+        if not self.ledger.evaluating:  # several passes in one iteration, which are never repeated
+            self.streams.restart()
+
+    def finish(self) -> None:
+        """Behind each pass: what it has sent has arrived."""
+        self.in_flight.flush()
 
     def __call__(
         self,
@@ -159,7 +172,9 @@ class PipelineExchange:
                 "send_next": self._payload(communicator, FORWARD, codecs[FORWARD], tensor_send_next),
                 "send_prev": self._payload(communicator, BACKWARD, codecs[BACKWARD], tensor_send_prev),
             }
-            requests = self._send(communicator, payloads, from_prev, from_next, wait_on_reqs)
+            encoded = {"send_next": codecs[FORWARD], "send_prev": codecs[BACKWARD]}
+            encoded = {name for name, codec in encoded.items() if codec is not None}
+            requests = self._send(communicator, payloads, encoded, from_prev, from_next, wait_on_reqs)
         return (
             from_prev.tensor if from_prev else None,
             from_next.tensor if from_next else None,
@@ -233,6 +248,7 @@ class PipelineExchange:
         self,
         communicator: p2p_communication.P2PCommunicator,
         payloads: dict[str, torch.Tensor | None],
+        encoded: set[str],
         from_prev: Arrival | None,
         from_next: Arrival | None,
         wait_on_reqs: bool,
@@ -253,22 +269,38 @@ class PipelineExchange:
             next_pipeline_rank=communicator.next_rank,
         )
         arrivals = {"recv_prev": from_prev, "recv_next": from_next}
+        messages = {name: x for name, x in (payloads | arrivals).items() if x is not None}
+        requests = (
+            _by_message(requests, messages) if batched else {(name,): r for name, r in requests.items()}
+        )
+        put_off = set()
+        for names, request in requests.items():
+            if encoded.issuperset(names):
+                self.in_flight.add(request, [payloads[name] for name in names])
+                put_off |= {names} if self.put_off_sends else set()
         if not wait_on_reqs:
-            handles = {
-                name: Handle(request, payloads.get(name), arrivals.get(name))
-                for name, request in requests.items()
+            return {
+                name: Handle(request, arrivals.get(name), (name,) in put_off)
+                for (name,), request in requests.items()
             }
-            # a schedule may drop its last handles: the payload lives until the next one of its direction
-            self._last_sent |= {name: handle for name, handle in handles.items() if name in payloads}
-            return handles
-        for request in requests if batched else requests.values():
+        needed = [request for names, request in requests.items() if names not in put_off]
+        for request in needed:
             request.wait()
-        if batched and config.batch_p2p_sync:
+        if batched and config.batch_p2p_sync and needed:
             torch.cuda.synchronize()  # as megatron-core does behind batch_isend_irecv
         for arrival in (from_prev, from_next):
             if arrival is not None:
                 arrival.take()
         return None
+
+
+def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ...], Any]:
+    """Requests of ``_batched_p2p_ops`` by what they send and receive: one each, or one for all (NCCL)."""
+    if len(requests) != len(messages):
+        (request,) = requests
+        return {tuple(messages): request}
+    order = [name for name in ("send_prev", "recv_prev", "send_next", "recv_next") if name in messages]
+    return {(name,): request for name, request in zip(order, requests, strict=True)}
 
 
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
