@@ -27,6 +27,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from _codec_names import parse_codec
+
 ROOT = Path(__file__).resolve().parent.parent
 REGIMES = {
     "nvlink": {},
@@ -76,16 +78,15 @@ def parse_setting(text: str) -> Setting:
         fraction = float(number)
     if text == "none":
         return Setting(None, fraction)
-    number_format, *options = text.split(":")
-    codec, chunks, transport = {"format": number_format}, 1, "auto"
-    for option in options:
+    codec, chunks, transport = [], 1, "auto"
+    for option in text.split(":"):
         if option.startswith("chunks"):
             chunks = int(option.removeprefix("chunks"))
         elif option == "copies":
             transport = option
         else:
-            codec["scales" if option in ("single", "dual") else "rounding"] = option
-    return Setting(codec, fraction, chunks, transport)
+            codec.append(option)
+    return Setting(parse_codec(":".join(codec)), fraction, chunks, transport)
 
 
 def worker() -> None:

@@ -20,6 +20,7 @@ import sys
 import time
 
 import _convergence
+from _codec_names import taco_flags
 from demo import ROOT, gpu_count, prepare_data, show_progress
 
 GPT_MODEL_ARGS = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024
@@ -28,7 +29,6 @@ GPT_MODEL_ARGS = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 -
 TRAINING_ARGS = """--micro-batch-size 32 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --bf16 --no-create-attention-mask-in-dataloader --eval-iters 16"""
-TACO_ARGS = "--taco --taco-format {} --taco-min-message-mb 0"
 ORDINARY = {"fraction": 1.0, "codec": "none"}
 
 _PARAMETERS = re.compile(r"number of parameters on .* model parallel rank \(.*\): (\d+)")
@@ -41,16 +41,24 @@ def parse_args() -> argparse.Namespace:
     )
     _convergence.add_arguments(parser, ROOT / "runs" / "caat_net")
     parser.add_argument("--fractions", nargs="+", type=float, default=[1.0, 0.5, 0.25])
-    parser.add_argument("--codecs", nargs="+", default=["none", "fp8-e4m3"], help="none or --taco-format's")
+    parser.add_argument(
+        "--codecs", nargs="+", default=["none", "fp8-e4m3"], help="none, fp8-e4m3, int8:single, ..."
+    )
     parser.add_argument("--iterations", type=int, default=600, help="of 32 sequences of 1024 tokens")
     parser.add_argument("--tensor-parallel", type=int, default=4, help="ranks")
     parser.add_argument("--corpus-mb", type=float, default=90.0, help="text for all splits, 10^6 bytes")
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("extra", nargs="*", help="behind --: Megatron's flags, for example a smaller model")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for codec in options.codecs:
+        try:
+            taco_flags(codec)
+        except ValueError as error:
+            parser.error(f"--codecs: {error}")
+    return options
 
 
-def train(name: str, flags: str, data: dict[str, str], seed: int, options) -> dict:
+def train(name: str, flags: list[str], data: dict[str, str], seed: int, options) -> dict:
     """One training; returns its row's measured part.
 
     Raises:
@@ -68,7 +76,7 @@ def train(name: str, flags: str, data: dict[str, str], seed: int, options) -> di
     command += ["--log-interval", str(max(1, min(10, options.iterations // 4)))]
     command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-    command += ["--compression-report", str(directory / "report"), *flags.split(), *options.extra]
+    command += ["--compression-report", str(directory / "report"), *flags, *options.extra]
     environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", OMP_NUM_THREADS="1")
     gpus, share = _convergence.share(options, gpu_count(), options.tensor_parallel)
     command += share
@@ -145,10 +153,8 @@ def main() -> None:
     ]
 
     def train_one(run: dict) -> dict:
-        flags = f"--caat-net-sync-fraction {run['fraction']:g}"
-        if run["codec"] != "none":
-            flags += " " + TACO_ARGS.format(run["codec"])
-        name = f"p{run['fraction']:g}-{run['codec']}-seed{run['seed']}"
+        flags = ["--caat-net-sync-fraction", f"{run['fraction']:g}", *taco_flags(run["codec"])]
+        name = f"p{run['fraction']:g}-{run['codec'].replace(':', '-')}-seed{run['seed']}"
         return train(name, flags, data, run["seed"], options)
 
     def report(results: list[dict]) -> None:

@@ -121,3 +121,28 @@ def test_the_next_run_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.Mon
         "stop 3",
     ]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_word_names_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark and the losses take the same names; every one is a codec that there is."""
+    monkeypatch.syspath_prepend(str(Path(_convergence.__file__).parent))
+    from megatron.compression.codecs import build_codec
+
+    names = importlib.import_module("_codec_names")
+    setting = importlib.import_module("bench_end_to_end").parse_setting
+    assert names.taco_flags("none") == []
+    assert names.taco_flags("int8:single")[:5] == [
+        "--taco",
+        "--taco-format",
+        "int8",
+        "--taco-scales",
+        "single",
+    ]
+    for word in ("fp8-e4m3", "int8:single", "int6:dither:single", "int4:stochastic"):
+        config = build_codec("taco", **names.parse_codec(word)).config
+        assert set(word.split(":")) <= {config.format, config.scales, config.rounding}
+        assert setting(f"caat0.5+{word}:chunks2:copies") == (
+            type(setting("none"))(names.parse_codec(word), 0.5, 2, "copies")
+        )
+    with pytest.raises(ValueError, match="sinlge in int8:sinlge"):
+        names.taco_flags("int8:sinlge")
