@@ -137,7 +137,8 @@ def decode(
     """See reference.decode. ``cells`` is used up."""
     device = cells.device
     values = torch.empty(layout.numel, dtype=torch.float32, device=device)
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    counters, estimates = torch.zeros((2, 2), dtype=torch.int32, device=device)
+    estimates = estimates.view(torch.float32)
     start(
         peel_kernel,
         (layout.blocks * (layout.width // 32),),
@@ -149,6 +150,7 @@ def decode(
             row_hashes(layout, seed, device),
             values,
             counters,
+            estimates,
         ),
         (layout.numel, layout.rows, layout.blocks, layout.third),
         MANTISSA=layout.config.mantissa(senders),
@@ -161,4 +163,4 @@ def decode(
         num_warps=PEEL_WARPS,
         maxnreg=PEEL_REGISTERS,
     )
-    return Decoded(values, counters)
+    return Decoded(values, counters, estimates)

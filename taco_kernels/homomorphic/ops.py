@@ -58,7 +58,10 @@ def pack(cells: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tens
 def decode(
     cells: torch.Tensor, words: torch.Tensor, exponents: torch.Tensor, layout: Layout, senders: int, seed: int
 ) -> Decoded:
-    """The sum: values fp32 ``[numel]``, counters (union, leftovers). Uses ``cells`` up. See the reference."""
+    """The sum: values fp32 ``[numel]``, counters (union, leftovers) and how good the estimates are.
+
+    Uses ``cells`` up. See the reference.
+    """
     return _backend(cells).decode(cells, words, exponents, layout, senders, seed)
 
 

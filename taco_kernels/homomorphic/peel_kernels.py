@@ -63,6 +63,7 @@ def peel_kernel(
     hashes,
     values,
     counters,
+    estimates,
     numel,
     rows,
     blocks,
@@ -83,7 +84,8 @@ def peel_kernel(
     2. Subtable by subtable, a cell with one member gives its value, and it leaves its other two cells. Two
        cells of one subtable never hold the same element, so a pass over a subtable needs no order. Until
        nothing is found.
-    3. What is still marked gets the median of its three signed cells and is counted.
+    3. What is still marked gets the median of its three signed cells and is counted, with how far these lie
+       apart.
 
     A barrier stands wherever one pass reads what another wrote; ``.cg`` loads see other threads' atomics in
     L2. ``cells`` and ``keys`` are scratch; rows of ROWS, cells of CELLS are handled at a time.
@@ -181,6 +183,8 @@ def peel_kernel(
     tl.atomic_add(counters, members, sem="relaxed")
     if resolved < members:
         tl.atomic_add(counters + 1, members - resolved, sem="relaxed")
+        apart = 0.0
+        size = 0.0
         at = 0
         while at < local_rows:
             local = at + tl.arange(0, ROWS)
@@ -196,10 +200,17 @@ def peel_kernel(
             a = estimate(cells, hashes, row, last, column, left, 0, BITS, WIDTH)
             b = estimate(cells, hashes, row, last, column, left, 1, BITS, WIDTH)
             c = estimate(cells, hashes, row, last, column, left, 2, BITS, WIDTH)
-            median = tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
-            value = median.to(tl.float32) * step_of(exponent, MANTISSA, FLOOR)[:, None]
+            low, high = tl.minimum(a, b), tl.maximum(a, b)
+            step = step_of(exponent, MANTISSA, FLOOR)[:, None]
+            value = tl.maximum(low, tl.minimum(high, c)).to(tl.float32) * step
             tl.store(values + place, value, mask=left)
+            # what is not left counts 0
+            distance = (tl.maximum(high, c).to(tl.float32) - tl.minimum(low, c).to(tl.float32)) * step
+            apart += tl.sum(tl.sum(distance, axis=1), axis=0)
+            size += tl.sum(tl.sum(tl.abs(value), axis=1), axis=0)
             at += ROWS
+        tl.atomic_add(estimates, apart, sem="relaxed")
+        tl.atomic_add(estimates + 1, size, sem="relaxed")
 
 
 @triton.jit

@@ -23,6 +23,9 @@ class Decoded(NamedTuple):
     """fp32[numel]: the sum."""
     counters: torch.Tensor
     """int32[2]: values in the union of the senders' bitmaps; leftovers, whose value is an estimate."""
+    estimates: torch.Tensor
+    """fp32[2]: how far apart the three estimates of each leftover lie, summed; magnitudes of the leftovers'
+    values, summed. In an order of their own."""
 
 
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +222,10 @@ def decode(
     estimates = [cells[places[row, j], column ^ masks[row, j]] * sign[row, j] for j in range(3)]
     if layout.config.cell_bits == 16:
         estimates, q = [wrap16(x) for x in estimates], wrap16(q)
-    q[row, column] = torch.stack(estimates).median(dim=0).values
+    low, middle, high = torch.stack(estimates).sort(dim=0).values
+    q[row, column] = middle
     steps = grid_steps(exponents, layout.config.mantissa(senders))
     values = (q * steps[:, None]).view(-1)[: layout.numel]
-    return Decoded(values, torch.stack([member.sum(), alive.sum()]).int())
+    apart = (high.float() - low.float()) * steps[row]
+    sums = torch.stack([apart.sum(), (middle * steps[row]).abs().sum()])
+    return Decoded(values, torch.stack([member.sum(), alive.sum()]).int(), sums)

@@ -125,7 +125,7 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
                 assert all(torch.equal(copy, flat) for copy in copies)
         if wire == "packed" and node_size:
             _check_sent_between_nodes(sync, steps=2)
-        _, union, leftovers, room = sync.monitor.take().tolist()
+        _, union, leftovers, room, *_ = sync.monitor.take().tolist()
         assert leftovers == 0 and (wire == "packed" or 0.7 < union / room < 1)
 
 
@@ -258,7 +258,7 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
         kinds = {(row["channel"], row["kind"]) for row in training.runtime.ledger.rows()}
         assert ("dp.gradient", "compressed") in kinds and ("dp.gradient", "excluded") in kinds
         assert ("dp.gradient", "off") not in kinds
-        values, union, leftovers, _ = training.runtime.gradient_sync.monitor.take().tolist()
+        values, union, leftovers, *_ = training.runtime.gradient_sync.monitor.take().tolist()
         assert values > 0 and union > 0 and leftovers < 0.001 * union
         everything.append(losses)
     return everything

@@ -37,10 +37,11 @@ def test_kernels_reproduce_the_reference(numel, ratio, cell_bits, senders, load)
     cells, words = lhc.combine(wires, layout)
     expected_cells, expected_words = reference.combine(expected, layout)
     assert torch.equal(cells.cpu(), expected_cells) and torch.equal(words.cpu(), expected_words)
-    values, counters = lhc.decode(cells, words, exponents[0], layout, senders, seed)
+    values, counters, estimates = lhc.decode(cells, words, exponents[0], layout, senders, seed)
     decoded = reference.decode(expected_cells, expected_words, exponents[0].cpu(), layout, senders, seed)
     assert counters.tolist() == decoded.counters.tolist()
     assert (counters[1] > 0) == (load > 1)
+    torch.testing.assert_close(estimates.cpu(), decoded.estimates, rtol=1e-3, atol=0)
     assert torch.equal(values.cpu().view(torch.int32), decoded.values.view(torch.int32))
 
 

@@ -193,7 +193,7 @@ class TagcGradientSync:
         part, bucket = self.part_of[owner], self.bucket
         scattered(decoded.values, bucket.gradients, self.shares[owner].compressed, bucket.scale)
         if owner == bucket.topology.rank:
-            self.monitor.add(decoded.counters, part.layout.numel, part.room)
+            self.monitor.add(decoded, part.layout.numel, part.room)
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``GradientSync.state``: what error feedback holds back."""

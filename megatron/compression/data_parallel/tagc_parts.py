@@ -149,4 +149,4 @@ class PackedPart:
         """See ``SketchPart.decode``."""
         values = packed.decode_sum(wires, self.layouts[of])
         union = values.count_nonzero()
-        return lhc.Decoded(values, torch.stack([union, torch.zeros_like(union)]))
+        return lhc.Decoded(values, torch.stack([union, torch.zeros_like(union)]), values.new_zeros(2))
