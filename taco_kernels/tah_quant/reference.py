@@ -16,8 +16,10 @@ are the minimum and the maximum, at 3 of 4 bits), and it needs no second pass wh
 
 Entropy of a unit: H = -sum p log2 p with p = |x| / sum|x|, from S = sum|x| and L = sum|x| log2|x| as
 log2(S) - L / S. Units of larger entropy are high; of equal ones the first. A tile with a NaN, an infinity or
-values whose sum passes 2^100 has the step NaN and decodes to NaN; one beyond fp16's range has an infinite
-zero or step and decodes to non-finite values.
+values whose sum passes 2^100 has the step NaN and decodes to NaN. Elsewhere a minimum of y below -65504,
+the end of fp16's range, makes the zero infinite, and max y - zero above 65504 (2^h - 1) the step; such a tile
+decodes to values that are not finite. Large values alone do not: the zero is at most 65504, and while the
+step fits, all of the above holds.
 """
 
 import math

@@ -218,6 +218,25 @@ def test_tp_1_is_said(arguments) -> None:
     assert arguments.idle_reason(config, 2) is None
 
 
+def test_pipeline_compression_of_one_stage_is_said(arguments) -> None:
+    """Nothing goes from stage to stage."""
+    config = arguments.compression_config_from_args(_parse(arguments, "--pp-compression", "tah-quant"))
+    assert "--pp-compression has no effect here" in arguments.pipeline_idle_reason(config, 1)
+    assert arguments.pipeline_idle_reason(config, 2) is None
+    without = arguments.compression_config_from_args(_parse(arguments))
+    assert arguments.pipeline_idle_reason(without, 1) is None
+
+
+def test_pipeline_compression_refuses_graphs_of_whole_iterations(arguments) -> None:
+    """What a replayed graph sends is neither counted nor chosen; graphs of single layers send nothing."""
+    parse = lambda implementation: _parse(  # noqa: E731
+        arguments, "--pp-compression", "tah-quant", cuda_graph_impl=implementation
+    )
+    with pytest.raises(CompressionConfigError, match="drop --cuda-graph-impl full_iteration or --pp-"):
+        arguments.compression_config_from_args(parse("full_iteration"))
+    assert arguments.compression_config_from_args(parse("local")).pipeline_parallel.enabled
+
+
 def test_uncompressed_validation_needs_compressed_training(arguments) -> None:
     """Refused without a codec of activations; with one that has nothing to do, said."""
     parse = lambda *flags: arguments.compression_config_from_args(  # noqa: E731
@@ -255,6 +274,14 @@ def test_uncompressed_validation_needs_compressed_training(arguments) -> None:
                 "pp_backward_rounding": "stochastic",
             },
             "--pp-backward-rounding given, but nothing between",
+        ),
+        (
+            {"pp_compression": "tah-quant", "tah_low_bits": 4, "tah_high_ratio": 0.5},
+            "--tah-high-ratio given, but all activations get 4 bits",
+        ),
+        (
+            {"pp_compression": "tah-quant", "tah_high_bits": 3, "tah_allocation": "tile"},
+            "--tah-allocation given, but all activations get 3 bits",
         ),
         ({"pp_compression": "tah-quant", "pp_rounding": "dither"}, "tah-quant, rounds to nearest; choose"),
         ({"pp_compression": "taco", "pp_rounding": "dither"}, "flags do not fit: rounding='dither' needs"),

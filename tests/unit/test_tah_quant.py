@@ -147,7 +147,7 @@ def test_backward_bits_per_value() -> None:
     assert (result - gradient).norm() < 0.03 * gradient.norm()
 
 
-@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, -1e6, 3e38), ids=str)
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, -7e4, -1e6, 1e6, 3e38), ids=str)
 @pytest.mark.parametrize("transform", ("pivot-hadamard", "none"))
 def test_what_is_not_finite_stays_visible(value: float, transform: str) -> None:
     """The tile of a NaN, an infinity or a value beyond the range decodes to no finite value; others do."""
@@ -159,6 +159,23 @@ def test_what_is_not_finite_stays_visible(value: float, transform: str) -> None:
     others = torch.ones_like(x, dtype=torch.bool)
     others[3, 0, 64:] = False
     assert torch.isfinite(result[others]).all()
+
+
+@pytest.mark.parametrize("values", ((7e4,) * 4, (9e5,) * 4, (9e5,), (7e4, 1.0) * 32), ids=len)
+@pytest.mark.parametrize("transform", ("pivot-hadamard", "none"))
+def test_large_positive_values_decode(values: tuple[float, ...], transform: str) -> None:
+    """Beyond fp16's range with a step inside it: as accurate as other tiles. One value alone is rotated."""
+    config = TahConfig(transform=transform, high_ratio=1.0)
+    x = activations((8, 1, 128)).abs()
+    x[3, 0, 64 : 64 + len(values)] = torch.tensor(values)
+    wire = encode(x, config)
+    result = decode(wire, config, x.shape, torch.float32)
+    steps, _ = reference.scales_of(wire, layout_of(config, x.shape))
+    assert torch.isfinite(result).all()
+    error = (result - x)[3, 0, 64:]
+    assert error.norm() <= 0.5 * steps[7] * 8 * (1 + 1e-3)
+    if transform == "none":
+        assert error.abs().max() <= 0.5 * steps[7] * (1 + 1e-3)
 
 
 def test_small_values_keep_the_resolution_of_fp16() -> None:

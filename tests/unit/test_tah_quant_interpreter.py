@@ -37,7 +37,7 @@ def main() -> None:
         x *= torch.randn(shape[:-1], generator=generator)[..., None].exp()  # tokens of different scales
         x.view(-1)[5::192] *= 40
         if cases % 2:
-            x.view(-1)[3] = (float("nan"), float("inf"), -1e5)[cases // 2 % 3]
+            x.view(-1)[3] = (float("nan"), float("inf"), -1e5, 7e4)[cases // 2 % 4]
         x = x.to(dtype)
         if cases == 1:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)

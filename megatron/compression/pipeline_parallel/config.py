@@ -98,6 +98,7 @@ class PipelineParallelCompression:
             )
         self._check_codecs()
         self._refuse_idle_flags()
+        self._refuse_idle_allocation()
 
     def _check_codecs(self) -> None:
         """Build what the flags describe, so that the codecs' own checks speak."""
@@ -135,6 +136,16 @@ class PipelineParallelCompression:
             raise CompressionConfigError(
                 f"{', '.join(map(flag_name, changed))} given, but nothing between pipeline stages uses it; "
                 f"add {remedies.get(changed[0], '--pp-compression tah-quant')}"
+            )
+
+    def _refuse_idle_allocation(self) -> None:
+        """With one width for all there is nothing to allocate."""
+        settings = ("tah_high_ratio", "tah_allocation")
+        changed = [f.name for f in fields(self) if f.name in settings and getattr(self, f.name) != f.default]
+        if changed and self.tah_high_bits == self.tah_low_bits:
+            raise CompressionConfigError(
+                f"{', '.join(map(flag_name, changed))} given, but all activations get {self.tah_high_bits} "
+                "bits: --tah-high-bits and --tah-low-bits are equal; lower --tah-low-bits, or drop it"
             )
 
     @property
