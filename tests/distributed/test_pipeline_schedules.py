@@ -182,6 +182,13 @@ def test_repeated_iteration_rounds_alike(results, case) -> None:
         assert once["gradients"] != rank[case.name]["none"]["gradients"]
 
 
+def test_overflow_reaches_the_first_stage(results) -> None:
+    """Gradients that are not finite stay so through the codec: every parameter before it learns of them."""
+    for rank in results:
+        assert rank["overflow"]["gradients"] and not any(rank["overflow"]["finite"])
+        assert all(rank["1F1B on 2"]["tah-quant"]["finite"])
+
+
 def test_ambiguous_batches_are_refused(results) -> None:
     """Virtual stages on two ranks with batched messages would swap activations and gradients."""
     for rank in results:
@@ -208,6 +215,8 @@ def run_cases(rank: int, world_size: int) -> dict:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         results[case.name] = {codec: _step(rank, case, codec) for codec in case.codecs}
+        if case is CASES[0]:
+            results["overflow"] = _step(rank, case, "tah-quant", loss_scale=float("inf"))
         P2PCommunicator._communicate = original
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -220,7 +229,7 @@ def run_cases(rank: int, world_size: int) -> dict:
     return results
 
 
-def _step(rank: int, case: Case, codec: str) -> dict:
+def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -243,7 +252,7 @@ def _step(rank: int, case: Case, codec: str) -> dict:
     losses = []
     step = get_forward_backward_func()
     arguments = dict(
-        forward_step_func=_forward_step(losses),
+        forward_step_func=_forward_step(losses, loss_scale),
         data_iterator=[_batches(rank) for _ in model] if case.virtual else _batches(rank),
         model=model if case.virtual else model[0],
         num_microbatches=case.micro_batches,
@@ -264,12 +273,15 @@ def _step(rank: int, case: Case, codec: str) -> dict:
         for parameter_name, parameter in chunk.named_parameters()
         if parameter.grad is not None
     }
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    finite = [bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None]
     trained, losses[:] = list(losses), []
     ledger.evaluating = True
     with torch.no_grad():
         step(**arguments, forward_only=True)
     return {
         "gradients": gradients,
+        "finite": finite,
         "losses": trained,
         "evaluation": list(losses),
         "ledger": ledger.rows(),
@@ -382,9 +394,9 @@ def _batches(rank: int):
         step += 1
 
 
-def _forward_step(losses: list):
+def _forward_step(losses: list, loss_scale: float):
     def loss_func(output):
-        loss = output.float().mean()
+        loss = output.float().mean() * loss_scale
         losses.append(float(loss.detach()))
         return loss, {"loss": loss.detach().clone()}
 

@@ -1,5 +1,6 @@
 """Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up, resume."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -106,6 +107,17 @@ def test_repeated_iterations_train_alike(whole, tmp_path: Path) -> None:
     for once, twice in zip(run.ranks, repeated.ranks, strict=True):
         assert once.parameters == twice.parameters
     assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"
+
+
+def test_overflow_skips_a_step(tmp_path: Path) -> None:
+    """A loss scale beyond fp16: both stages skip two steps, the scale falls twice, and training begins."""
+    words = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --pp-compression tah-quant"
+    run = pretrain(*flags(*words.split()), ranks=2, directory=tmp_path)
+    logged = re.findall(r"loss scale: ([\d.]+) .*number of skipped iterations: +(\d+)", run.output)
+    # the second line counts the first iteration as well
+    assert [(float(x), int(n)) for x, n in logged] == [(2**19, 1), (2**18, 2), (2**18, 0), (2**18, 0)]
+    assert "nan iterations:   1" not in run.output
+    assert run.losses[1] == pytest.approx(run.losses[2], rel=0.02) and run.losses[4] < run.losses[3] - 0.05
 
 
 def test_warm_up_and_other_codecs(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def test_tah_quant_sends_few_bits(results, case) -> None:
 
 
 def test_three_dimensions_train_save_and_resume(tmp_path: Path) -> None:
-    """TP 2 x PP 2 with --compression-3d: every channel compressed; a resumed run takes the same course."""
+    """TP 2 x PP 2 with --compression-3d: activations and their gradients compressed in both dimensions (one
+    data-parallel rank has nobody to send to); a resumed run takes the same course."""
     saved = tmp_path / "saved"
     flags = THREE_DIMENSIONS.split()
     whole = _train(*flags, "--save", str(saved), "--save-interval", "2", report=tmp_path / "whole")
