@@ -281,11 +281,11 @@ def nodes_worker(rank: int, world_size: int) -> list[list[float]]:
         _non_finite_worker(rank, world_size, sharded, wire, node_size=2)
     tagc_layers.SMALLEST = 2048
     start(rank)
-    plain = Setup(distributed_optimizer=False, bucket_size=50_000)
+    plain = Setup(distributed_optimizer=False, bucket_size=100_000)
     everything = []
     for settings, iterations in (
         ({"dp_compression": "tagc"}, 50),
-        ({"dp_compression": "sdp4bit", "dp_error_feedback": "fp32"}, 20),
+        ({"dp_compression": "sdp4bit", "dp_error_feedback": "fp32"}, 10),
     ):
         settings["dp_intra_node_size"] = 2
         training = Training(rank, replace(plain, settings=settings))
@@ -305,7 +305,7 @@ def test_two_nodes_without_the_distributed_optimizer() -> None:
     """Packed values for 50 iterations, and SDP4Bit with feedback: weights agree, and it learns."""
     for everything in spawn(nodes_worker, 4):
         for losses in everything:
-            assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+            assert losses[-1] < losses[0] - 0.5
 
 
 def warm_up_worker(rank: int, world_size: int) -> None:
