@@ -44,6 +44,7 @@ SETTINGS = {
     "tagc, packed, from the start": f"{TAGC} --gradients-quantization-start-iteration 0",
     "tagc, packed, after 4": f"{TAGC} --gradients-quantization-start-iteration 4",
     "tagc, packed, after 20": f"{TAGC} --gradients-quantization-start-iteration 20",
+    "tagc, packed, after 160": f"{TAGC} --gradients-quantization-start-iteration 160",
     "tagc, sketch, from the start": f"{TAGC} --tagc-wire sketch --gradients-quantization-start-iteration 0",
     "tagc, packed, mlp": f"{TAGC} --tagc-layers mlp",
     "tagc, packed, all matrices": f"{TAGC} --tagc-layers all",

@@ -31,6 +31,9 @@ SETTINGS = {
     "int4 standardized": f"{INT4} --pp-normalize standardize",
     "int4 standardized dither": f"{INT4} --pp-normalize standardize --pp-rounding dither",
     "warm-up": "--pp-compression tah-quant --tah-start-iteration 50",
+    "tah-quant standardized, after 80": "--pp-compression tah-quant --pp-normalize standardize "
+    "--tah-start-iteration 80",
+    "int4 standardized, after 80": f"{INT4} --pp-normalize standardize --tah-start-iteration 80",
 }
 MODELS = {
     "tiny": """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
@@ -63,7 +66,7 @@ def main() -> None:
     def train(run: dict) -> dict:
         flags = f"{SETTINGS[run['setting']]} --pipeline-model-parallel-size {ranks} --seed {run['seed']}"
         flags = " ".join([flags, *share, *extra])
-        name = f"{run['setting'].replace(' ', '-')}-{run['seed']}"
+        name = f"{run['setting'].replace(',', '').replace(' ', '-')}-{run['seed']}"
         summary = demo.train(
             name, " ".join([flags, *share, *extra]), data, ranks, gpus, options, tensor_parallel=1
         )

@@ -25,6 +25,8 @@ import make_corpus
 import train_tokenizer
 
 EOS = train_tokenizer.SPECIAL_IDS["eos_id"]
+START = "forkserver"
+"""Of the workers: a plain fork of a process with threads, such as torch's, may never get going."""
 _processor = None
 
 
@@ -48,7 +50,7 @@ def read_documents(root: Path, workers: int) -> list[make_corpus.Document]:
     paths = make_corpus._walk(root, make_corpus.ALWAYS_SKIPPED)
     paths = sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
     pieces = [(str(root), paths[i : i + 200]) for i in range(0, len(paths), 200)]
-    with get_context("fork").Pool(workers) as pool:
+    with get_context(START).Pool(workers) as pool:
         found = [item for part in pool.imap(_read, pieces) for item in part]
     documents, seen = [], set()
     for path, digest, text in found:
@@ -84,7 +86,7 @@ def _tokenize(texts: list[str]) -> np.ndarray:
 def tokenize(texts: list[str], model: bytes, max_tokens: int, workers: int) -> np.ndarray:
     """uint16 ids of the texts one after the other, each ended by EOS, at most ``max_tokens`` of them."""
     pieces, chosen, total = [texts[i : i + 50] for i in range(0, len(texts), 50)], [], 0
-    with get_context("fork").Pool(workers, _start, (model,)) as pool:
+    with get_context(START).Pool(workers, _start, (model,)) as pool:
         for ids in pool.imap(_tokenize, pieces):
             chosen.append(ids)
             total += len(ids)

@@ -6,9 +6,10 @@ noise is left in one run is estimated from all settings together, with the addit
 
     100 ln(loss) = setting + block + noise
 
-since three runs of one setting alone tell next to nothing of their own scatter. The reference of a block is
-the mean of its uncompressed runs (CONTROLS), as its noise goes into every difference; that of the second of
-them, the null comparison, is the first.
+since three runs of one setting alone tell next to nothing of their own scatter. Settings that scatter LOUD
+times as much as the median one stay out of it, as coarse codecs do: they have their own scatter only. The
+reference of a block is the mean of its uncompressed runs (CONTROLS), as its noise goes into every difference;
+that of the second of them, the null comparison, is the first.
 """
 
 import math
@@ -23,6 +24,8 @@ from scripts.accuracy.records import training_loss
 BASE = "none"
 NULL = "none-tp2"
 CONTROLS = (BASE, NULL)
+LOUD = 4.0
+"""So many times the median scatter of the settings is not the common noise (by chance: one in 60,000)."""
 MEASURES: dict[str, Callable[[dict], float]] = {
     "valid": lambda record: record["valid"],
     "train": training_loss,
@@ -141,10 +144,25 @@ def residual(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
     return square, (len(rows) - 1) * (len(columns) - 1)
 
 
+def loud(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, set[str]]:
+    """By stage, the settings whose differences scatter more than LOUD times as the median setting's."""
+    scatter: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, pairs in differences(records, kind, measure).items():
+        for stage in {block.stage for block in pairs}:
+            found = [value for block, value in pairs.items() if block.stage == stage]
+            if len(found) > 1 and name != NULL:
+                scatter[stage][name] = statistics.stdev(found)
+    return {
+        stage: {name for name, s in found.items() if s > LOUD * statistics.median(found.values())}
+        for stage, found in scatter.items()
+    }
+
+
 def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, Noise]:
-    """Residual of the additive model, from those blocks of a stage and settings with all of them that leave
-    the most degrees of freedom; without the stages that leave none."""
+    """Residual of the additive model, from those blocks of a stage and settings with all of them, but for the
+    loud ones, that leave the most degrees of freedom; without the stages that leave none."""
     values = values_of(records, kind, measure)
+    excluded = loud(records, kind, measure)
     logs = {
         name: {block: 100 * math.log(v) for block, v in runs.items() if v > 0}  # NaN is not
         for name, runs in values.items()
@@ -157,8 +175,8 @@ def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -
         for count in range(2, len(blocks) + 1):
             rows = [
                 [runs[b] for b in blocks[:count]]
-                for runs in logs.values()
-                if runs.keys() >= set(blocks[:count])
+                for name, runs in logs.items()
+                if runs.keys() >= set(blocks[:count]) and name not in excluded.get(stage, ())
             ]
             if rows:
                 best = max(best, residual(rows), key=lambda pair: pair[1])
@@ -171,16 +189,17 @@ def pooled(records: Sequence[dict], kind: str) -> dict[str, Estimate]:
     """For each setting the mean over the stages of the mean difference in validation loss in a stage, its
     error from the noise of all settings, and Satterthwaite's degrees of freedom.
 
-    Where a stage's noise is unknown, ``estimate`` of the differences.
+    Where a stage's noise is unknown, and of a loud setting, ``estimate`` of the differences.
     """
     noise, base = noise_by_stage(records, kind), references(records, kind, "valid")
+    excluded = loud(records, kind)
     found = {}
     for name, pairs in differences(records, kind).items():
         stages = defaultdict(list)
         for block, value in pairs.items():
             controls = 1 if name == NULL else len(base[block])
             stages[block.stage].append((value, 1 + 1 / controls))
-        if not stages.keys() <= noise.keys():
+        if any(name in excluded.get(stage, ()) for stage in stages) or not stages.keys() <= noise.keys():
             found[name] = estimate(list(pairs.values()))
             continue
         mean = statistics.fmean(statistics.fmean(v for v, _ in values) for values in stages.values())

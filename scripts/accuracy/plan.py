@@ -9,8 +9,8 @@ from scripts.accuracy.settings import SETTINGS
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
 """Where in the schedule the branches start."""
 SCRATCH = (
-    *("none", "paper", "int6-dither", "int5-dither", "int4-dither", "none-tp2", "int8-dither"),
-    *("int6-nearest", "int8-nearest", "int4-nearest", "fp8-plain", "int5-nearest", "fp8-tensor"),
+    *("none", "paper", "int6-dither", "none-tp2", "int6-nearest", "int8-nearest", "int5-dither"),
+    *("int4-dither", "int8-dither", "int4-nearest", "fp8-plain", "int5-nearest", "fp8-tensor"),
 )
 """From scratch, every seed of a setting before the next setting."""
 BEFORE_BRANCHES = 9
@@ -33,6 +33,16 @@ FORMATS = (
     *("int4-int6-dither", "int6-int4-dither", "int4-int8-dither"),
     *("int6-nearest-sp", "int4-nearest-sp", "int6-stochastic-hop2", "int4-stochastic-hop2"),
 )
+ENDED = tuple(
+    dict.fromkeys(
+        (
+            *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest"),
+            *("int6-dither-sp", "int8-dither-sp", "paper-sp", *SCRATCH[1:]),
+            *("int6-dither-hop2", "int4-dither-hop2"),
+        )
+    )
+)
+"""To the end of the schedule from the last checkpoint of every seed, on the data that came next."""
 BRANCHES = (*PAIRED, *MECHANISM, *SEQUENCE_PARALLEL, *LOWEST, *PARTS, *FORMATS)
 
 
@@ -50,7 +60,8 @@ class Job:
     save: dict[int, str] = field(default_factory=dict)
     """Checkpoints to write, by step."""
     kind: str = "scratch"
-    """scratch, branch, repeat (of a branch), or errors: no training, the codecs' errors at a checkpoint."""
+    """scratch, branch, repeat (of a branch), ending (from a checkpoint to the end), or errors: no training,
+    the codecs' errors at a checkpoint."""
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -79,6 +90,17 @@ def branches(settings: Iterable[str], replicates: Iterable[int], steps: int) -> 
         for r in replicates
         for name in settings
         for at in CHECKPOINTS
+    ]
+
+
+def endings(settings: Iterable[str], seeds: Iterable[int], steps: int) -> list[Job]:
+    """The last part of the uncompressed runs again, each setting from every seed before the next setting."""
+    at, part = list(CHECKPOINTS.items())[-1]
+    left, seeds = steps - max(1, round(part * steps)), list(seeds)
+    return [
+        Job(f"ending/{name}/{seed}", name, seed, left, start=f"{at}-{seed}", kind="ending")
+        for name in settings
+        for seed in seeds
     ]
 
 
@@ -133,8 +155,9 @@ def make_plan(
     replicates = range(1, seeds)
     start = branches(["none", *often, *first], [0], branch_steps)
     cut = seeds * BEFORE_BRANCHES
-    jobs = [*whole[:cut], *start[: len(CHECKPOINTS)], repeat(start[0]), *start[len(CHECKPOINTS) :]]
-    jobs += [*whole[cut:], *error_jobs()]
+    final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
+    jobs = [*whole[:seeds], *start[: len(CHECKPOINTS)], repeat(start[0]), *start[len(CHECKPOINTS) :]]
+    jobs += [*error_jobs(), *final, *whole[seeds:cut]]
     jobs += branches(["none", *often], replicates, branch_steps)
-    jobs += branches(last, [0], branch_steps) + branches(seldom, replicates, branch_steps)
+    jobs += branches(last, [0], branch_steps) + whole[cut:] + branches(seldom, replicates, branch_steps)
     return jobs + (scratch(SLICED, range(seeds), steps) if settings is None else [])

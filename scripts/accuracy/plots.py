@@ -99,6 +99,8 @@ def curves_plot(records: Sequence[dict], path: Path) -> Path | None:
 def plots(records: Sequence[dict], folder: Path) -> list[Path]:
     """All plots that the records allow."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [differences_plot(records, kind, folder / f"{kind}.png") for kind in ("scratch", "branch")]
+    written = [
+        differences_plot(records, kind, folder / f"{kind}.png") for kind in ("scratch", "ending", "branch")
+    ]
     written.append(curves_plot(records, folder / "curves.png"))
     return [path for path in written if path]

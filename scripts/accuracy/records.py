@@ -29,11 +29,11 @@ def load(paths: Sequence[Path]) -> list[dict]:
 
 
 def training_loss(record: dict) -> float:
-    """Mean training loss over the last half of a branch, the last tenth of a run from scratch."""
+    """Mean training loss over the last half of a branch, else over the last tenth of the whole schedule."""
     if "train" in record:
         return record["train"]
     losses = record["losses"]
-    tail = len(losses) // 10 if record["kind"] in ("scratch", "true") else len(losses) // 2
+    tail = round(len(losses) * {"scratch": 0.1, "true": 0.1, "ending": 0.4}.get(record["kind"], 0.5))
     return statistics.fmean(losses[-max(1, tail) :])
 
 

@@ -213,7 +213,7 @@ class Worker:
                     )
 
         save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
-        part = 2 if job.start else 1
+        part = 2 if job.kind in ("branch", "repeat") else 1
         result = self.trainer.run(SETTINGS[job.setting], job.steps, job.seed, save, part, on_step=check)
         return {"first_step": first, **result, "seconds": round(time.time() - start, 2)}
 

@@ -23,7 +23,7 @@ START_SECONDS, WARM_START_SECONDS = 28.0, 22.0
 """From the launch until a worker's first run, with empty and with filled compiler caches."""
 FORM_SECONDS = 12.0
 """Compiling the layers for sequence parallelism, before a worker's first such run."""
-REST_SECONDS = {"scratch": 3.5, "branch": 1.3, "errors": 25.0}
+REST_SECONDS = {"scratch": 3.5, "branch": 1.3, "ending": 4.5, "errors": 25.0}
 """A run without its steps: weights and validation."""
 SAVE_SECONDS = 1.5
 """Of a checkpoint."""
@@ -163,19 +163,26 @@ def report(plan: Sequence[Job], done: Sequence[Done]) -> str:
     for call in sorted({entry.call for entry in done}):
         part = [entry for entry in done if entry.call <= call]
         last = [entry for entry in part if entry.call == call]
-        seeds, places = defaultdict(int), defaultdict(int)
+        seeds, places, ends = defaultdict(int), defaultdict(int), defaultdict(int)
         for entry in part:
             if entry.job.kind == "scratch":
                 seeds[entry.job.setting] += 1
             elif entry.job.kind == "branch":
                 places[entry.job.setting] += 1
+            elif entry.job.kind == "ending":
+                ends[entry.job.setting] += 1
         busy = sum(entry.ended - entry.began for entry in last)
         lines += [
-            f"After call {call + 1}: {sum(seeds.values())} from scratch, {sum(places.values())} branches, "
+            f"After call {call + 1}: {sum(seeds.values())} from scratch, {sum(ends.values())} endings, "
+            f"{sum(places.values())} branches, "
             f"{sum(e.job.kind == 'errors' for e in part)} error stages",
             f"  {busy:.0f} worker-seconds in this call, the last ends at {max(e.ended for e in last):.0f} s",
         ]
-        for title, counts in (("from scratch, seeds", seeds), ("branches, checkpoints", places)):
+        for title, counts in (
+            ("from scratch, seeds", seeds),
+            ("endings, seeds", ends),
+            ("branches, checkpoints", places),
+        ):
             if counts:
                 lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
     ids = {entry.job.id for entry in done}

@@ -34,7 +34,8 @@ def interval(found: Estimate) -> str:
     if math.isnan(found.error):
         return ""
     low, high = found.interval
-    return f"{low:+.2f} … {high:+.2f}"
+    digits = 3 if high - low < 0.2 else 2
+    return f"{low:+.{digits}f} … {high:+.{digits}f}"
 
 
 def settings_of(records: Sequence[dict], kind: str) -> dict[str, dict]:
@@ -67,6 +68,29 @@ def scratch_table(records: Sequence[dict]) -> list[str]:
         else:
             cells += [""] * 5
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def ending_table(records: Sequence[dict]) -> list[str]:
+    """The last part of the schedule: losses by seed and what they say."""
+    settings = settings_of(records, "ending")
+    valid, train, plain = (differences(records, "ending", m) for m in ("valid", "train", "uncompressed"))
+    if not valid:
+        return []
+    summary = pooled(records, "ending")
+    lines = [
+        "| setting | bits a value | against uncompressed by seed, % | mean, % | 95 % interval, pooled "
+        "| reading | training loss, % | weights used uncompressed, % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, setting in settings.items():
+        if name in valid:
+            pairs, found = valid[name], summary[name]
+            seeds = ", ".join(f"{pairs[b]:+.3f}" for b in sorted(pairs, key=lambda block: block.replicate))
+            cells = [name, f"{bits_of(setting):.2f}", seeds, str(estimate(list(pairs.values())))]
+            cells += [interval(found), reading(found, BOUND)]
+            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -105,7 +129,7 @@ def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
 def noise_lines(records: Sequence[dict]) -> list[str]:
     """What the comparisons can tell apart: noise of a run, smallest difference, and the null comparison."""
     lines = []
-    for kind, what in (("scratch", "From scratch"), ("branch", "Branches")):
+    for kind, what in (("scratch", "From scratch"), ("ending", "Endings"), ("branch", "Branches")):
         noise, summary = noise_by_stage(records, kind), pooled(records, kind)
         for stage, (deviation, freedom) in noise.items():
             where = what + (f", {stage}" if stage else "")
@@ -176,7 +200,7 @@ def times_table(records: Sequence[dict]) -> list[str]:
     """Median time of a step by setting, ms."""
     times = defaultdict(list)
     for record in records:
-        if record["kind"] in ("scratch", "branch") and "seconds_per_step" in record:
+        if record["kind"] in ("scratch", "ending", "branch") and "seconds_per_step" in record:
             times[record["setting"]["name"]].append(1e3 * record["seconds_per_step"])
     if not times:
         return []
@@ -189,6 +213,7 @@ def tables(records: Sequence[dict]) -> str:
     paired = [record for record in runs if record["kind"] != "true"]
     for title, lines in (
         ("From scratch", scratch_table(paired)),
+        ("Endings: the last part of the schedule", ending_table(paired)),
         ("Branches, two-shot", branch_table(paired, False)),
         ("Branches, sequence parallelism", branch_table(paired, True)),
         ("What can be told apart", noise_lines(paired)),

@@ -13,7 +13,7 @@ import torch
 
 from scripts.accuracy import error_tables, errors, estimates, plots, run, summarise
 from scripts.accuracy.model import ModelConfig
-from scripts.accuracy.plan import SCRATCH, Job, make_plan
+from scripts.accuracy.plan import ENDED, SCRATCH, Job, make_plan
 from scripts.accuracy.records import compact, load
 from scripts.accuracy.schedule import Estimate, next_job, play
 from scripts.accuracy.settings import SETTINGS
@@ -38,7 +38,8 @@ def test_plans_name_known_settings_and_checkpoints():
 
 
 def test_campaign_fits_into_two_calls():
-    """Two calls of 9.3 minutes on four GPUs do every run from scratch and the comparisons that matter."""
+    """Two calls of 9.3 minutes on four GPUs do every ending, half the runs from scratch and the branches that
+    matter."""
     plan = make_plan("campaign", 1232, 50, 3, None, None)
     done = play(plan, 4, [9.3, 9.3])
     assert all(entry.ended <= 9.3 * 60 for entry in done)
@@ -46,16 +47,18 @@ def test_campaign_fits_into_two_calls():
         mine = sorted((e.call, e.began, e.ended) for e in done if e.worker == worker)
         assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(mine))
     seeds = {name: {e.job.seed for e in done if e.job.id.startswith(f"scratch/{name}/")} for name in SCRATCH}
-    assert all(found == {0, 1, 2} for found in seeds.values())
+    assert all(seeds[name] == {0, 1, 2} for name in SCRATCH[:6])
+    endings = {(e.job.setting, e.job.seed) for e in done if e.job.kind == "ending"}
+    assert endings == {(name, seed) for name in ("none", *ENDED) for seed in range(3)}
     branch = [e.job.setting for e in done if e.job.kind == "branch"]
-    assert branch.count("none-tp2") == branch.count("int6-dither") == branch.count("paper") == 9
+    assert min(branch.count(name) for name in ("none-tp2", "int6-dither", "paper")) >= 6
     for name in ("int6-dither-hop2", "int6-meanfree", "paper-meanfree", "int6-dither-sp", "int8-dither-sp"):
         assert branch.count(name) >= 3, name
     assert sum(e.job.kind == "errors" for e in done) == 4
     first = [e.job.id for e in done if e.call == 0]
-    assert {
-        f"scratch/{name}/{seed}" for name in ("none", "paper", "int6-dither") for seed in range(3)
-    } <= set(first)
+    assert {f"ending/{name}/{seed}" for name in ("none", "paper", "int6-dither") for seed in range(3)} <= set(
+        first
+    )
 
 
 def test_next_job_waits_for_checkpoints_and_makes_lost_ones_again():
@@ -158,6 +161,19 @@ def test_intervals_hold_what_they_say():
     assert sum(verdict.startswith("not told apart") for verdict in verdicts) > 180
 
 
+def test_a_loud_setting_does_not_widen_the_others():
+    """A coarse codec that scatters ten times as much keeps its own error, and the others theirs."""
+    effects = {"none": 0.0, "none-tp2": 0.0, "paper": 0.1, "int8-dither": 0.0, "int6-dither": 0.1}
+    records = _noisy(effects, 3, 0.01, random.Random(5))
+    alone = estimates.pooled(records, "scratch")
+    loud = [r for r in _noisy({"none": 0.0, "int4-dither": 2.0}, 3, 0.3, random.Random(6))]
+    both = [*records, *(r for r in loud if r["setting"]["name"] == "int4-dither")]
+    assert estimates.loud(both, "scratch") == {"": {"int4-dither"}}
+    summary = estimates.pooled(both, "scratch")
+    assert summary["paper"] == alone["paper"]
+    assert summary["int4-dither"].freedom == 2 and summary["int4-dither"].error > 10 * alone["paper"].error
+
+
 def test_readings_and_what_cannot_be_told_apart():
     wide, narrow = estimates.Estimate(0.1, 0.2, 3, 14), estimates.Estimate(0.1, 0.04, 3, 14)
     assert estimates.reading(wide) == "not told apart"
@@ -235,7 +251,8 @@ def test_a_tiny_campaign(campaign, tmp_path):
     )
     small = compact(records)
     assert tables(small) == text and len(json.dumps(small)) < len(json.dumps(records))
-    assert [path.name for path in plots.plots(small, tmp_path)] == ["scratch.png", "branch.png", "curves.png"]
+    names = ["scratch.png", "ending.png", "branch.png", "curves.png"]
+    assert [path.name for path in plots.plots(small, tmp_path)] == names
 
 
 def test_a_second_call_goes_on(campaign, tmp_path):
