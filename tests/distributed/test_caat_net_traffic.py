@@ -1,5 +1,7 @@
 """CAAT-Net sends the shared channels' bytes and no others; replicas agree; text is generated as trained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,7 +113,11 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
 
 def two_ranks_worker(rank: int, world_size: int) -> dict:
     """Everything that two ranks do here, in one process each."""
-    return {"traffic": traffic_worker(rank, world_size), "generation": _generate(rank, world_size)}
+    return {
+        "traffic": traffic_worker(rank, world_size),
+        "generation": _generate(rank, world_size),
+        "evaluation": _evaluate(rank, world_size),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +160,26 @@ def _generate(rank: int, world_size: int) -> dict:
         "audit": audit.sent,
         "rows": rows,
     }
+
+
+def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Losses without a codec, with one, and with one that --validate-uncompressed leaves out."""
+    losses = []
+    for settings, leave_out in (({}, False), (FP8, False), (FP8, True)):
+        runtime = caat_runtime(0.5, **settings)
+        runtime.config = replace(runtime.config, validate_uncompressed=leave_out)
+        runtime.ledger.evaluating = True
+        model = build_tiny_gpt(rank, world_size, runtime)
+        fill_parameters(model, rank)
+        losses.append(model(**batch(0, rank, 1)).detach())
+    return losses
+
+
+def test_uncompressed_validation_is_the_same_model(two_ranks) -> None:
+    """The codec alone is left out: private channels stay private."""
+    for rank in two_ranks:
+        without, coded, left_out = rank["evaluation"]
+        assert torch.equal(without, left_out) and not torch.equal(without, coded)
 
 
 def test_generation(two_ranks) -> None:
