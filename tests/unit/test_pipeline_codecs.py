@@ -9,7 +9,7 @@ import torch
 from megatron.compression.codecs import NormalizedMessage
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
-from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
+from megatron.compression.pipeline_parallel.in_flight import Send, SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
 from taco_kernels import Stream
 
@@ -149,7 +149,10 @@ def test_put_off_sends_are_waited_for_in_order() -> None:
     alive = [weakref.ref(payload) for payload in payloads]
     sends = SendsInFlight(limit=2)
     while payloads:
-        sends.add(requests[5 - len(payloads)], [payloads.pop(0)])
+        sends.add(Send(requests[5 - len(payloads)], [payloads.pop(0)]))
     assert waited == [0, 1, 2] and [one() is not None for one in alive] == [False] * 3 + [True] * 2
     sends.flush()
     assert waited == [0, 1, 2, 3, 4] and len(sends) == 0 and not any(one() is not None for one in alive)
+    send = Send(requests[0], [])
+    send.wait(), send.wait()
+    assert waited == [0, 1, 2, 3, 4, 0], "the transport's request is waited for once"

@@ -17,7 +17,7 @@ from megatron.compression.codecs import MessageCodec
 from megatron.compression.config_errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
-from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
+from megatron.compression.pipeline_parallel.in_flight import Send, SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
 from megatron.compression.telemetry import ErrorProbe, Ledger
 from taco_kernels import Stream
@@ -258,8 +258,8 @@ class PipelineExchange:
         batched = config.batch_p2p_comm
         if batched and not wait_on_reqs:
             raise RuntimeError("batched point-to-point messages are waited for at once")
-        send = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
-        requests = send(
+        start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
+        requests = start(
             tensor_send_prev=payloads["send_prev"],
             tensor_recv_prev=from_prev.buffer if from_prev else None,
             tensor_send_next=payloads["send_next"],
@@ -269,14 +269,16 @@ class PipelineExchange:
             next_pipeline_rank=communicator.next_rank,
         )
         arrivals = {"recv_prev": from_prev, "recv_next": from_next}
-        messages = {name: x for name, x in (payloads | arrivals).items() if x is not None}
-        requests = (
-            _by_message(requests, messages) if batched else {(name,): r for name, r in requests.items()}
-        )
+        messages = [name for name, message in (payloads | arrivals).items() if message is not None]
+        if batched:
+            requests = _by_message(requests, messages)
+        else:
+            requests = {(name,): request for name, request in requests.items()}
         put_off = set()
         for names, request in requests.items():
             if encoded.issuperset(names):
-                self.in_flight.add(request, [payloads[name] for name in names])
+                requests[names] = send = Send(request, [payloads[name] for name in names])
+                self.in_flight.add(send)
                 put_off |= {names} if self.put_off_sends else set()
         if not wait_on_reqs:
             return {

@@ -7,6 +7,25 @@ from typing import Any
 import torch
 
 
+class Send:
+    """A request of the transport and the payloads that it sends.
+
+    Args:
+        request: with ``wait``.
+        payloads: live until the request has been waited for.
+    """
+
+    def __init__(self, request: Any, payloads: Sequence[torch.Tensor]) -> None:
+        self._request = request
+        self._payloads: Sequence[torch.Tensor] | None = payloads
+
+    def wait(self) -> None:
+        """Wait for the request; a second call does nothing (gloo would wait for ever)."""
+        if self._request is not None:
+            self._request.wait()
+            self._request = self._payloads = None
+
+
 class SendsInFlight:
     """A bounded queue of sends and the payloads that the transport may still read.
 
@@ -20,23 +39,18 @@ class SendsInFlight:
 
     def __init__(self, limit: int = 4) -> None:
         self.limit = limit
-        self._sends: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
+        self._sends: deque[Send] = deque()
 
     def __len__(self) -> int:
         return len(self._sends)
 
-    def add(self, request: Any, payloads: Sequence[torch.Tensor]) -> None:
-        """Take in a send that has just been started.
-
-        Args:
-            request: the transport's, with ``wait``.
-            payloads: what it sends.
-        """
-        self._sends.append((request, payloads))
+    def add(self, send: Send) -> None:
+        """Take in a send that has just been started."""
+        self._sends.append(send)
         while len(self._sends) > self.limit:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().wait()
 
     def flush(self) -> None:
         """Wait for all of them, in order."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().wait()
