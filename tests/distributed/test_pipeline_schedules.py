@@ -104,6 +104,7 @@ class MaskedIdentity(WholeMessage):
 
 
 LOSSY = [case for case in CASES if case.lossy]
+REPEATED = [case for case in CASES if case.repeated]
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +173,18 @@ def check_bits(results: list[dict], case: Case) -> None:
     assert losses["tah-quant"] != losses["none"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.repeated], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
 def test_repeated_iteration_rounds_alike(results, case) -> None:
+    """See ``check_repeated``."""
+    check_repeated(results, case)
+
+
+def test_overflow_reaches_the_first_stage(results) -> None:
+    """See ``check_overflow``."""
+    check_overflow(results)
+
+
+def check_repeated(results: list[dict], case: Case) -> None:
     """Random rounding both ways: a second pass of the same iteration gives the first one's gradients."""
     for rank in results:
         once, twice = rank[case.name]["random"], rank[case.name]["repeated"]
@@ -182,7 +193,7 @@ def test_repeated_iteration_rounds_alike(results, case) -> None:
         assert once["gradients"] != rank[case.name]["none"]["gradients"]
 
 
-def test_overflow_reaches_the_first_stage(results) -> None:
+def check_overflow(results: list[dict]) -> None:
     """Gradients that are not finite stay so through the codec: every parameter before it learns of them."""
     for rank in results:
         assert rank["overflow"]["gradients"] and not any(rank["overflow"]["finite"])

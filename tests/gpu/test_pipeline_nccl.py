@@ -14,9 +14,12 @@ from tests.distributed.spawn import spawn
 from tests.distributed.test_pipeline_schedules import (
     CASES,
     LOSSY,
+    REPEATED,
     WORLD,
     check_bits,
     check_identity,
+    check_overflow,
+    check_repeated,
     run_cases,
 )
 from tests.gpu.devices import DEVICES
@@ -46,6 +49,17 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """The bytes of the kernels, and losses near the exact ones."""
     check_bits(results, case)
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
+def test_repeated_iteration_rounds_alike(results, case) -> None:
+    """The kernels' random numbers are those of the first pass."""
+    check_repeated(results, case)
+
+
+def test_overflow_reaches_the_first_stage(results) -> None:
+    """The kernels send what is not finite as such."""
+    check_overflow(results)
 
 
 def test_three_dimensions_train_save_and_resume(tmp_path: Path) -> None:
