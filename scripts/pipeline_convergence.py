@@ -30,6 +30,10 @@ SETTINGS = {
     "int4 centered": f"{INT4} --pp-normalize center",
     "int4 standardized": f"{INT4} --pp-normalize standardize",
     "int4 standardized dither": f"{INT4} --pp-normalize standardize --pp-rounding dither",
+    "int5 standardized": f"{INT4.replace('int4', 'int5')} --pp-normalize standardize",
+    "int6 standardized": f"{INT4.replace('int4', 'int6')} --pp-normalize standardize",
+    "int4 standardized, int8 back": "--pp-compression int4 --pp-normalize standardize "
+    "--pp-backward-compression int8",
     "warm-up": "--pp-compression tah-quant --tah-start-iteration 50",
     "tah-quant standardized, after 80": "--pp-compression tah-quant --pp-normalize standardize "
     "--tah-start-iteration 80",

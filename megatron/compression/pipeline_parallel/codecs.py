@@ -11,7 +11,7 @@ from megatron.compression.pipeline_parallel.config import PipelineParallelCompre
 from taco_kernels import CodecConfig
 from taco_kernels.tah_quant import TahConfig
 
-INTEGERS = {"int8": (8, 128), "int4": (4, 64)}
+INTEGERS = {"int8": (8, 128), "int6": (6, 64), "int5": (5, 64), "int4": (4, 64)}
 """Bits and values that share a scale."""
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatron.compression.config_errors import CompressionConfigError, flag_name
 
-PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8", "int4")
+PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8", "int6", "int5", "int4")
 BACKWARD_BITS = (4, 5, 6, 8)
 TACO_SETTINGS = ("pp_taco_format", "pp_taco_group_size")
 
@@ -17,21 +17,21 @@ class PipelineParallelCompression:
     The defaults below ``pp_compression`` are the settings of the TAH-Quant paper (arXiv 2506.01352).
     """
 
-    pp_compression: Literal["none", "tah-quant", "taco", "int8", "int4"] = "none"
+    pp_compression: Literal["none", "tah-quant", "taco", "int8", "int6", "int5", "int4"] = "none"
     """Codec between pipeline stages: tah-quant = 3 and 4 bits by entropy, with pivot swap and Hadamard
     transform; taco = FP8 with the adaptive-scale Hadamard transform; int8 = 8 bits, one scale per 128
-    values, no transform; int4 = 4 bits, one scale per 64 values, no transform."""
+    values, no transform; int6, int5, int4 = as many bits, one scale per 64 values, no transform."""
 
     pp_backward_compression: str | None = None
-    """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco, int8
-    or int4; by default that of --pp-compression."""
+    """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco, int8,
+    int6, int5 or int4; by default that of --pp-compression."""
 
     pp_normalize: Literal["none", "center", "standardize"] = "none"
     """What is done to each channel of the activations, over a message's tokens, before they are encoded:
     center = subtract the mean; standardize = divide by the root mean square as well."""
 
     pp_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
-    """Rounding of activations by int8, int4 or taco: stochastic and dither (subtractive, integers only) are
+    """Rounding of activations by an int codec or taco: stochastic and dither (subtractive, integers only) are
     unbiased. TAH-Quant rounds to nearest."""
 
     pp_backward_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
@@ -94,7 +94,7 @@ class PipelineParallelCompression:
         if self.pp_compression == "tah-quant" and self.pp_rounding != "nearest":
             raise CompressionConfigError(
                 f"--pp-rounding {self.pp_rounding} given, but the activations' codec, tah-quant, rounds to "
-                "nearest; choose --pp-compression int4, int8 or taco"
+                "nearest; choose --pp-compression int8, int6, int5, int4 or taco"
             )
         self._check_codecs()
         self._refuse_idle_flags()
@@ -129,7 +129,7 @@ class PipelineParallelCompression:
         changed = [f.name for f in fields(self) if idle.get(f.name) and getattr(self, f.name) != f.default]
         if changed:
             remedies = {
-                "pp_rounding": "--pp-compression int8, int4 or taco",
+                "pp_rounding": "--pp-compression int8, int6, int5, int4 or taco",
                 "pp_backward_rounding": "--pp-backward-compression with a codec",
                 **dict.fromkeys(TACO_SETTINGS, "--pp-compression taco"),
             }
