@@ -38,7 +38,8 @@ ENDED = tuple(
         (
             *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest"),
             *("int6-dither-sp", "int8-dither-sp", "paper-sp", *SCRATCH[1:]),
-            *("int6-dither-hop2", "int4-dither-hop2"),
+            *("int6655-nearest", "int5655-nearest", "int5-nearest-g32", "int5-nearest-g64"),
+            *("int6-dither-hop2", "int6-nearest-sp", "int8-nearest-sp", "int5645-nearest"),
         )
     )
 )

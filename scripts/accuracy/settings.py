@@ -115,7 +115,8 @@ def _table() -> dict[str, Setting]:
             Setting(f"int{bits}-dither-backward", backward1=dither, backward2=dither),
         ]
         settings += [
-            everywhere(f"int{bits}-dither-g{group}", f"int{bits}:{group}:single:dither")
+            everywhere(f"int{bits}-{rounding}-g{group}", f"int{bits}:{group}:single:{rounding}")
+            for rounding in ("nearest", "dither")
             for group in (32, 64, 256)
         ]
     for first in BITS:  # hop 1 coarse, hop 2 fine, or the other way round
@@ -123,6 +124,9 @@ def _table() -> dict[str, Setting]:
             if first != second:
                 a, b = f"int{first}:128:single:dither", f"int{second}:128:single:dither"
                 settings.append(Setting(f"int{first}-int{second}-dither", a, b, a, b))
+    for hops in ("6655", "5655", "5645"):  # bits of forward hop 1 and 2, backward hop 1 and 2
+        codecs = [f"int{bits}:128:single:nearest" for bits in hops]
+        settings.append(Setting(f"int{hops}-nearest", *codecs))
     settings += [
         Setting(f"{s.name}-sp", *s.codecs(), sequence_parallel=True, remove_mean=s.remove_mean)
         for s in settings
