@@ -58,6 +58,18 @@ def _largest_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return high[:, 1] << np.uint32(16) | high[:, 0]
 
 
+def _bf16(function):
+    """An operation on bf16x2, in fp64 and rounded once."""
+
+    def both(*operands: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            numbers = [_singles_of_bf16(x).astype(np.float64) for x in operands]
+            result = function(*numbers).astype(np.float32).view(np.uint32)
+        return _to_bf16(result[:, 1], result[:, 0])
+
+    return both
+
+
 def _half_towards(direction: float):
     """cvt.rm.f16.f32 or cvt.rp.f16.f32."""
 
@@ -77,6 +89,11 @@ WARP_OPERATIONS = OPERATIONS | {
     "neg.f32": lambda a: a ^ np.uint32(0x80000000),
     "bfind.u32": lambda a: np.array([int(x).bit_length() - 1 & 0xFFFFFFFF for x in a], dtype=np.uint32),
     "max.NaN.bf16x2": _largest_bf16,
+    "abs.bf16x2": lambda a: a & np.uint32(0x7FFF7FFF),
+    "add.rn.bf16x2": _bf16(lambda a, b: a + b),
+    "mul.rn.bf16x2": _bf16(lambda a, b: a * b),
+    "fma.rn.bf16x2": _bf16(lambda a, b, c: a * b + c),
+    "set.gt.bf16x2.bf16x2": _bf16(lambda a, b: (a > b).astype(np.float64)),
     "max.f32": _single(np.fmax),
     "min.f32": _single(np.fmin),
     "mul.rn.f32": _single(lambda a, b: a * b),
@@ -87,6 +104,8 @@ WARP_OPERATIONS = OPERATIONS | {
     "cvt.rp.f16.f32": _half_towards(np.inf),
     "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.eq.f32": lambda a, b: a.view(np.float32) == b.view(np.float32),
+    "setp.lt.and.f32": lambda a, b, p: (a.view(np.float32) < b.view(np.float32)) & p,
     "setp.lt.f32": lambda a, b: a.view(np.float32) < b.view(np.float32),
     "mov.f32": lambda a: a,
     "mul.lo.u32": lambda a, b: a * b,
@@ -177,6 +196,9 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
         elif operation == "mov.b32" and rest.endswith("}"):
             target, low, high = re.fullmatch(r"(\S+), {(\S+), (\S+)}", rest).groups()
             registers[target] = registers[low] & 0xFFFF | registers[high] << np.uint32(16)
+        elif operation == "mov.b32" and rest.startswith("{"):
+            low, high, source = re.fullmatch(r"{(\S+), (\S+)}, (\S+)", rest).groups()
+            registers[low], registers[high] = read(source) & 0xFFFF, read(source) >> np.uint32(16)
         elif operation in WARP_OPERATIONS:
             target, *sources = rest.replace(" ", "").split(",")
             result = WARP_OPERATIONS[operation](*(read(source) for source in sources))

@@ -41,17 +41,20 @@ def main() -> None:
         rows = encode_quads.row_fragments(lane)
         for i in tl.static_range(12):
             tl.store(out + 256 + 32 * i + lane, rows[i])
+        numbers = encode_quads.number_fragments(lane)
+        for i in tl.static_range(3):
+            tl.store(out + 640 + 32 * i + lane, numbers[i])
 
-    out = torch.zeros(20 * 32, dtype=torch.int32)
+    out = torch.zeros(23 * 32, dtype=torch.int32)
     write[(1,)](out)
     print(*out.tolist())
 
 
 @pytest.fixture(scope="module")
 def fragments() -> list[np.ndarray]:
-    """The eight that decode_assembly takes, and the twelve of encode_assembly."""
+    """The eight that decode_assembly takes, and the twelve and three of encode_assembly."""
     numbers = np.array(output_interpreted(__file__).split(), dtype=np.int64).astype(np.uint32)
-    return list(numbers.reshape(20, 32))
+    return list(numbers.reshape(23, 32))
 
 
 def nibble_word(codes: np.ndarray, first: int) -> np.ndarray:
@@ -109,7 +112,9 @@ def test_encode(levels: int, fragments: list[np.ndarray]) -> None:
     chunks = (4 * THREAD[:, None] + np.array([0, 1, 2, 3, 16, 17, 18, 19])).T
     registers = {f"${12 + 8 * r + j}": held[ROW + 8 * r, chunks[j]] for r in range(2) for j in range(8)}
     registers |= {"$28": THREAD.astype(np.uint32)}
-    registers |= {f"${29 + i}": word for i, word in enumerate(fragments[8:])}
+    registers |= {f"${29 + i}": word for i, word in enumerate(fragments[8:20])}
+    registers |= {f"${44 + i}": word for i, word in enumerate(fragments[20:])}
+    registers |= {"$47": np.full(32, 0x3F800000, dtype=np.uint32)}
     for number, value in ((41, -levels), (42, 1 / levels), (43, 128.5)):
         registers[f"${number}"] = np.full(32, value, dtype=np.float32).view(np.uint32)
     text = encode_quads.encode_assembly.fn(True, rows.GRID.value)
@@ -165,7 +170,7 @@ def test_encode_has_one_element_a_thread(constants: dict[str, int]) -> None:
     kernel = compiled(launch.encode_kernel, "encode", "token", constants)
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH}
-    assert kernel.metadata.shared == 0 and kernel.asm["ptx"].count("mma.sync") == 44
+    assert kernel.metadata.shared == 0 and kernel.asm["ptx"].count("mma.sync") == 48
 
 
 @pytest.mark.parametrize("constants", ({}, {"per_unit": 1}, {"tiles": 1, "per_unit": 1}))

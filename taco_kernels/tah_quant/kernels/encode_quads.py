@@ -14,8 +14,7 @@ from taco_kernels.tah_quant.kernels.values import encoded
 from taco_kernels.triton.hadamard import sylvester
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
-XOR = 0x96  # lop3: of all three
+AND_OR = 0xEA  # lop3: bits of both the first two operands, or of the third
 
 
 @triton.jit
@@ -54,6 +53,23 @@ def row_fragments(lane):
     )
 
 
+@triton.jit
+def number_fragments(lane):
+    """int32 three times: bf16 pairs of an operand B whose odd columns number the rows, the even ones count.
+
+    The first two have elements 8 t and 8 t + 1 of either half of a tile; the third is added for the next two.
+    """
+    thread = lane & 3
+    odd = ((lane >> 2) & 1) == 1
+    first = (thread * 8).to(tl.float32).to(tl.int32, bitcast=True)
+    second = (thread * 8 + 1).to(tl.float32).to(tl.int32, bitcast=True)
+    low = ((first >> 16) & 0xFFFF) | (second & -65536)
+    first = (thread * 8 + 32).to(tl.float32).to(tl.int32, bitcast=True)
+    second = (thread * 8 + 33).to(tl.float32).to(tl.int32, bitcast=True)
+    high = ((first >> 16) & 0xFFFF) | (second & -65536)
+    return tl.where(odd, low, 0x3F803F80), tl.where(odd, high, 0x3F803F80), tl.where(odd, 0x40004000, 0)
+
+
 @triton.constexpr_function
 def _over_quad(operation: str, register: str) -> list[str]:
     """``register`` = what ``operation`` makes of it in the four threads of a quad."""
@@ -74,12 +90,8 @@ def _product(target: str, operand: str, k: int, b: tuple, start: str) -> str:
 
 @triton.constexpr_function
 def _sums(entropy) -> list[str]:
-    """Magnitudes m<r><j>, not below 2^-126, their sums $8, $9 and those times their logarithms $10, $11."""
-    lines = []
-    for r in range(2):
-        for j in range(8):
-            lines.append(f"and.b32 m{r}{j}, ${12 + 8 * r + j}, {0x7FFF7FFF};")
-            lines.append(f"max.NaN.bf16x2 m{r}{j}, m{r}{j}, tiny;")
+    """Magnitudes m<r><j>, their sums $8, $9 and those times their logarithms $10, $11."""
+    lines = [f"abs.bf16x2 m{r}{j}, ${12 + 8 * r + j};" for r in range(2) for j in range(8)]
     total = "d00, d01, d02, d03"
     for k in range(4):
         start = "nought, nought, nought, nought" if k == 0 else total
@@ -88,8 +100,11 @@ def _sums(entropy) -> list[str]:
     for r in range(2):
         lines.append("mov.f32 u, 0f00000000;")
         for j in range(8 if entropy else 0):
-            for extract in (f"shl.b32 x, m{r}{j}, 16;", f"and.b32 x, m{r}{j}, {0xFFFF0000};"):
-                lines += [extract, "mov.b32 v, x;", "lg2.approx.ftz.f32 t, v;", "fma.rn.f32 u, v, t, u;"]
+            # either of a word as fp32, 2^-126 more: a product, as the pipe of integers has more to do
+            lines.append(f"mov.b32 {{half, other}}, m{r}{j};")
+            for pair in ("mov.b32 x, {half, half};", f"mov.b32 x, m{r}{j};"):
+                lines += [pair, "fma.rn.bf16x2 x, x, $47, tiny;"]
+                lines += ["mov.b32 v, x;", "lg2.approx.ftz.f32 t, v;", "fma.rn.f32 u, v, t, u;"]
         if entropy:
             for distance in (1, 2):
                 lines += [
@@ -104,7 +119,10 @@ def _sums(entropy) -> list[str]:
 
 @triton.constexpr_function
 def _outliers() -> list[str]:
-    """Bytes of pivots $6, $7: a tile's only element above half of its largest is the largest, and chosen."""
+    """Bytes of pivots $6, $7: a tile's only element above half of its largest is the largest, and chosen.
+
+    How many there are, and the sum of their numbers, are two columns of a product, four times over.
+    """
     lines = []
     for r in range(2):
         lines.append(f"max.NaN.bf16x2 c{r}, m{r}0, m{r}1;")
@@ -112,41 +130,35 @@ def _outliers() -> list[str]:
     lines += ["prmt.b32 x, c0, c1, 0x5410;", "prmt.b32 y, c0, c1, 0x7632;", "max.NaN.bf16x2 y, x, y;"]
     lines += [
         *_over_quad("max.NaN.bf16x2", "y"),
+        f"mov.b32 x, {0x00800080};",
+        "max.NaN.bf16x2 y, y, x;",
         f"sub.u32 y, y, {0x00800080};",
-        f"or.b32 y, y, {0x80008000};",
     ]
     lines += ["prmt.b32 c0, y, y, 0x1010;", "prmt.b32 c1, y, y, 0x3232;"]
+    lines += [f"set.gt.bf16x2.bf16x2 m{r}{j}, m{r}{j}, c{r};" for r in range(2) for j in range(8)]
+    total = "d00, d01, d02, d03"
+    for k in range(4):
+        start, numbers = (total, ("n0", "n1")) if k else ("nought, nought, nought, nought", ("$44", "$45"))
+        if k:
+            lines += [f"add.rn.bf16x2 n{i}, {numbers[i] if k > 1 else f'${44 + i}'}, $46;" for i in range(2)]
+        lines.append(_product(total, "m", k, numbers, start))
     for r in range(2):
-        for j in range(0, 8, 2):
-            lines += [f"sub.u32 x, c{r}, m{r}{j};", f"sub.u32 y, c{r}, m{r}{j + 1};"]
-            lines.append(f"prmt.b32 f{j // 2}, x, y, 0xFDB9;")  # four bytes of signs: not above
-        lines += [
-            f"lop3.b32 f0, f0, f1, {0x55555555}, {SELECT};",
-            f"lop3.b32 f2, f2, f3, {0x55555555}, {SELECT};",
-        ]
-        lines += [f"lop3.b32 f0, f0, f2, {0x33333333}, {SELECT};", "not.b32 f0, f0;"]
-        lines += [f"and.b32 f0, f0, {0x0F0F0F0F};", "popc.b32 x, f0;", "bfind.u32 f1, f0;"]
-        # bits 0, 1, 3, 4 of where it was found are bits 2, 5, 0, 1 of the element
-        lines += ["shr.u32 y, f1, 3;", "and.b32 f2, f1, 1;", "mad.lo.u32 y, f2, 4, y;"]
-        lines += ["and.b32 f2, f1, 2;", "mad.lo.u32 y, f2, 16, y;", "mad.lo.u32 y, $28, 8, y;"]
-        lines += ["setp.ne.u32 e, x, 0;", "selp.b32 y, y, 0, e;", f"mad.lo.u32 n{r}, x, 256, y;"]
-    lines += ["mad.lo.u32 n0, n1, 65536, n0;", *_over_quad("add.u32", "n0"), "shr.u32 n1, n0, 16;"]
-    for r in range(2):
-        lines += [f"mov.b32 v, ${8 + r};", "setp.lt.f32 e, v, 0f71800000;", f"shr.u32 x, n{r}, 8;"]
-        lines += ["and.b32 x, x, 255;", "selp.b32 x, x, 0, e;", "setp.eq.u32 e, x, 1;"]
-        lines += [f"and.b32 y, n{r}, 63;", "or.b32 y, y, 128;", f"selp.b32 ${6 + r}, y, 0, e;"]
-        lines += [f"selp.b32 c{r}, {0xFFFFFFFF}, 0, e;", f"selp.f32 scale{r}, 0f3E000000, 0f3F800000, e;"]
+        lines += [f"mov.b32 v, ${8 + r};", f"setp.eq.f32 e, d0{2 * r}, 0f3F800000;"]
+        lines += ["setp.lt.and.f32 e, v, 0f71800000, e;", f"add.rn.f32 v, d0{2 * r + 1}, 0f4B000080;"]
+        lines += ["mov.b32 y, v;", "and.b32 y, y, 255;", f"selp.b32 ${6 + r}, y, 0, e;"]
+        lines += [f"selp.b32 c{r}, ones, 0, e;", f"selp.f32 scale{r}, 0f3E000000, 0f3F800000, e;"]
     return lines
 
 
 @triton.constexpr_function
 def _transformed() -> list[str]:
-    """d<element><tile>: the thread's 16 values of either tile, transformed where chosen, but for 1 / 8."""
+    """y<element>_<tile>: the thread's 16 values of either tile, transformed where chosen, but for 1 / 8."""
     lines = []
     for r in range(2):
+        lines.append(f"xor.b32 n{r}, c{r}, ones;")
         for j in range(8):
-            word = f"${12 + 8 * r + j}"
-            lines += [f"and.b32 m{r}{j}, {word}, c{r};", f"xor.b32 i{r}{j}, {word}, m{r}{j};"]
+            for name, kept in (("m", "c"), ("i", "n")):
+                lines.append(f"mul.rn.bf16x2 {name}{r}{j}, ${12 + 8 * r + j}, {kept}{r};")
     for third in range(2):
         for n in range(4):
             first = 8 * third + 2 * n
@@ -158,19 +170,17 @@ def _transformed() -> list[str]:
                 lines.append(_product(target, "m", k, (f"${number}", f"${number + 1}"), target))
     for r in range(2):
         pivot = f"${6 + r}"
-        lines += [f"shr.u32 x, {pivot}, 4;", "and.b32 x, x, $28;", "popc.b32 x, x;", "shl.b32 g0, x, 31;"]
-        lines.append("mov.b32 f0, 0;")
-        for names, first in (("f", 0), ("g", 2)):
-            for bit in range(2):
-                lines += [f"shl.b32 x, {pivot}, {31 - first - bit};", f"and.b32 x, x, {0x80000000};"]
-                lines += [f"xor.b32 {names}{2**bit + k}, {names}{k}, x;" for k in range(2**bit)]
-        for element in range(16):
-            y = f"y{element}_{r}"
-            lines += [
-                f"mov.b32 x, {y};",
-                f"lop3.b32 x, x, f{element & 3}, g{element >> 2}, {XOR};",
-                f"mov.b32 {y}, x;",
-            ]
+        lines += [f"shr.u32 x, {pivot}, 4;", "and.b32 x, x, $28;", "popc.b32 x, x;", "shl.b32 x, x, 31;"]
+        lines += [f"or.b32 x, x, {0x3F800000};", "mov.b32 s0, x;"]
+        for bit, name in enumerate(("w1", "w2", "t", "u")):
+            lines += [f"shl.b32 x, {pivot}, {31 - bit};"]
+            lines += [f"lop3.b32 x, x, {0x80000000}, {0x3F800000}, {AND_OR};", f"mov.b32 {name}, x;"]
+        # sign of element 4 q + k: that of q, s0, s4, s8, s12, times that of k
+        lines += ["mul.rn.f32 w3, w1, w2;", "mul.rn.f32 s4, s0, t;", "mul.rn.f32 s8, s0, u;"]
+        lines.append("mul.rn.f32 s12, s4, u;")
+        for q in range(0, 16, 4):
+            lines += [f"mul.rn.f32 s{q + k}, s{q}, w{k};" for k in (1, 2, 3)]
+        lines += [f"mul.rn.f32 y{j}_{r}, y{j}_{r}, s{j};" for j in range(16)]
     return lines
 
 
@@ -205,9 +215,11 @@ def encode_assembly(entropy, grid):
     words += ["x", "y", "c0", "c1", "n0", "n1", "tiny", "ones", "pairs"]
     words += [f"{x}{k}" for x in "fg" for k in range(4)]
     singles = [f"y{j}_{r}" for j in range(16) for r in range(2)] + ["d00", "d01", "d02", "d03", "nought"]
-    singles += ["t", "u", "v", "low", "high", "total", "inverse", "offset", "scale0", "scale1"]
-    lines = ["{", f".reg .b32 {', '.join(words)};", f".reg .f32 {', '.join(singles)};", ".reg .pred e;"]
-    lines += ["mov.f32 nought, 0f00000000;", f"mov.b32 tiny, {0x00800080};", f"mov.b32 ones, {0x3F803F80};"]
+    singles += ["t", "u", "v", "w1", "w2", "w3", *(f"s{j}" for j in range(16))]
+    singles += ["low", "high", "total", "inverse", "offset", "scale0", "scale1"]
+    lines = ["{", f".reg .b32 {', '.join(words)};", f".reg .f32 {', '.join(singles)};", ".reg .pred e;", ".reg .b16 half, other;"]
+    lines += ["mov.f32 nought, 0f00000000;", f"mov.b32 ones, {0x3F803F80};"]
+    lines += [f"mov.b32 tiny, {0x00800000};"]
     lines += _sums(entropy) + _outliers() + _transformed() + _codes(0, grid) + _codes(1, grid)
     return "\n".join([*lines, "}"])
 
@@ -301,22 +313,22 @@ def encode_interpreted(words, C: tl.constexpr):
 
 
 @triton.jit
-def encode_two(words, thread, matrices, C: tl.constexpr):
+def encode_two(words, thread, matrices, elements, C: tl.constexpr):
     """Encode two tiles a quad.
 
     Returns: int32. Nibble words a and b of the thread's 16 codes of the first tile, then of the second; and
     of either tile in turn step and zero point, byte of pivots, and the bits of the fp32 sums of magnitudes
-    and of those times their logarithms. A magnitude counts as 2^-126 at least.
+    and of those times their logarithms, of magnitudes 2^-126 more.
     """
     if C.INTERPRET:
         result = encode_interpreted(words, C)
     else:
         text: tl.constexpr = encode_assembly(C.EXTRA > 0, GRID)
-        registers: tl.constexpr = "=&r," * 12 + "r," * 29 + "f,f,f"
+        registers: tl.constexpr = "=&r," * 12 + "r," * 29 + "f,f,f,r,r,r,r"
         kinds: tl.constexpr = (tl.int32,) * 12
         LEVELS: tl.constexpr = C.LEVELS * 1.0
         place, numbers = (thread,), (-LEVELS, 1 / LEVELS, 2.0 ** (23 - C.SHIFT) + 0.5)
-        inputs = words + place + matrices + numbers
+        inputs = words + place + matrices + numbers + elements
         result = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
     return result
 
@@ -368,7 +380,9 @@ def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr
     """Persistent programs, R tiles a step, 16 a warp. Values are loaded a step ahead, into the cache two."""
     index = tl.arange(0, 2 * C.R)
     lane, thread = index & 31, index & 3
-    matrices = row_fragments(lane)
+    matrices, elements = row_fragments(lane), number_fragments(lane)
+    upper = tl.where(index < tiles + 2 * C.R, 0x3F800000, 0)  # always; a constant would be made anew each time
+    elements = elements + (upper,)
     step = tl.num_programs(0) * C.R
     tile = tl.program_id(0) * C.R + (index >> 5) * 16 + (lane >> 2)
     x += tile.to(tl.int64) * C.G + thread * 8
@@ -381,7 +395,7 @@ def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr
         prefetch_two(x + step.to(tl.int64) * C.G, tiles - tile - 2 * step, C)
         following = load_two(x, tiles - tile - step, C)
         a0, b0, a1, b1, pair0, pair1, byte0, byte1, total0, total1, weighted0, weighted1 = encode_two(
-            words, thread, matrices, C
+            words, thread, matrices, elements, C
         )
         found = (a0, b0, pair0, byte0, total0, weighted0)
         put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C)
