@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.tah_quant.kernels.rows import GRID
-from taco_kernels.tah_quant.kernels.tiles import nibble_words, put, section_bytes
+from taco_kernels.tah_quant.kernels.tiles import nibble_words, section_bytes
 from taco_kernels.tah_quant.kernels.values import encoded
 from taco_kernels.triton.hadamard import sylvester
 
@@ -333,46 +333,88 @@ def encode_two(words, thread, matrices, elements, C: tl.constexpr):
     return result
 
 
-@triton.jit
-def put_plane(out, values, tile, thread, there, STRIDE: tl.constexpr, C: tl.constexpr):
-    """Store the thread's word of a tile in a plane of four words a tile, STRIDE apart."""
-    put(out + (tile.to(tl.int64) * 4 + thread) * STRIDE, values, there, C)
+@triton.constexpr_function
+def _put_assembly(bits, distance):
+    return "\n".join(
+        [
+            "{",
+            ".reg .pred p, q;",
+            "setp.gt.s32 p, $4, 0;",
+            "setp.gt.s32 q, $4, 8;",
+            f"@p st.global.b{bits} [$1], $2;",
+            f"@q st.global.b{bits} [$1+{distance}], $3;",
+            "mov.b32 $0, 0;",
+            "}",
+        ]
+    )
 
 
 @triton.jit
-def put_nibbles(
-    a, b, out, tile, thread, there, tiles, padding, FROM: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr
-):
-    """store_words of tiles.py with one word a thread."""
+def put_two(pointers, values, left, DISTANCE: tl.constexpr, C: tl.constexpr):
+    """Store integers of the thread's first tile, and of its second DISTANCE elements on, where there are."""
+    if C.INTERPRET:
+        tl.store(pointers, values[0].to(pointers.dtype.element_ty), mask=left > 0)
+        tl.store(pointers + DISTANCE, values[1].to(pointers.dtype.element_ty), mask=left > 8)
+    else:
+        BITS: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
+        text: tl.constexpr = _put_assembly(BITS, DISTANCE * BITS // 8)
+        inputs = (pointers.to(tl.int64), values[0], values[1], left)
+        tl.inline_asm_elementwise(text, "=r,l,r,r,r", inputs, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def nibble_halves(a, b, FROM: tl.constexpr):
+    """Bits FROM and FROM + 1 of the nibbles of a in the lower halves of nibbles, of b in the upper ones."""
+    if FROM < 2:
+        b = b << (2 - FROM)
+    else:
+        b = b >> (FROM - 2)
+    return ((a >> FROM) & 0x33333333) | (b & -0x33333334)
+
+
+@triton.jit
+def ones_of(a, b, BIT: tl.constexpr):
+    """Word of a 1-bit plane, in the lower half: bit BIT of nibble words."""
+    words = nibble_halves(a, b, BIT)
+    return (words & 0x5555) | ((words >> 15) & 0xAAAA)
+
+
+@triton.jit
+def put_nibbles(words, out, at, left, tiles, padding, FROM: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """store_words of tiles.py for two tiles, one word a thread; ``at`` is 4 times the tile and the thread."""
+    a, b, a2, b2 = words
     if BITS & 4:
-        pair = out.to(tl.pointer_type(tl.int32))
-        put_plane(pair, a, tile, thread, there, 2, C)
-        put_plane(pair + 1, b, tile, thread, there, 2, C)
+        pair = out.to(tl.pointer_type(tl.int32)) + at * 2
+        put_two(pair, (a, a2), left, 64, C)
+        put_two(pair + 1, (b, b2), left, 64, C)
     if BITS & 2:
-        words = ((a >> FROM) & 0x33333333) | (((b >> FROM) & 0x33333333) << 2)
-        put_plane(out.to(tl.pointer_type(tl.int32)), words, tile, thread, there, 1, C)
+        values = (nibble_halves(a, b, FROM), nibble_halves(a2, b2, FROM))
+        put_two(out.to(tl.pointer_type(tl.int32)) + at, values, left, 32, C)
         out += section_bytes(tiles, C.G // 4, padding)
     if BITS & 1:
         BIT: tl.constexpr = FROM + (BITS & 2)
-        words = ((a >> BIT) & 0x11111111) | (((b >> BIT) & 0x11111111) << 2)
-        words = words | (words >> 15)
-        put_plane(out.to(tl.pointer_type(tl.int16)), words.to(tl.int16), tile, thread, there, 1, C)
+        values = (ones_of(a, b, BIT), ones_of(a2, b2, BIT))
+        put_two(out.to(tl.pointer_type(tl.int16)) + at, values, left, 32, C)
 
 
 @triton.jit
-def put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C: tl.constexpr):
-    """Store what ``encode_two`` gives of one tile, its numbers by a thread each."""
-    a, b, pair, byte, total, weighted = found
-    there = tile < tiles
-    put_nibbles(a, b, base, tile, thread, there, tiles, 16, C.EXTRA, C.LOW, C)
-    put(pivots + tile, byte.to(tl.uint8), there & (thread == 3), C)
+def put_tiles(base, extra, scales, pivots, sums, tile, thread, tiles, found, C: tl.constexpr):
+    """Store what ``encode_two`` gives, the numbers of a tile by a thread each. Tiles are below 2^30."""
+    a, b, a2, b2, pair, pair2, byte, byte2, total, total2, weighted, weighted2 = found
+    left = tiles - tile
+    place = tile.to(tl.uint32)
+    at = place * 4 + thread.to(tl.uint32)
+    put_nibbles((a, b, a2, b2), base, at, left, tiles, 16, C.EXTRA, C.LOW, C)
+    put_two(pivots + place, (byte, byte2), tl.where(thread == 3, left, 0), 8, C)
     if C.EXTRA > 0:
-        put_nibbles(a, b, extra, tile, thread, there, tiles, 1, 0, C.EXTRA, C)
-        values = tl.where(thread == 0, pair, tl.where(thread == 1, total, weighted))
-        sums += tl.where(thread == 1, tile, tile + tl.full((), 1, tl.int64) * tiles)
-        put(tl.where(thread == 0, scales + tile, sums), values, there & (thread < 3), C)
+        put_nibbles((a, b, a2, b2), extra, at, left, tiles, 1, 0, C.EXTRA, C)
+        value = tl.where(thread == 0, pair, tl.where(thread == 1, total, weighted))
+        value2 = tl.where(thread == 0, pair2, tl.where(thread == 1, total2, weighted2))
+        first = tl.where(thread == 1, sums, sums + tiles)
+        first = tl.where(thread == 0, scales, first)
+        put_two(first + place, (value, value2), tl.where(thread < 3, left, 0), 8, C)
     else:
-        put(scales + tile, pair, there & (thread == 0), C)
+        put_two(scales + place, (pair, pair2), tl.where(thread == 0, left, 0), 8, C)
 
 
 @triton.jit
@@ -386,20 +428,16 @@ def encode_by_quads(x, base, extra, scales, pivots, sums, tiles, C: tl.constexpr
     step = tl.num_programs(0) * C.R
     tile = tl.program_id(0) * C.R + (index >> 5) * 16 + (lane >> 2)
     x += tile.to(tl.int64) * C.G + thread * 8
+    sector = thread * 8  # further on for the prefetch: four sectors of 32 bytes are a tile
     words = load_two(x, tiles - tile, C)
-    prefetch_two(x + step.to(tl.int64) * C.G, tiles - tile - step, C)
+    prefetch_two(x + step.to(tl.int64) * C.G + sector, tiles - tile - step, C)
     first = tl.program_id(0) * C.R
     while first < tiles:
         first += step
         x += step.to(tl.int64) * C.G
-        prefetch_two(x + step.to(tl.int64) * C.G, tiles - tile - 2 * step, C)
+        prefetch_two(x + step.to(tl.int64) * C.G + sector, tiles - tile - 2 * step, C)
         following = load_two(x, tiles - tile - step, C)
-        a0, b0, a1, b1, pair0, pair1, byte0, byte1, total0, total1, weighted0, weighted1 = encode_two(
-            words, thread, matrices, elements, C
-        )
-        found = (a0, b0, pair0, byte0, total0, weighted0)
-        put_tile(base, extra, scales, pivots, sums, tile, thread, tiles, found, C)
-        found = (a1, b1, pair1, byte1, total1, weighted1)
-        put_tile(base, extra, scales, pivots, sums, tile + 8, thread, tiles, found, C)
+        found = encode_two(words, thread, matrices, elements, C)
+        put_tiles(base, extra, scales, pivots, sums, tile, thread, tiles, found, C)
         tile += step
         words = following

@@ -71,8 +71,8 @@ def _programs(tiles: int, tuning: Tuning, device: Device, looped: bool = False) 
 
 
 def check_tiles(layout: Layout) -> None:
-    """Kernels number tiles with 32 bits."""
-    if layout.tiles >= 2**31 - 2**20:
+    """Kernels number tiles, and the four words of a tile, with 32 bits."""
+    if layout.tiles >= 2**30 - 2**20:
         raise ValueError(f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages")
 
 
