@@ -1,4 +1,4 @@
-"""Who is high: entropies, a threshold by bisection, slots by counting, and the extra bits to their slots.
+"""Who is high: entropies, a threshold by search, slots by counting, and the extra bits to their slots.
 
 Nothing here depends on timing: sums have a fixed order, and of equal entropies the first unit wins.
 """
@@ -70,6 +70,13 @@ def load_keys(keys, sums, group, first, there, counts, N: tl.constexpr, FUSED: t
 
 
 @triton.jit
+def part_of(width, share):
+    """A share of width, uint32 of 2 or more, that lies inside of it."""
+    part = (width.to(tl.float32) * tl.minimum(tl.maximum(share, 0.0), 1.0)).to(tl.int64).to(tl.uint32)
+    return tl.minimum(tl.maximum(part, 1), width - 1)
+
+
+@triton.jit
 def choose_kernel(
     keys,
     sums,
@@ -85,7 +92,8 @@ def choose_kernel(
     """Widths and slots of one population a program, N units at a time, STEPS times.
 
     ``counts`` is (population, populations, high, last population, last high). A threshold that ``high`` keys
-    reach is found bit by bit; where equal keys leave none, the largest that more of them reach.
+    reach is looked for at two places at a time; where equal keys leave none, the largest that more of them
+    reach.
     """
     population, populations, every, last_population, last_high = counts
     group = tl.program_id(0)
@@ -101,23 +109,33 @@ def choose_kernel(
         first_key = tl.maximum(first_key, tl.max(other, axis=0))
         other = tl.where(part * N + tl.arange(0, N) < there, other, first_key)
         last_key = tl.minimum(last_key, tl.min(other, axis=0))
-    differ = first_key ^ last_key  # then all bits from the first that differs on
-    differ = differ | (differ >> 1)
-    differ = differ | (differ >> 2)
-    differ = differ | (differ >> 4)
-    differ = differ | (differ >> 8)
-    differ = differ | (differ >> 16)
-    threshold = first_key & (differ ^ 0xFFFFFFFF)
-    bit = differ ^ (differ >> 1)
-    reached = high - 1
-    while (bit != 0) & (reached != high):
-        candidate = threshold | bit
-        bit = bit >> 1
-        reached = tl.sum((key >= candidate).to(tl.int32), axis=0)
+    # the threshold lies between these: ``high`` keys or more reach the lower one, fewer the upper one
+    lower, upper = last_key, first_key + 1
+    reach_lower, reach_upper = there, tl.zeros([], tl.int32)
+    guess = tl.full([], True, tl.int1)
+    while (upper - lower > 1) & (reach_lower != high) & (high != 0):
+        width = upper - lower
+        share = (reach_lower - high).to(tl.float32) + 0.5
+        share = share / (reach_lower - reach_upper).to(tl.float32)
+        # about where it should be, or, if that was no good the last time, in thirds: an end whatever the keys
+        a = lower + part_of(width, tl.where(guess, share - 1 / 16, 1 / 3))
+        b = lower + part_of(width, tl.where(guess, share + 1 / 16, 2 / 3))
+        reach_a, reach_b = (key >= a).to(tl.int32), (key >= b).to(tl.int32)
         for part in range(1, STEPS):
             other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
-            reached += tl.sum((other >= candidate).to(tl.int32), axis=0)
-        threshold = tl.where(reached >= high, candidate, threshold)
+            reach_a += (other >= a).to(tl.int32)
+            reach_b += (other >= b).to(tl.int32)
+        if N * STEPS < 32768:  # both in one number
+            both = tl.sum(reach_a | (reach_b << 16), axis=0)
+            reach_a, reach_b = both & 0xFFFF, both >> 16
+        else:
+            reach_a, reach_b = tl.sum(reach_a, axis=0), tl.sum(reach_b, axis=0)
+        upper = tl.where(reach_a < high, a, tl.where(reach_b < high, b, upper))
+        reach_upper = tl.where(reach_a < high, reach_a, tl.where(reach_b < high, reach_b, reach_upper))
+        lower = tl.where(reach_b >= high, b, tl.where(reach_a >= high, a, lower))
+        reach_lower = tl.where(reach_b >= high, reach_b, tl.where(reach_a >= high, reach_a, reach_lower))
+        guess = upper - lower < width // 3
+    threshold = tl.where(high == 0, first_key, lower)
     above = tl.sum((key > threshold).to(tl.int32), axis=0)
     for part in range(1, STEPS):
         other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
