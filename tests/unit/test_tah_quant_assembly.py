@@ -107,6 +107,9 @@ def test_encode(levels: int, fragments: list[np.ndarray]) -> None:
     places = torch.arange(16) * 29 % 64
     x[torch.arange(0, 16, 2), places[::2]] *= 60
     x[3], x[4, 5], x[7, 9], x[8, :2] = 0.0, math.nan, -math.inf, 3e4
+    x[9], x[10], x[11] = x[9].abs(), -x[10].abs(), x[11].sign() / 2  # of one sign; and of one magnitude,
+    x[11, 7], x[12], x[13] = -1.0, x[11] * 0.9921875, x[11]  # the largest twice that, or just less: x[12]
+    x[12, 7], x[12, 8], x[13, 8] = 1.0, 0.50390625, 1.0  # two that are above half of the largest: x[13]
     x = x.bfloat16()
     held = x.view(torch.int32).numpy().view(np.uint32)
     chunks = (4 * THREAD[:, None] + np.array([0, 1, 2, 3, 16, 17, 18, 19])).T
@@ -128,6 +131,8 @@ def test_encode(levels: int, fragments: list[np.ndarray]) -> None:
         tile = ROW + 8 * r
         finite = torch.isfinite(x.float()).all(dim=1).numpy()[tile]
         assert (found[f"${6 + r}"] == pivots[tile]).all()
+        if r == 1:
+            assert [pivots[i] >= 128 for i in (11, 12, 13)] == [True, False, False]
         assert (found[f"${4 + r}"] == scales[tile])[finite].all()
         assert (found[f"${4 + r}"][~finite] & 0x7FFF > 0x7C00).all()
         codes = np.zeros((32, 16), dtype=np.int64)

@@ -122,7 +122,8 @@ def _sums(entropy) -> list[str]:
 def _outliers() -> list[str]:
     """Bytes of pivots $6, $7: a tile's only element above half of its largest is the largest, and chosen.
 
-    How many there are, and the sum of their numbers, are two columns of a product, four times over.
+    What magnitudes have above that half is exact. It sums to the half where it is one element's alone; that
+    sum, and the sum of it times elements' numbers, are two columns of a product, four times over.
     """
     lines = []
     for r in range(2):
@@ -131,22 +132,27 @@ def _outliers() -> list[str]:
     lines += ["prmt.b32 x, c0, c1, 0x5410;", "prmt.b32 y, c0, c1, 0x7632;", "max.NaN.bf16x2 y, x, y;"]
     lines += [
         *_over_quad("max.NaN.bf16x2", "y"),
-        f"mov.b32 x, {0x00800080};",
+        f"mov.b32 x, {0x01000100};",
         "max.NaN.bf16x2 y, y, x;",
         f"sub.u32 y, y, {0x00800080};",
     ]
     lines += ["prmt.b32 c0, y, y, 0x1010;", "prmt.b32 c1, y, y, 0x3232;"]
-    lines += [f"set.gt.bf16x2.bf16x2 m{r}{j}, m{r}{j}, c{r};" for r in range(2) for j in range(8)]
+    for r in range(2):
+        lines.append(f"xor.b32 g{r}, c{r}, {0x80008000};")
+        lines += [f"fma.rn.relu.bf16x2 m{r}{j}, m{r}{j}, ones, g{r};" for j in range(8)]
     total = "d00, d01, d02, d03"
     for k in range(4):
         start, numbers = (total, ("n0", "n1")) if k else ("nought, nought, nought, nought", ("$44", "$45"))
         if k:
-            lines += [f"add.rn.bf16x2 n{i}, {numbers[i] if k > 1 else f'${44 + i}'}, $46;" for i in range(2)]
+            before = numbers if k > 1 else ("$44", "$45")
+            lines += [f"fma.rn.bf16x2 n{i}, {before[i]}, ones, $46;" for i in range(2)]
         lines.append(_product(total, "m", k, numbers, start))
     for r in range(2):
-        lines += [f"mov.b32 v, ${8 + r};", f"setp.eq.f32 e, d0{2 * r}, 0f3F800000;"]
-        lines += ["setp.lt.and.f32 e, v, 0f71800000, e;", f"add.rn.f32 v, d0{2 * r + 1}, 0f4B000080;"]
-        lines += ["mov.b32 y, v;", "and.b32 y, y, 255;", f"selp.b32 ${6 + r}, y, 0, e;"]
+        lines += [f"and.b32 x, c{r}, {0xFFFF0000};", "mov.b32 u, x;", f"setp.eq.f32 e, d0{2 * r}, u;"]
+        lines += [f"mov.b32 v, ${8 + r};", "setp.lt.and.f32 e, v, 0f71800000, e;"]
+        lines += ["rcp.approx.ftz.f32 t, u;", f"mul.rn.f32 t, d0{2 * r + 1}, t;"]
+        lines += ["add.rn.f32 v, t, 0f4B000080;", "mov.b32 y, v;", "and.b32 y, y, 255;"]
+        lines.append(f"selp.b32 ${6 + r}, y, 0, e;")
         lines += [f"selp.b32 c{r}, ones, 0, e;", f"selp.f32 scale{r}, 0f3E000000, 0f3F800000, e;"]
     return lines
 
@@ -159,7 +165,7 @@ def _transformed() -> list[str]:
         lines.append(f"xor.b32 n{r}, c{r}, ones;")
         for j in range(8):
             for name, kept in (("m", "c"), ("i", "n")):
-                lines.append(f"mul.rn.bf16x2 {name}{r}{j}, ${12 + 8 * r + j}, {kept}{r};")
+                lines.append(f"fma.rn.bf16x2 {name}{r}{j}, ${12 + 8 * r + j}, {kept}{r}, minus;")
     for third in range(2):
         for n in range(4):
             first = 8 * third + 2 * n
@@ -213,7 +219,7 @@ def encode_assembly(entropy, grid):
     for name, value in constants.items():
         grid = grid.replace(name + ",", value + ",").replace(name + ";", value + ";")
     words = [f"{x}{r}{j}" for x in "mi" for r in range(2) for j in range(8)]
-    words += ["x", "y", "c0", "c1", "n0", "n1", "tiny", "ones", "pairs"]
+    words += ["x", "y", "c0", "c1", "n0", "n1", "tiny", "minus", "ones", "pairs"]
     words += [f"{x}{k}" for x in "fg" for k in range(4)]
     singles = [f"y{j}_{r}" for j in range(16) for r in range(2)] + ["d00", "d01", "d02", "d03", "nought"]
     singles += ["t", "u", "v", "w1", "w2", "w3", *(f"s{j}" for j in range(16))]
@@ -226,7 +232,7 @@ def encode_assembly(entropy, grid):
         ".reg .b16 half, other;",
     ]
     lines += ["mov.f32 nought, 0f00000000;", f"mov.b32 ones, {0x3F803F80};"]
-    lines += [f"mov.b32 tiny, {0x00800000};"]
+    lines += [f"mov.b32 tiny, {0x00800000};", f"mov.b32 minus, {0x80008000};"]  # minus: -0, added to nothing
     lines += _sums(entropy) + _outliers() + _transformed() + _codes(0, grid) + _codes(1, grid)
     return "\n".join([*lines, "}"])
 
