@@ -71,9 +71,7 @@ def main() -> None:
         flags = f"{SETTINGS[run['setting']]} --pipeline-model-parallel-size {ranks} --seed {run['seed']}"
         flags = " ".join([flags, *share, *extra])
         name = f"{run['setting'].replace(',', '').replace(' ', '-')}-{run['seed']}"
-        summary = demo.train(
-            name, " ".join([flags, *share, *extra]), data, ranks, gpus, options, tensor_parallel=1
-        )
+        summary = demo.train(name, flags, data, ranks, gpus, options, tensor_parallel=1)
         return {key: summary[key] for key in ("validation_loss", "last_loss", "bytes_per_iteration")}
 
     runs = _convergence.plan(options.settings, BASELINE, options.seeds, options.noise_seed)

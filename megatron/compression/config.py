@@ -83,7 +83,7 @@ RECOMMENDED = {
     "taco_rounding": "dither",
     "taco_backward_format": None,
 }
-"""What ``--tp-compression auto`` means: few bits that cost less than 0.3 % of loss (docs/accuracy.md)."""
+"""What ``--tp-compression auto`` means: few bits for little loss (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class TensorParallelCompression:
     tp_compression: Literal["none", "taco", "auto"] = "none"
     """Codec of the tensor-parallel collectives: taco = the adaptive-scale Hadamard transform as the --taco-*
     flags say, by default as in the paper (FP8); auto = the same with the format, group size, scales and
-    rounding that lose no accuracy for the fewest bytes (docs/accuracy.md)."""
+    rounding of docs/accuracy.md: few bytes for little loss."""
 
     taco_format: str = "fp8-e4m3"
     """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4. For the same

@@ -2,8 +2,11 @@
 
 import os
 import socket
+from pathlib import Path
 
 import torch
+
+from megatron.host.errors import InputError
 
 HELP = (
     "Let several ranks of a host share a GPU where it has fewer GPUs than ranks. Losses and bytes are those "
@@ -26,7 +29,9 @@ def share_gpus(local_rank: int, local_ranks: int, devices: int) -> int:
     Returns: the device's index.
     """
     if local_ranks > devices:
-        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank // devices}"
+        boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
+        host = boot.read_text().strip() if boot.exists() else socket.gethostname()
+        os.environ["NCCL_HOSTID"] = f"{host}-{local_rank // devices}"
     return local_rank % devices
 
 
@@ -34,10 +39,18 @@ def share_gpus_if_asked(args) -> list[str]:
     """``--share-gpus``: change Megatron's ``args.local_rank``, the device that it takes.
 
     Returns: a line for the log, or none where nothing changes.
+
+    Raises: InputError where it is asked for and nobody says how many ranks the host has.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not args.share_gpus or not 0 < devices < local_ranks:
+    if not args.share_gpus or not devices:
+        return []
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "--share-gpus needs LOCAL_WORLD_SIZE, the ranks of this host: start with torchrun, or set it"
+        )
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local_ranks <= devices:
         return []
     args.local_rank = share_gpus(args.local_rank, local_ranks, devices)
     return [f"--share-gpus: {local_ranks} ranks on {devices} GPUs; times mean nothing"]

@@ -6,10 +6,12 @@ noise is left in one run is estimated from all settings together, with the addit
 
     100 ln(loss) = setting + block + noise
 
-since three runs of one setting alone tell next to nothing of their own scatter. Settings that scatter LOUD
-times as much as the median one stay out of it, as coarse codecs do: they have their own scatter only. The
-reference of a block is the mean of its uncompressed runs (CONTROLS), as its noise goes into every difference;
-that of the second of them, the null comparison, is the first.
+since three runs of one setting alone tell little of their own scatter. That holds from scratch, where chance
+rules. In branches and endings a codec's scatter grows with what it costs: there each setting has its own, by
+stage, and the common noise serves only where a stage has one run; settings that scatter far more than the
+median one stay out of it. The reference of a block is the mean of its uncompressed runs
+(CONTROLS), as its noise goes into every difference; that of the second of them, the null comparison, is the
+first. The null comparison is a lower bound of the noise: it grows with the perturbation.
 """
 
 import math
@@ -24,8 +26,11 @@ from scripts.accuracy.records import training_loss
 BASE = "none"
 NULL = "none-tp2"
 CONTROLS = (BASE, NULL)
-LOUD = 4.0
-"""So many times the median scatter of the settings is not the common noise (by chance: one in 60,000)."""
+LOUD = 3.0
+"""So many times the median scatter of the settings is not the common noise (of three runs each, by chance one
+setting in 500)."""
+COARSE = 0.3
+"""A difference in per cent from which on a single run is given no error: its noise is not the common one."""
 MEASURES: dict[str, Callable[[dict], float]] = {
     "valid": lambda record: record["valid"],
     "train": training_loss,
@@ -145,17 +150,27 @@ def residual(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 
 def loud(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, set[str]]:
-    """By stage, the settings whose differences scatter more than LOUD times as the median setting's."""
+    """By stage, the settings whose differences scatter more than LOUD times as the median setting's, found
+    again without them until there are none. None from scratch."""
+    if kind == "scratch":
+        return {}
     scatter: dict[str, dict[str, float]] = defaultdict(dict)
     for name, pairs in differences(records, kind, measure).items():
         for stage in {block.stage for block in pairs}:
             found = [value for block, value in pairs.items() if block.stage == stage]
             if len(found) > 1 and name != NULL:
                 scatter[stage][name] = statistics.stdev(found)
-    return {
-        stage: {name for name, s in found.items() if s > LOUD * statistics.median(found.values())}
-        for stage, found in scatter.items()
-    }
+    excluded: dict[str, set[str]] = {}
+    for stage, left in scatter.items():
+        excluded[stage] = set()
+        while left:
+            bound = LOUD * statistics.median(left.values())
+            more = {name for name, deviation in left.items() if deviation > bound}
+            if not more:
+                break
+            excluded[stage] |= more
+            left = {name: deviation for name, deviation in left.items() if name not in more}
+    return excluded
 
 
 def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, Noise]:
@@ -187,29 +202,33 @@ def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -
 
 def pooled(records: Sequence[dict], kind: str) -> dict[str, Estimate]:
     """For each setting the mean over the stages of the mean difference in validation loss in a stage, its
-    error from the noise of all settings, and Satterthwaite's degrees of freedom.
+    error, and Satterthwaite's degrees of freedom.
 
-    Where a stage's noise is unknown, and of a loud setting, ``estimate`` of the differences.
+    From scratch the error is that of the common noise; of branches and endings, by stage, that of the own
+    runs, of a single run the common one. NaN where that is unknown, and for a single run of a coarse codec.
     """
     noise, base = noise_by_stage(records, kind), references(records, kind, "valid")
-    excluded = loud(records, kind)
     found = {}
     for name, pairs in differences(records, kind).items():
         stages = defaultdict(list)
         for block, value in pairs.items():
             controls = 1 if name == NULL else len(base[block])
             stages[block.stage].append((value, 1 + 1 / controls))
-        if any(name in excluded.get(stage, ()) for stage in stages) or not stages.keys() <= noise.keys():
-            found[name] = estimate(list(pairs.values()))
-            continue
+        parts = []
+        for stage, pairs_of_stage in stages.items():
+            values, weights = zip(*pairs_of_stage, strict=True)
+            count, common = len(values), noise.get(stage)
+            if count > 1 and (kind != "scratch" or common is None):
+                parts.append((statistics.variance(values) / count, count - 1))
+            elif common is None or (count == 1 and kind != "scratch" and abs(values[0]) > COARSE):
+                parts.append((math.nan, 0))
+            else:
+                parts.append((common.deviation**2 * sum(weights) / count**2, common.freedom))
         mean = statistics.fmean(statistics.fmean(v for v, _ in values) for values in stages.values())
-        parts = [
-            noise[stage].deviation ** 2 * sum(weight for _, weight in values) / len(values) ** 2
-            for stage, values in stages.items()
-        ]
-        below = sum(part**2 / noise[stage].freedom for stage, part in zip(stages, parts, strict=True))
-        freedom = sum(parts) ** 2 / below if below else math.inf
-        found[name] = Estimate(mean, math.sqrt(sum(parts)) / len(stages), len(pairs), freedom)
+        error = math.sqrt(sum(variance for variance, _ in parts)) / len(stages)
+        below = sum(variance**2 / freedom if freedom else math.nan for variance, freedom in parts)
+        freedom = error**4 * len(stages) ** 4 / below if below > 0 else math.inf
+        found[name] = Estimate(mean, error, len(pairs), 0 if math.isnan(error) else freedom)
     return found
 
 

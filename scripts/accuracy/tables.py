@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from scripts.accuracy.estimates import (
     BASE,
+    COARSE,
     NULL,
     Estimate,
     differences,
@@ -79,7 +80,7 @@ def ending_table(records: Sequence[dict]) -> list[str]:
         return []
     summary = pooled(records, "ending")
     lines = [
-        "| setting | bits a value | against uncompressed by seed, % | mean, % | 95 % interval, pooled "
+        "| setting | bits a value | against uncompressed by seed, % | mean, % | 95 % interval "
         "| reading | training loss, % | weights used uncompressed, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -109,7 +110,7 @@ def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
         "bits a value",
         "pairs",
         "against uncompressed, %",
-        "95 % interval, pooled",
+        "95 % interval",
         "reading",
     ]
     titles += ["training loss, %", *(f"{stage}, %" for stage in stages)]
@@ -134,13 +135,19 @@ def noise_lines(records: Sequence[dict]) -> list[str]:
         for stage, (deviation, freedom) in noise.items():
             where = what + (f", {stage}" if stage else "")
             lines.append(f"- {where}: one run scatters by {deviation:.3f} % ({freedom} degrees of freedom).")
-        by_count = {found.count: found for name, found in summary.items() if name != NULL}
-        for count, found in sorted(by_count.items(), reverse=True):
-            smallest = t_quantile(found.freedom) * found.error
-            if noise and not math.isnan(smallest):
+        by_count: dict[int, float] = {}
+        for name, found in summary.items():
+            half = t_quantile(found.freedom) * found.error
+            fine = kind == "scratch" or abs(found.mean) <= COARSE
+            if name != NULL and fine and not math.isnan(half):
+                by_count[found.count] = max(half, by_count.get(found.count, 0.0))
+        for count, smallest in sorted(by_count.items(), reverse=True):
+            if noise:
                 verdict = "can" if smallest < BOUND else "cannot"
+                of = "" if kind == "scratch" else f" of settings that cost at most {COARSE:g} %,"
+                pairs = f"{count} pair{'s' * (count > 1)}"
                 lines.append(
-                    f"- {what}, {count} pair{'s' * (count > 1)}: differences from {smallest:.2f} % on are "
+                    f"- {what}, {pairs}:{of} differences from {smallest:.2f} % on are "
                     f"told apart (95 %), so {BOUND:g} % {verdict} be."
                 )
         if NULL in summary:

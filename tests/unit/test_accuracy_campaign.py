@@ -161,17 +161,46 @@ def test_intervals_hold_what_they_say():
     assert sum(verdict.startswith("not told apart") for verdict in verdicts) > 180
 
 
+def _ending(effects: dict[str, float], deviations: dict[str, float], generator: random.Random) -> list[dict]:
+    """Three endings of each setting, of known effect and noise, per cent."""
+    return [
+        _record(name, seed, 2.5 * math.exp(value / 100), "ending", f"late-{seed}")
+        for seed in range(3)
+        for name, effect in effects.items()
+        for value in [effect + 5 * seed + generator.gauss(0, deviations[name])]
+    ]
+
+
 def test_a_loud_setting_does_not_widen_the_others():
-    """A coarse codec that scatters ten times as much keeps its own error, and the others theirs."""
-    effects = {"none": 0.0, "none-tp2": 0.0, "paper": 0.1, "int8-dither": 0.0, "int6-dither": 0.1}
-    records = _noisy(effects, 3, 0.01, random.Random(5))
-    alone = estimates.pooled(records, "scratch")
-    loud = [r for r in _noisy({"none": 0.0, "int4-dither": 2.0}, 3, 0.3, random.Random(6))]
-    both = [*records, *(r for r in loud if r["setting"]["name"] == "int4-dither")]
-    assert estimates.loud(both, "scratch") == {"": {"int4-dither"}}
-    summary = estimates.pooled(both, "scratch")
-    assert summary["paper"] == alone["paper"]
-    assert summary["int4-dither"].freedom == 2 and summary["int4-dither"].error > 10 * alone["paper"].error
+    """A coarse codec that scatters thirty times as much has its own error, and is not common noise."""
+    effects = {
+        "none": 0.0,
+        "none-tp2": 0.0,
+        "paper": 0.1,
+        "int8-dither": 0.0,
+        "int6-dither": 0.1,
+        "int4-dither": 2.0,
+    }
+    deviations = dict.fromkeys(effects, 0.01) | {"int4-dither": 0.3}
+    records = _ending(effects, deviations, random.Random(5))
+    assert estimates.loud(records, "ending") == {"late": {"int4-dither"}}
+    assert 0.005 < estimates.noise_by_stage(records, "ending")["late"].deviation < 0.02
+    summary = estimates.pooled(records, "ending")
+    assert summary["int4-dither"].error > 10 * summary["paper"].error
+    assert summary["int4-dither"].freedom == summary["paper"].freedom == pytest.approx(2)
+
+
+def test_own_intervals_hold_what_they_say():
+    """Endings: 95 % of the intervals are right, whatever each setting's noise."""
+    generator, right = random.Random(8), []
+    effects = {"none": 0.0, "none-tp2": 0.0, "paper": 0.1, "int4-dither": 2.0}
+    deviations = {"none": 0.0, "none-tp2": 0.0, "paper": 0.01, "int4-dither": 0.2}
+    for _ in range(400):
+        summary = estimates.pooled(_ending(effects, deviations, generator), "ending")
+        for name in ("paper", "int4-dither"):
+            low, high = summary[name].interval
+            right.append(low < 100 * (math.exp(effects[name] / 100) - 1) < high)
+    assert 0.93 <= statistics.fmean(right) <= 0.97
 
 
 def test_readings_and_what_cannot_be_told_apart():
@@ -187,20 +216,29 @@ def test_readings_and_what_cannot_be_told_apart():
 
 
 def test_branches_of_unequal_replicates():
-    """One replicate of a setting gets its error from the settings with three."""
+    """A single run gets its error from the settings with three, unless it is a coarse codec's; three have
+    their own, stage by stage."""
     generator, records = random.Random(5), []
-    for stage, scale in (("early", 0.3), ("late", 0.02)):
+    for stage, scale in (("early", 0.1), ("late", 0.02)):
         for replicate in range(3):
-            for name in ("none", "none-tp2", "paper", "int6-nearest"):
-                if name != "int6-nearest" or replicate == 0:
-                    value = 2 * math.exp(generator.gauss(0, scale) / 100)
+            for name in ("none", "none-tp2", "paper", "int6-nearest", "int4-nearest"):
+                if name in ("none", "none-tp2", "paper") or replicate == 0:
+                    value = 2 * math.exp(generator.gauss(2.0 * (name == "int4-nearest"), scale) / 100)
                     records.append(_record(name, 1000 + replicate, value, "branch", f"{stage}-{replicate}"))
     noise = estimates.noise_by_stage(records, "branch")
     assert {stage: found.freedom for stage, found in noise.items()} == {"early": 4, "late": 4}
     assert noise["early"].deviation > 3 * noise["late"].deviation
     summary = estimates.pooled(records, "branch")
-    often, once = summary["paper"], summary["int6-nearest"]
-    assert once.error == pytest.approx(often.error * math.sqrt(3)) and once.count == 2
+    once = math.hypot(*(noise[stage].deviation * math.sqrt(1.5) for stage in noise)) / 2
+    assert summary["int6-nearest"].error == pytest.approx(once) and summary["int6-nearest"].count == 2
+    assert math.isnan(summary["int4-nearest"].error) and estimates.reading(summary["int4-nearest"]) == ""
+    own = estimates.differences(records, "branch")["paper"]
+    stages = {"early": [], "late": []}
+    for block, value in own.items():
+        stages[block.stage].append(value)
+    error = math.sqrt(sum(statistics.variance(values) / 3 for values in stages.values())) / 2
+    assert summary["paper"].error == pytest.approx(error)
+    assert 2 <= summary["paper"].freedom < 4
 
 
 @pytest.fixture(scope="module")

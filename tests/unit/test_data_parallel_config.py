@@ -14,7 +14,7 @@ from megatron.compression.data_parallel.bucket import ParameterSpan
 from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
 from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
 from megatron.compression.data_parallel.tagc_layers import is_compressed
-from megatron.compression.data_parallel.topology import group_by_node, nodes_by_size
+from megatron.compression.data_parallel.topology import group_by_node, nodes_by_size, nodes_by_views
 
 ON = {"dp_compression": "sdp4bit"}
 TAGC = {"dp_compression": "tagc"}
@@ -245,3 +245,16 @@ def test_nodes_of_a_group(nodes: list[int], shape: tuple[int, int] | None) -> No
 )
 def test_nodes_by_the_size_that_each_rank_knows(sizes: list[int], nodes: list[int] | None) -> None:
     assert nodes_by_size(sizes) == nodes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hosts", "nodes"),
+    [
+        ([2, 2, 2, 2], "aabb", [0, 0, 2, 2]),
+        ([2, 2, 2, 2], "aaaa", [0, 0, 2, 2]),  # containers of one name; nodes emulated on one host
+        ([2, 2, 2, 2], "abab", [0, 1, 0, 1]),  # ranks that go round the hosts
+        ([0, 0, 0, 0], "aabb", [0, 0, 2, 2]),
+    ],
+)
+def test_nodes_by_what_ranks_say_and_the_names_of_their_hosts(sizes, hosts, nodes) -> None:
+    assert nodes_by_views(sizes, list(hosts)) == nodes

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron.host.errors import InputError
 from megatron.host.shared_gpus import share_gpus, share_gpus_if_asked
 
 
@@ -47,3 +48,13 @@ def test_the_flag(asked: bool, found: int, local_rank: int, logged: bool, monkey
     lines = share_gpus_if_asked(args)
     assert args.local_rank == local_rank
     assert bool(lines) == logged and all("times mean nothing" in line for line in lines)
+
+
+def test_nobody_says_how_many_ranks_there_are(monkeypatch) -> None:
+    """The flag does not silently do nothing."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="LOCAL_WORLD_SIZE"):
+        share_gpus_if_asked(Namespace(share_gpus=True, local_rank=3))
+    assert share_gpus_if_asked(Namespace(share_gpus=False, local_rank=3)) == []

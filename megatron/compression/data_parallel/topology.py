@@ -152,11 +152,17 @@ def nodes_of(group: dist.ProcessGroup) -> list[int]:
     ranks = dist.get_process_group_ranks(group)
     views: list = [None] * dist.get_world_size()
     dist.all_gather_object(views, (os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))
-    nodes = nodes_by_size([int(size or 0) for size, _ in views])
-    if nodes is None:
-        hosts = [host for _, host in views]
-        nodes = [hosts.index(host) for host in hosts]
+    nodes = nodes_by_views([int(size or 0) for size, _ in views], [host for _, host in views])
     return [nodes[rank] for rank in ranks]
+
+
+def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
+    """The node of every rank of the job: by ``nodes_by_size``; by the hosts' names where that says nothing, or
+    would make one node of several hosts (ranks that go round the hosts)."""
+    nodes = nodes_by_size(sizes)
+    if nodes is None or len(set(zip(nodes, hosts, strict=True))) > len(set(nodes)):
+        return [hosts.index(host) for host in hosts]
+    return nodes
 
 
 def nodes_by_size(sizes: Sequence[int]) -> list[int] | None:
