@@ -157,8 +157,8 @@ def nodes_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
-    """The node of every rank of the job: by ``nodes_by_size``; by the hosts' names where that says nothing, or
-    would make one node of several hosts (ranks that go round the hosts)."""
+    """The node of every rank of the job: by ``nodes_by_size``; by the hosts' names where that says nothing,
+    or would make one node of several hosts (ranks that go round the hosts)."""
     nodes = nodes_by_size(sizes)
     if nodes is None or len(set(zip(nodes, hosts, strict=True))) > len(set(nodes)):
         return [hosts.index(host) for host in hosts]
