@@ -15,7 +15,7 @@ from taco_kernels.tah_quant.kernels.values import encoded
 from taco_kernels.triton.hadamard import sylvester
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-AND_OR = 0xEA  # lop3: bits of both the first two operands, or of the third
+XOR = 0x96  # lop3: of all three operands
 
 
 @triton.jit
@@ -177,17 +177,19 @@ def _transformed() -> list[str]:
                 lines.append(_product(target, "m", k, (f"${number}", f"${number + 1}"), target))
     for r in range(2):
         pivot = f"${6 + r}"
-        lines += [f"shr.u32 x, {pivot}, 4;", "and.b32 x, x, $28;", "popc.b32 x, x;", "shl.b32 x, x, 31;"]
-        lines += [f"or.b32 x, x, {0x3F800000};", "mov.b32 s0, x;"]
-        for bit, name in enumerate(("w1", "w2", "t", "u")):
-            lines += [f"shl.b32 x, {pivot}, {31 - bit};"]
-            lines += [f"lop3.b32 x, x, {0x80000000}, {0x3F800000}, {AND_OR};", f"mov.b32 {name}, x;"]
-        # sign of element 4 q + k: that of q, s0, s4, s8, s12, times that of k
-        lines += ["mul.rn.f32 w3, w1, w2;", "mul.rn.f32 s4, s0, t;", "mul.rn.f32 s8, s0, u;"]
-        lines.append("mul.rn.f32 s12, s4, u;")
-        for q in range(0, 16, 4):
-            lines += [f"mul.rn.f32 s{q + k}, s{q}, w{k};" for k in (1, 2, 3)]
-        lines += [f"mul.rn.f32 y{j}_{r}, y{j}_{r}, s{j};" for j in range(16)]
+        # a sign is that of the element's bits 0 and 1 times that of the others
+        lines += [f"shr.u32 x, {pivot}, 4;", "and.b32 x, x, $28;", "popc.b32 x, x;", "shl.b32 g0, x, 31;"]
+        for bit, names in enumerate(("f1", "f2", "f3", "g1")):
+            lines += [f"shl.b32 x, {pivot}, {31 - bit};", f"and.b32 {names}, x, {0x80000000};"]
+        lines += ["xor.b32 g3, f3, g0;", "xor.b32 g2, g1, g0;", "xor.b32 x, f3, g2;"]
+        lines += ["mov.b32 g1, g3;", "mov.b32 g3, x;", "xor.b32 f3, f1, f2;", "mov.b32 f0, 0;"]
+        for element in range(16):
+            y = f"y{element}_{r}"
+            lines += [
+                f"mov.b32 x, {y};",
+                f"lop3.b32 x, x, f{element & 3}, g{element >> 2}, {XOR};",
+                f"mov.b32 {y}, x;",
+            ]
     return lines
 
 
@@ -222,7 +224,7 @@ def encode_assembly(entropy, grid):
     words += ["x", "y", "c0", "c1", "n0", "n1", "tiny", "minus", "ones", "pairs"]
     words += [f"{x}{k}" for x in "fg" for k in range(4)]
     singles = [f"y{j}_{r}" for j in range(16) for r in range(2)] + ["d00", "d01", "d02", "d03", "nought"]
-    singles += ["t", "u", "v", "w1", "w2", "w3", *(f"s{j}" for j in range(16))]
+    singles += ["t", "u", "v"]
     singles += ["low", "high", "total", "inverse", "offset", "scale0", "scale1"]
     lines = [
         "{",
