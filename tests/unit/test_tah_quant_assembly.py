@@ -149,8 +149,8 @@ def test_encode(levels: int, fragments: list[np.ndarray]) -> None:
         np.testing.assert_allclose(weighted, logarithms[there].sum(dim=1), rtol=1e-3, atol=1e-3)
 
 
-def compiled(kernel, operation: str, allocation: str, constants: dict[str, int]):
-    """``kernel`` as a bf16 tensor of whole tiles needs it, for sm_90."""
+def compiled(kernel, operation: str, allocation: str, constants: dict[str, int], capability: int = 90):
+    """``kernel`` as a bf16 tensor of whole tiles needs it, for sm_``capability``."""
     config = TahConfig(allocation=allocation)
     tuning = launch.tuning_of(operation, config, torch.bfloat16)
     spec = spec_of(layout_of(config, (256, 1, 1024)), tuning.tiles, tuning.stages, False)
@@ -166,7 +166,7 @@ def compiled(kernel, operation: str, allocation: str, constants: dict[str, int])
             attributes[i,] = [["tt.divisibility", 16]]
     options = dict(num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=operation == "encode")
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.parametrize("constants", ({}, {"tiles": 1}), ids=("many tiles", "one"))
@@ -176,6 +176,12 @@ def test_encode_has_one_element_a_thread(constants: dict[str, int]) -> None:
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH}
     assert kernel.metadata.shared == 0 and kernel.asm["ptx"].count("mma.sync") == 48
+
+
+def test_encode_needs_no_later_device() -> None:
+    """sm_80 has bf16's fused multiply-add alone: no product, sum or comparison of pairs."""
+    kernel = compiled(launch.encode_kernel, "encode", "token", {}, 80)
+    assert ".target sm_80" in kernel.asm["ptx"] and kernel.metadata.shared == 0
 
 
 @pytest.mark.parametrize("constants", ({}, {"per_unit": 1}, {"tiles": 1, "per_unit": 1}))
