@@ -41,12 +41,15 @@ def main() -> None:
                 torch.zeros(1),
                 widths,
                 slots,
+                slots,
+                slots,
                 (population, 1, high, population, high),
                 population,
                 N=held,
                 STEPS=steps,
                 FUSED=False,
                 BY_TOKEN=True,
+                P=0,
             )
             expected = np.zeros(population, dtype=bool)
             expected[np.argsort(-keys.astype(np.int64), kind="stable")[:high]] = True

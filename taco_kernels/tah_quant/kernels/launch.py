@@ -108,7 +108,10 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
             T=padded,
             C=spec,
         )
-    slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
+    # tiles with one extra plane are moved where they are chosen
+    words = [layout.config.tile_size * bits // 32 for bits in layout.extra_planes]
+    moved = words[0] if len(words) == 1 and layout.high_tiles and not layout.by_token else 0
+    slots = torch.empty(0 if moved else layout.units, dtype=torch.int32, device=wire.device)
     counts = (
         layout.population,
         layout.populations,
@@ -120,32 +123,40 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     start(
         choose_kernel,
         (layout.populations,),
-        (keys, sums, _part(wire, layout, "widths", torch.int32), slots),
+        (
+            keys,
+            sums,
+            _part(wire, layout, "widths", torch.int32),
+            keys if moved else slots,
+            extra.view(torch.int32) if moved else keys,
+            _part(wire, layout, "extra0", torch.int32) if moved else keys,
+        ),
         (counts, layout.units),
         N=held,
         STEPS=ceil_div(layout.population, held),
         FUSED=not layout.by_token,
         BY_TOKEN=layout.by_token,
+        P=moved,
         num_warps=max(1, held // 512),
     )
-    if not layout.high_tiles:
+    if moved or not layout.high_tiles:
         return
     at = 0
-    for i, bits in enumerate(layout.extra_planes):
-        size = layout.tiles * layout.config.tile_size * bits // 8
+    for i, plane in enumerate(words):
+        size = layout.tiles * plane * 4
         start(
             compact_kernel,
             (ceil_div(layout.tiles, MOVED),),
             (extra[at : at + size].view(torch.int32), _part(wire, layout, f"extra{i}", torch.int32), slots),
             (layout.tiles, layout.tiles_per_unit),
-            P=layout.config.tile_size * bits // 32,
+            P=plane,
             R=MOVED,
         )
         at += size
 
 
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
-    """reference.encode in four kernels (tokens) or three (tiles)."""
+    """reference.encode in four kernels (tokens) or two (tiles; three with several extra planes)."""
     layout = layout_of(config, tuple(x.shape))
     whole = all(size % ALIGNMENT == 0 for size in layout.sizes.values())
     make = torch.empty if whole else torch.zeros  # zeros: the sections' padding

@@ -82,14 +82,20 @@ def choose_kernel(
     sums,
     widths,
     slots,
+    extra,
+    out,
     counts,
     units,
     N: tl.constexpr,
     STEPS: tl.constexpr,
     FUSED: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    P: tl.constexpr,
 ):
     """Widths and slots of one population a program, N units at a time, STEPS times.
+
+    With P, units are tiles, whose P words of a plane are copied from ``extra`` to their slots of ``out``: no
+    slots are stored.
 
     ``counts`` is (population, populations, high, last population, last high). A threshold that ``high`` keys
     reach is looked for at two places at a time; where equal keys leave none, the largest that more of them
@@ -156,7 +162,12 @@ def choose_kernel(
         flag = larger | (equal & (equals <= wanted))
         slot = group * every + larger_before + (sums_to & 0xFFFF) + tl.minimum(equals, wanted) - 1
         unit = index * populations + group if BY_TOKEN else group * population + index
-        tl.store(slots + unit, tl.where(flag, slot, -1), mask=index < there)
+        if P:
+            piece = tl.arange(0, P)[None, :]
+            values = tl.load(extra + unit.to(tl.int64)[:, None] * P + piece, mask=flag[:, None], other=0)
+            tl.store(out + slot.to(tl.int64)[:, None] * P + piece, values, mask=flag[:, None])
+        else:
+            tl.store(slots + unit, tl.where(flag, slot, -1), mask=index < there)
         bits = tl.reshape(flag.to(tl.int32), [N // 32, 32]) << tl.arange(0, 32)[None, :]
         word = part * (N // 32) + tl.arange(0, N // 32)
         tl.store(widths + group * words + word, tl.sum(bits, axis=1), mask=word < words)
