@@ -142,11 +142,9 @@ def choose_kernel(
         reach_lower = tl.where(reach_b >= high, reach_b, tl.where(reach_a >= high, reach_a, reach_lower))
         guess = upper - lower < width // 3
     threshold = tl.where(high == 0, first_key, lower)
-    above = tl.sum((key > threshold).to(tl.int32), axis=0)
-    for part in range(1, STEPS):
-        other = load_keys(keys, sums, group, part * N, there, sizes, N, FUSED)
-        above += tl.sum((other > threshold).to(tl.int32), axis=0)
-    wanted = high - above  # of those that equal the threshold
+    # of those that equal the threshold: all, or as many as the larger ones leave; none above the largest key
+    wanted = tl.where(reach_lower == high, there, high - reach_upper)
+    wanted = tl.where(high == 0, 0, wanted)
     words = (population + 31) // 32
     larger_before = tl.zeros([], tl.int32)
     equal_before = tl.zeros([], tl.int32)
