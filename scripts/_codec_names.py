@@ -1,7 +1,6 @@
 """How the scripts name a setting of TACO in a word: ``fp8-e4m3``, ``int8:single``, ``int6:single:dither``."""
 
-SCALES = ("dual", "single")
-ROUNDINGS = ("nearest", "stochastic", "dither")
+from taco_kernels import ROUNDINGS, SCALES
 
 
 def parse_codec(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ def share_gpus(local_rank: int, local_ranks: int, devices: int) -> int:
     return local_rank % devices
 
 
-def share_gpus_if_asked(args) -> list[str]:
+def share_gpus_if_asked(args: Namespace) -> list[str]:
     """``--share-gpus``: change Megatron's ``args.local_rank``, the device that it takes.
 
     Returns: a line for the log, or none where nothing changes.

@@ -46,13 +46,22 @@ def settings_of(records: Sequence[dict], kind: str) -> dict[str, dict]:
     return dict(sorted(found.items(), key=lambda item: (*order, item[0]).index(item[0])))
 
 
+def _judged(records: Sequence[dict], kind: str) -> dict[str, list[str]]:
+    """Cells of the settings that have differences: mean, interval, reading, training loss, uncompressed."""
+    valid, train, plain = (differences(records, kind, m) for m in ("valid", "train", "uncompressed"))
+    summary, cells = pooled(records, kind), {}
+    for name, pairs in valid.items():
+        found = summary[name]
+        cells[name] = [str(estimate(list(pairs.values()))), interval(found), reading(found, BOUND)]
+        cells[name] += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
+    return cells
+
+
 def scratch_table(records: Sequence[dict]) -> list[str]:
     """Runs from scratch: losses by seed and what they say."""
-    settings = settings_of(records, "scratch")
+    settings, judged = settings_of(records, "scratch"), _judged(records, "scratch")
     if not settings:
         return []
-    valid, train, plain = (differences(records, "scratch", m) for m in ("valid", "train", "uncompressed"))
-    summary = pooled(records, "scratch")
     lines = [
         "| setting | bits a value | validation loss, by seed | against uncompressed, % "
         "| 95 % interval, pooled | reading | training loss, % | weights used uncompressed, % |",
@@ -61,37 +70,26 @@ def scratch_table(records: Sequence[dict]) -> list[str]:
     for name, setting in settings.items():
         runs = [r for r in records if r["kind"] == "scratch" and r["setting"]["name"] == name]
         losses = ", ".join(f"{r['valid']:.4f}" for r in sorted(runs, key=lambda r: r["seed"]))
-        cells = [name, f"{bits_of(setting):.2f}", losses]
-        if name in valid:
-            found = summary[name]
-            cells += [str(estimate(list(valid[name].values()))), interval(found), reading(found, BOUND)]
-            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
-        else:
-            cells += [""] * 5
+        cells = [name, f"{bits_of(setting):.2f}", losses, *judged.get(name, [""] * 5)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def ending_table(records: Sequence[dict]) -> list[str]:
-    """The last part of the schedule: losses by seed and what they say."""
-    settings = settings_of(records, "ending")
-    valid, train, plain = (differences(records, "ending", m) for m in ("valid", "train", "uncompressed"))
+    """The last part of the schedule: differences by seed and what they say."""
+    valid, judged = differences(records, "ending"), _judged(records, "ending")
     if not valid:
         return []
-    summary = pooled(records, "ending")
     lines = [
         "| setting | bits a value | against uncompressed by seed, % | mean, % | 95 % interval "
         "| reading | training loss, % | weights used uncompressed, % |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, setting in settings.items():
+    for name, setting in settings_of(records, "ending").items():
         if name in valid:
-            pairs, found = valid[name], summary[name]
-            seeds = ", ".join(f"{pairs[b]:+.3f}" for b in sorted(pairs, key=lambda block: block.replicate))
-            cells = [name, f"{bits_of(setting):.2f}", seeds, str(estimate(list(pairs.values())))]
-            cells += [interval(found), reading(found, BOUND)]
-            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
-            lines.append(f"| {' | '.join(cells)} |")
+            pairs = sorted(valid[name].items(), key=lambda pair: pair[0].replicate)
+            seeds = ", ".join(f"{value:+.3f}" for _, value in pairs)
+            lines.append(f"| {' | '.join([name, f'{bits_of(setting):.2f}', seeds, *judged[name]])} |")
     return lines
 
 

@@ -5,8 +5,7 @@ of the identity codec in place of the tensors, and with TAH-Quant. The identity'
 random bits that the receiver takes off again: both ends must agree on the random numbers of every message.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from megatron.compression.codecs import IdentityCodec, WholeMessage
 from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 from taco_kernels import Stream
+from tests.distributed.observed_sends import observed_sends
 from tests.distributed.spawn import spawn
 
 WORLD = 4
@@ -271,7 +271,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
         seq_length=SEQUENCE,
         micro_batch_size=MICRO_BATCH,
     )
-    with _observed_sends() as waits:
+    with observed_sends() as waits:
         step(**arguments, forward_only=False)
     if codec == "repeated":
         for chunk in model:
@@ -300,51 +300,6 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
         "waits": waits,
         "left": len(exchange.in_flight),
     }
-
-
-@contextmanager
-def _observed_sends() -> Iterator[dict[int, int]]:
-    """{number of a send: how many had been started when it was waited for}.
-
-    Not of sends that share their request with a receive, as batched ones do on NCCL.
-    """
-    from megatron.core.pipeline_parallel import p2p_communication
-
-    waits, started = {}, 0
-
-    class Observed:
-        def __init__(self, request, number: int) -> None:
-            self.request, self.number = request, number
-
-        def wait(self) -> None:
-            assert self.number not in waits, "waited for twice"
-            waits[self.number] = started
-            self.request.wait()
-
-    def observe(send):
-        def wrapper(**arguments):
-            nonlocal started
-            requests = send(**arguments)
-            order = ("send_prev", "recv_prev", "send_next", "recv_next")
-            names = [n for n in order if arguments[f"tensor_{n}"] is not None]
-            if isinstance(requests, list) and len(requests) != len(names):
-                names = ["send" if all(name.startswith("send") for name in names) else "recv"]
-            named = requests if isinstance(requests, dict) else dict(zip(names, requests, strict=True))
-            for name in list(named):
-                if name.startswith("send"):
-                    named[name], started = Observed(named[name], started), started + 1
-            return named if isinstance(requests, dict) else list(named.values())
-
-        return wrapper
-
-    originals = {name: getattr(p2p_communication, name) for name in ("_p2p_ops", "_batched_p2p_ops")}
-    for name, original in originals.items():
-        setattr(p2p_communication, name, observe(original))
-    try:
-        yield waits
-    finally:
-        for name, original in originals.items():
-            setattr(p2p_communication, name, original)
 
 
 def _build(rank: int, case: Case) -> list:
