@@ -17,6 +17,7 @@ import demo
 
 BASELINE = "none"
 INT4 = "--pp-compression int4 --pp-backward-compression tah-quant"
+SIGNED_32 = "--pp-scales signed --pp-group-size 32"
 SETTINGS = {
     BASELINE: "",
     "tah-quant": "--pp-compression tah-quant",
@@ -29,6 +30,10 @@ SETTINGS = {
     "int4": INT4,
     "int4 centered": f"{INT4} --pp-normalize center",
     "int4 standardized": f"{INT4} --pp-normalize standardize",
+    "int4 standardized, signed": f"{INT4} --pp-normalize standardize --pp-scales signed",
+    "int4 standardized, signed, groups of 32": f"{INT4} --pp-normalize standardize {SIGNED_32}",
+    "int4 standardized, signed, groups of 32, after 80": f"{INT4} --pp-normalize standardize {SIGNED_32} "
+    "--tah-start-iteration 80",
     "int4 standardized dither": f"{INT4} --pp-normalize standardize --pp-rounding dither",
     "int5 standardized": f"{INT4.replace('int4', 'int5')} --pp-normalize standardize",
     "int6 standardized": f"{INT4.replace('int4', 'int6')} --pp-normalize standardize",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
-SCALES = ("dual", "single")
+SCALES = ("dual", "single", "signed")
 ROUNDINGS = ("nearest", "stochastic", "dither")
 GROUP_SIZES = (32, 64, 128, 256, 512)
 ALIGNMENT = 16  # bytes; chunks start at multiples of it
@@ -26,7 +26,7 @@ STREAM_NUMEL = 2**37  # elements with random numbers of their own: 32 of them in
 
 _QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 _PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
-_SCALE_BYTES = {"dual": 8, "single": 2}
+_SCALE_BYTES = {"dual": 8, "single": 2, "signed": 2}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -63,7 +63,10 @@ class CodecConfig:
     group_size: int = 128
     """Values that share a scale and a Hadamard transform; a power of two from 32 to 512."""
     scales: str = "dual"
-    """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up."""
+    """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up.
+    ``signed``: the same with a sign, integers only: a group's extreme takes the code -2^(bits - 1), which
+    symmetric grids leave unused, and the step is negative where that is a positive value. A finer step for
+    the same bytes: 22 % less squared error in int4, 12 % in int5, 6 % in int6."""
     rounding: str = "nearest"
     """``nearest`` (ties to even), ``stochastic``, or ``dither`` (subtractive, integers only). Random rounding
     is unbiased down to 1/16 of a step: what is left, at most 1/32 of one, is what rounding to nearest in a
@@ -84,6 +87,10 @@ class CodecConfig:
                 raise ValueError(
                     f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}"
                 )
+        if self.scales == "signed" and self.is_float:
+            raise ValueError(
+                f"scales='signed' needs an integer format, not {self.format}; use scales='single'"
+            )
         if self.rounding == "dither" and self.is_float:
             integers = ", ".join(f for f in FORMATS if f.startswith("int"))
             raise ValueError(
@@ -100,6 +107,14 @@ class CodecConfig:
     def qmax(self) -> float:
         """Largest code value: 448 (e4m3), 57344 (e5m2), 2^(bits-1) - 1 (integers)."""
         return _QMAX[self.format]
+
+    @property
+    def near_limit(self) -> float:
+        """Signed scales: what the largest value opposite the extreme may be in steps; no code overflows.
+
+        Half a step above the largest code, less a margin for fp32, to nearest; at random the code itself.
+        """
+        return self.qmax + (0.5 - 2**-6 if self.rounding == "nearest" else 0.0)
 
     @property
     def planes(self) -> tuple[int, ...]:

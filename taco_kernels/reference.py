@@ -12,9 +12,12 @@ which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exac
     s     = alpha * max|h| * (sqrt(G) / qmax)    (sum(h^2) = mean(x^2), Parseval)
     step  = s / sqrt(G) / alpha                  decode: x = WHT(q * step) = WHT(q) * step
 
-Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Without
-the Hadamard transform h = x and the factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's
-1e-12 on s); an all-zero group sends a zero, and a group that is not finite sends NaN and so decodes to NaN.
+Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Signed
+scale: of the largest |h| of either sign, far and near, ``|step| = max(far / 2^(bits - 1), near / limit)``,
+rounded up to bf16, limit = qmax + 31/64 to nearest and qmax at random; the step is negative where far is the
+largest positive value, so that far becomes the code -2^(bits - 1) and no code overflows. Without the Hadamard
+transform h = x and the factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s);
+an all-zero group sends a zero, and a group that is not finite sends NaN and so decodes to NaN.
 """
 
 import math
@@ -86,7 +89,7 @@ def round_to_grid(
         v = (h.double() * inverse.double()).nan_to_num(nan=0.0).clamp(-2 * config.qmax, 2 * config.qmax)
         q = torch.round(v).int() if r is None else (torch.round(v * 256).int() + 248 - 16 * r) >> 8
         bias = 0 if config.bits == 8 else 2 ** (config.bits - 1)
-        return (q.clamp(-config.qmax, config.qmax) + bias).to(torch.uint8)
+        return (q.clamp(-config.qmax - 1, config.qmax) + bias).to(torch.uint8)
     if r is not None:
         # fp16 has e5m2's exponents and 8 bits more, and at 2^-8 of the value e4m3's and 7 bits more: the
         # code and its fraction, also where it is subnormal or carries into the next binade
@@ -150,7 +153,14 @@ def encode_groups(
     bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
     amax = amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
     qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
-    if config.scales == "single":
+    if config.scales == "signed":
+        high, low = h.amax(dim=1), (-h).amax(dim=1)
+        near = torch.minimum(high, low).masked_fill(bad, 0.0) * h.new_tensor(1.0 / config.near_limit)
+        step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near))
+        step = torch.where(high > low, -step, step)
+        inverse = step.float().reciprocal()
+        scales = [step]
+    elif config.scales == "single":
         step = round_up_bf16(amax / qmax)
         inverse = step.float().reciprocal()
         scales = [step]
@@ -181,10 +191,10 @@ def decode_groups(
     if config.rounding == "dither":
         q = q + dither(random_tile(random, first, groups, config, wire.device))
     scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
-    if config.scales == "single":
-        step = scales[0].float()
-    else:
+    if config.scales == "dual":
         step = scales[0] * (1.0 / root(config)) / scales[1]
+    else:
+        step = scales[0].float()
     return q, step[:, None]
 
 

@@ -107,8 +107,10 @@ class TensorParallelCompression:
     taco_group_size: int = 128
     """Values that share one Hadamard transform and one pair of scales: 32, 64, 128, 256 or 512."""
 
-    taco_scales: Literal["dual", "single"] = "dual"
-    """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
+    taco_scales: Literal["dual", "single", "signed"] = "dual"
+    """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16, signed = one bf16 whose
+    sign says at which end the group's extreme lies: integers use all their codes then, a finer grid for the
+    same bytes."""
 
     taco_rounding: str = "nearest"
     """Rounding to the grid: nearest (the paper's), stochastic (unbiased), or dither (subtractive: unbiased
@@ -168,6 +170,11 @@ class TensorParallelCompression:
             )
         roundings = hop_names("--taco-rounding", self.taco_rounding, TACO_ROUNDINGS)
         for flag, hops in formats.items():
+            if self.taco_scales == "signed" and not all(hop.startswith("int") for hop in hops):
+                raise CompressionConfigError(
+                    f"--taco-scales signed needs integer formats, not {flag} "
+                    f"{','.join(dict.fromkeys(hops))}; choose an int format, or --taco-scales single"
+                )
             for number_format, rounding in zip(hops, roundings, strict=True):
                 if rounding == "dither" and not number_format.startswith("int"):
                     raise CompressionConfigError(

@@ -9,11 +9,12 @@ from scripts.accuracy.settings import SETTINGS
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
 """Where in the schedule the branches start."""
 SCRATCH = (
-    *("none", "paper", "int6-dither", "none-tp2", "int6-nearest", "int8-nearest", "int5-dither"),
-    *("int4-dither", "int8-dither", "int4-nearest", "fp8-plain", "int5-nearest", "fp8-tensor"),
+    *("none", "paper", "int6-dither", "none-tp2", "int5-dither", "int4-dither"),
+    *("int6-nearest", "int8-nearest", "int6-signed", "fp8-plain", "int5-nearest"),
+    *("fp8-tensor", "int4-nearest", "int8-dither", "int5-signed-g64"),
 )
 """From scratch, every seed of a setting before the next setting."""
-BEFORE_BRANCHES = 9
+BEFORE_BRANCHES = len(SCRATCH)
 """So many of them come before the first branches."""
 SLICED = ("int6-dither-sp", "paper-sp", "int4-dither-sp")
 """From scratch with sequence parallelism, when all else is done."""
@@ -37,9 +38,17 @@ ENDED = tuple(
     dict.fromkeys(
         (
             *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest"),
-            *("int6-dither-sp", "int8-dither-sp", "paper-sp", *SCRATCH[1:]),
-            *("int6655-nearest", "int5655-nearest", "int5-nearest-g32", "int5-nearest-g64"),
-            *("int6-dither-hop2", "int6-nearest-sp", "int8-nearest-sp", "int5645-nearest"),
+            *("int6-dither-sp", "int8-dither-sp", "paper-sp", "int6-signed"),
+            *("int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[1:], "int5-nearest-g32"),
+            *("int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp", "int8-nearest-sp"),
+            *(
+                "int6655-nearest",
+                "int5655-nearest",
+                "int6-nearest-sp",
+                "int5-signed",
+                "int4-signed",
+                "int6-dither-hop2",
+            ),
         )
     )
 )

@@ -1,13 +1,13 @@
 """What a run compresses and how: a codec for each hop of each direction, written as short strings.
 
 A codec is ``format[:option...]`` with the options of taco_kernels.CodecConfig in any order: a group size
-(``128``), ``dual`` or ``single`` scales, ``nearest``, ``stochastic`` or ``dither`` rounding, ``plain`` for no
-Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none`` is no compression.
+(``128``), ``dual``, ``single`` or ``signed`` scales, ``nearest``, ``stochastic`` or ``dither`` rounding,
+``plain`` for no Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none`` is no compression.
 """
 
 from dataclasses import asdict, dataclass
 
-from taco_kernels import FORMATS, CodecConfig
+from taco_kernels import FORMATS, SCALES, CodecConfig
 
 TENSOR_FP8 = "fp8-tensor"
 
@@ -25,7 +25,7 @@ def parse_codec(text: str) -> CodecConfig | str | None:
     for option in options:
         if option.isdigit():
             fields["group_size"] = int(option)
-        elif option in ("dual", "single"):
+        elif option in SCALES:
             fields["scales"] = option
         elif option == "plain":
             fields["hadamard"] = False
@@ -118,6 +118,10 @@ def _table() -> dict[str, Setting]:
             everywhere(f"int{bits}-{rounding}-g{group}", f"int{bits}:{group}:single:{rounding}")
             for rounding in ("nearest", "dither")
             for group in (32, 64, 256)
+        ]
+        settings += [
+            everywhere(f"int{bits}-signed{suffix}", f"int{bits}:{group}:signed")
+            for group, suffix in ((128, ""), (64, "-g64"), (32, "-g32"))
         ]
     for first in BITS:  # hop 1 coarse, hop 2 fine, or the other way round
         for second in BITS:

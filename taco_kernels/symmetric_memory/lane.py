@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 import torch
 import triton.language as tl
 
-from taco_kernels.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.symmetric_memory.ring import Exchange
 from taco_kernels.triton.launch import tuning_of
 from taco_kernels.triton.spec import STEP_BYTES
@@ -38,7 +38,7 @@ def tile_bytes(config: CodecConfig) -> int:
 @lru_cache
 def slot_bytes() -> int:
     """Bytes of a slot: a tile in the largest wire format there is."""
-    return max(tile_bytes(CodecConfig(f, g, s)) for f in FORMATS for g in GROUP_SIZES for s in SCALES)
+    return max(tile_bytes(CodecConfig(f, g)) for f in FORMATS for g in GROUP_SIZES)
 
 
 @lru_cache

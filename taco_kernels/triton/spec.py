@@ -69,6 +69,10 @@ class Spec(Constants):
     DUAL: tl.constexpr
     MERGED: tl.constexpr
     """The wire has the fp32 step that dual scales make instead of the two."""
+    SIGNED: tl.constexpr
+    """One step with a sign (layout.CodecConfig.scales)."""
+    NEAR: tl.constexpr
+    """1 / CodecConfig.near_limit."""
     NEAREST: tl.constexpr
     DITHER: tl.constexpr
     HADAMARD: tl.constexpr
@@ -101,6 +105,8 @@ def make_spec(
         BYTES=config.bytes_per_group() - (STEP_BYTES if merged else 0),
         DUAL=config.scales == "dual",
         MERGED=merged,
+        SIGNED=config.scales == "signed",
+        NEAR=1.0 / config.near_limit,
         NEAREST=config.rounding == "nearest",
         DITHER=config.rounding == "dither",
         HADAMARD=config.hadamard,

@@ -92,16 +92,35 @@ def sum_of_squares(h, C: tl.constexpr):
 
 
 @triton.jit
+def extremes(h, C: tl.constexpr):
+    """fp32[R] each of h[R, G]: the largest of h and of -h (of signed scales alone), and of |h|.
+
+    The last is not below infinity where a number is not finite: the transform spreads a NaN over its group,
+    where a maximum cannot miss it; without it, NaN counts as infinity.
+    """
+    if C.SIGNED:
+        up = h
+        if not C.HADAMARD:
+            up = tl.where(h == h, h, float("inf"))
+        high, low = tl.max(up, axis=1), tl.max(-h, axis=1)
+        amax = tl.maximum(high, low)
+    else:
+        magnitude = tl.abs(h)
+        if not C.HADAMARD:
+            magnitude = tl.where(h == h, magnitude, float("inf"))
+        amax = tl.max(magnitude, axis=1)
+        high, low = amax, amax
+    return high, low, amax
+
+
+@triton.jit
 def encode_groups(h, words, wire, first, groups, C: tl.constexpr):
     """Write h fp32[R, G] as groups first... of the chunk at wire.
 
     words: from random_words, or 0 when rounding to nearest.
     """
     tl.static_assert(C.NEAREST or words.dtype == tl.int32, "random rounding takes random_words")
-    magnitude = tl.abs(h)
-    if not C.HADAMARD:  # the transform spreads a NaN over its group, where the maximum cannot miss it
-        magnitude = tl.where(h == h, magnitude, float("inf"))
-    amax = tl.max(magnitude, axis=1)
+    high, low, amax = extremes(h, C)
     bad = (amax < float("inf")) == 0
     zero = amax == 0.0
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
@@ -124,10 +143,16 @@ def encode_groups(h, words, wire, first, groups, C: tl.constexpr):
             tl.store(at, s, mask=row < groups)
             tl.store(at + groups, alpha, mask=row < groups)
     else:
-        step = tl.div_rn(amax, qmax)
+        if C.SIGNED:
+            near = tl.where(bad, 0.0, tl.minimum(high, low)) * C.NEAR
+            step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
+        else:
+            step = tl.div_rn(amax, qmax)
         step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(
             tl.float32, bitcast=True
         )  # up to bf16
+        if C.SIGNED:
+            step = tl.where(high > low, -step, step)
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
         step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
         at = scales.to(tl.pointer_type(tl.bfloat16)) + row

@@ -10,6 +10,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_sum_encode to another format")
 
 
+SIGNED = (
+    ("int4", 32, "nearest", True),
+    ("int4", 128, "dither", True),
+    ("int5", 64, "stochastic", True),
+    ("int5", 32, "nearest", False),
+    ("int6", 128, "nearest", True),
+    ("int6", 512, "dither", False),
+    ("int8", 128, "dither", True),
+    ("int8", 64, "nearest", True),
+)
+"""Format, group size, rounding, whether transformed: integers whose step has a sign."""
+
+
 class Case(NamedTuple):
     """A configuration and what runs in it."""
 
@@ -24,7 +37,9 @@ def roundings(format: str) -> tuple[str, ...]:
 
 
 def case_of(format: str, group_size: int, hadamard: bool = True) -> Case:
-    """The case of a format and group size. Encode and decode always run, the sums in turn.
+    """The case of a format and group size, not with signed scales.
+
+    Encode and decode always run, the sums in turn.
 
     Over all of them every pair of format, group size, scales, rounding, dtype and operation occurs.
     """

@@ -10,7 +10,7 @@ import torch
 import taco_kernels as tk
 from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream, reference
 from taco_kernels.testing import difference
-from tests.gpu.codec_cases import DTYPES, OPERATIONS, case_of, roundings
+from tests.gpu.codec_cases import DTYPES, OPERATIONS, SIGNED, case_of, roundings
 
 # What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;
 # only e5m2's range is too wide for that. Encoding sums fp32 values in another order than the reference, which
@@ -27,9 +27,9 @@ def agree(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
     values = a.shape[0] * (a.shape[1] // config.bytes_per_group()) * config.group_size
     assert apart.grid_steps <= 1 and apart.padding, (config, apart)
     # a bf16 step that rounds to its neighbour moves the codes of a whole group
-    allowed = CODES_APART * values + (config.group_size if config.scales == "single" else 2)
+    allowed = CODES_APART * values + (config.group_size if config.scales != "dual" else 2)
     assert apart.codes * values <= allowed, (config, apart, values)
-    assert apart.scales <= (2**-7 if config.scales == "single" else SCALES_APART), (config, apart)
+    assert apart.scales <= (2**-7 if config.scales != "dual" else SCALES_APART), (config, apart)
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
@@ -116,6 +116,15 @@ def test_against_the_reference(format: str, group_size: int) -> None:
     check(x, case.config, rng.randint(1, 8), rng.choice((1, 3, 4)), case.operations)
 
 
+@pytest.mark.parametrize("format, group_size, rounding, hadamard", SIGNED)
+def test_steps_with_a_sign(format: str, group_size: int, rounding: str, hadamard: bool) -> None:
+    """Every operation, every dtype; values of one sign, whose groups' near extreme is below zero."""
+    config = CodecConfig(format, group_size, "signed", rounding, hadamard)
+    for seed, dtype in enumerate(DTYPES):
+        x = tensor((77, 457 + seed), dtype, torch.Generator().manual_seed(seed))
+        check(x.abs() if seed == 1 else x, config, 3, 2 + seed)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_without_the_transform(format: str) -> None:
     for group_size in (64, 256):
@@ -197,9 +206,10 @@ def test_unaligned_wires(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_at_the_edges(format: str, hadamard: bool) -> None:
     """NaN and infinity stay visible and stay in their group; zeros, tiny and huge values come through."""
-    choices = [("dual", roundings(format)[-1]), ("single", "nearest")]
-    for scales, rounding in choices if hadamard else choices[:1]:
-        config = CodecConfig(format, 128, scales, rounding, hadamard)
+    choices = [("dual", roundings(format)[-1])]
+    choices += [("single", "nearest")] * hadamard + [("signed", "nearest")] * format.startswith("int")
+    for kind, rounding in choices:
+        config = CodecConfig(format, 128, kind, rounding, hadamard)
         x = torch.randn(8, 128, generator=torch.Generator().manual_seed(5)).cuda()
         x[0] = 0
         x[1, 77], x[2, 0], x[3, 127] = math.nan, math.inf, -math.inf

@@ -75,7 +75,7 @@ def read_wire(
         values = codes.double() - 2 ** (bits - 1)
     assert (wire[start + n * scale_bytes :] == 0).all() and wire.numel() % 16 == 0
     scales = wire[start : start + n * scale_bytes].clone()
-    if config.scales == "single":
+    if config.scales != "dual":
         return values, scales.view(torch.bfloat16).double(), None
     s, alpha = scales.view(torch.float32).double().view(2, n)
     return values, s, alpha

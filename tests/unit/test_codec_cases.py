@@ -13,7 +13,8 @@ def test_every_pair_of_choices_occurs() -> None:
         for operation in case.operations:
             config = case.config
             rows.append((format, group_size, config.scales, config.rounding, case.dtype, operation))
-    choices = (FORMATS, GROUP_SIZES, SCALES, roundings("int8"), DTYPES, OPERATIONS)
+    assert SCALES == ("dual", "single", "signed")  # the last has cases of its own
+    choices = (FORMATS, GROUP_SIZES, SCALES[:2], roundings("int8"), DTYPES, OPERATIONS)
     for a, b in combinations(range(len(choices)), 2):
         wanted = {
             (x, y)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import taco_kernels as tk
-from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream
+from taco_kernels import FORMATS, GROUP_SIZES, SCALES, CodecConfig, Stream
 from tests.unit.codec_formulas import (
     INTEGERS,
     STREAM,
@@ -27,6 +27,11 @@ GAUSSIAN_ERROR = {
     "int5": 0.0565,
     "int4": 0.121,
 }
+
+
+def scales_of(format: str) -> tuple[str, ...]:
+    """What a format's groups can send."""
+    return tuple(scales for scales in SCALES if scales != "signed" or format in INTEGERS)
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
@@ -94,8 +99,44 @@ def test_single_scale_is_rounded_up_so_that_nothing_saturates(format: str) -> No
     assert ((q * step[:, None] - y).abs() <= y.abs() * 0.13 + step[:, None] * 0.501).all()
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("scales", ["dual", "single"])
+@pytest.mark.parametrize("format", INTEGERS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
+def test_signed_scales_use_every_code_and_overflow_none(format: str, rounding: str) -> None:
+    """Values are half a step off at most to nearest, a step at random; the extreme has the outermost code."""
+    config = CodecConfig(format, 32, "signed", rounding, hadamard=False)
+    x = inputs("gaussian", 2000, 32).view(2000, 32)
+    x[::4] = x[::4].abs()
+    x[1::8, 5] = -x[1::8].abs().amax(1)  # both extremes alike
+    x[1::8, 6] = -x[1::8, 5]
+    wire = tk.encode(x, config, 1, STREAM)[0]
+    q, step, _ = read_wire(wire, config)
+    far = x.abs().amax(1)
+    outermost = 2 ** (config.bits - 1)
+    exact = far / outermost
+    assert (step.abs() >= exact).all() and (
+        step.abs() <= exact * outermost / config.near_limit * (1 + 2**-7)
+    ).all()
+    positive = x.amax(1) > -x.amin(1)
+    assert torch.equal(step < 0, positive)
+    assert q.min() == -outermost and q.max() == config.qmax
+    bound = {"nearest": 0.5, "stochastic": 1.0, "dither": 0.54}[rounding]
+    y = tk.decode(wire[None], config, x.shape, torch.float32, STREAM)
+    assert ((y - x).abs() <= bound * step.abs()[:, None].float() * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("bits, gain", [(4, 0.78), (5, 0.885), (6, 0.94)])
+def test_signed_scales_have_less_error_for_the_same_bytes(bits: int, gain: float) -> None:
+    """Squared error on Gaussian data against a symmetric grid: about (1 - 2^(1 - bits))^2 and a bit."""
+    x = inputs("gaussian", 4000, 64)
+
+    def error(scales: str) -> float:
+        config = CodecConfig(f"int{bits}", 64, scales)
+        return float((tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).square().sum())
+
+    assert error("signed") / error("single") == pytest.approx(gain, abs=0.015)
+
+
+@pytest.mark.parametrize("format, scales", [(f, s) for f in FORMATS for s in scales_of(f)])
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_non_finite_groups_decode_to_nan_and_stay_alone(format: str, scales: str, hadamard: bool) -> None:
     config = CodecConfig(format, 32, scales=scales, hadamard=hadamard)
@@ -117,7 +158,7 @@ def test_non_finite_groups_decode_to_nan_and_stay_alone(format: str, scales: str
 def test_the_largest_finite_values_survive(format: str) -> None:
     """fp32's range end to end: no NaN, no infinity, the usual error."""
     for group_size in (32, 512):
-        for scales in ("dual", "single"):
+        for scales in scales_of(format):
             config = CodecConfig(format, group_size, scales=scales)
             x = inputs("gaussian", 4, group_size)
             x = x / x.abs().max() * 3e38
@@ -129,7 +170,7 @@ def test_the_largest_finite_values_survive(format: str) -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
 def test_all_zero_groups_decode_to_exact_zeros(rounding: str) -> None:
     for format in INTEGERS if rounding == "dither" else FORMATS:
-        for scales in ("dual", "single"):
+        for scales in scales_of(format):
             config = CodecConfig(format, 64, scales=scales, rounding=rounding)
             wires = tk.encode(torch.zeros(3, 100), config, 2, STREAM)
             assert (tk.decode(wires, config, (3, 100), torch.float32, STREAM) == 0).all()
@@ -245,6 +286,7 @@ def test_the_sum_can_be_encoded_in_another_format(second):
         (dict(group_size=100), ("group_size", "128")),
         (dict(group_size=1024), ("group_size", "512")),
         (dict(scales="triple"), ("scales", "single")),
+        (dict(scales="signed"), ("signed", "integer", "single")),
         (dict(rounding="up"), ("rounding", "stochastic")),
         (dict(format="fp8-e4m3", rounding="dither"), ("int8", "int4", "stochastic")),
     ],

@@ -68,18 +68,19 @@ def _fixed(name: str, settings: PipelineParallelCompression, rounding: str) -> M
     if name == "none":
         return None
     if name in INTEGERS:
-        return _plain_integers(*INTEGERS[name], rounding)
+        bits, group_size = INTEGERS[name]
+        return _plain_integers(bits, settings.pp_group_size or group_size, rounding, settings.pp_scales)
     config = CodecConfig(
         format=settings.pp_taco_format, group_size=settings.pp_taco_group_size, rounding=rounding
     )
     return WholeMessage(TacoCodec(config))
 
 
-def _plain_integers(bits: int, group_size: int, rounding: str) -> MessageCodec:
+def _plain_integers(bits: int, group_size: int, rounding: str, scales: str = "single") -> MessageCodec:
     config = CodecConfig(
-        format=f"int{bits}", group_size=group_size, scales="single", hadamard=False, rounding=rounding
+        format=f"int{bits}", group_size=group_size, scales=scales, hadamard=False, rounding=rounding
     )
-    label = f"fixed point int{bits} tile {group_size}"
+    label = f"fixed point int{bits} tile {group_size}" + ", signed scales" * (scales == "signed")
     return WholeMessage(
         TacoCodec(config), label if rounding == "nearest" else f"{label}, {rounding} rounding"
     )

@@ -8,6 +8,7 @@ from megatron.compression.config_errors import CompressionConfigError, flag_name
 PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8", "int6", "int5", "int4")
 BACKWARD_BITS = (4, 5, 6, 8)
 TACO_SETTINGS = ("pp_taco_format", "pp_taco_group_size")
+INTEGER_SETTINGS = ("pp_scales", "pp_group_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class PipelineParallelCompression:
     pp_compression: Literal["none", "tah-quant", "taco", "int8", "int6", "int5", "int4"] = "none"
     """Codec between pipeline stages: tah-quant = 3 and 4 bits by entropy, with pivot swap and Hadamard
     transform; taco = FP8 with the adaptive-scale Hadamard transform; int8 = 8 bits, one scale per 128
-    values, no transform; int6, int5, int4 = as many bits, one scale per 64 values, no transform."""
+    values, no transform; int6, int5, int4 = as many bits, one scale per 64 values, no transform
+    (--pp-group-size, --pp-scales)."""
 
     pp_backward_compression: str | None = None
     """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco, int8,
@@ -29,6 +31,14 @@ class PipelineParallelCompression:
     pp_normalize: Literal["none", "center", "standardize"] = "none"
     """What is done to each channel of the activations, over a message's tokens, before they are encoded:
     center = subtract the mean; standardize = divide by the root mean square as well."""
+
+    pp_scales: Literal["single", "signed"] = "single"
+    """Scales of the int codecs: single = one bf16 for a group's values; signed = the same with a sign, which
+    says at which end the group's extreme lies: all codes are used, a finer grid for the same bytes."""
+
+    pp_group_size: int | None = None
+    """Values that share a scale in the int codecs: 32, 64, 128, 256 or 512; by default 128 in int8 and 64 in
+    the others."""
 
     pp_rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
     """Rounding of activations by an int codec or taco: stochastic and dither (subtractive, integers only) are
@@ -126,12 +136,15 @@ class PipelineParallelCompression:
                 idle.setdefault(field.name, self.pp_compression != "tah-quant")
             elif field.name in TACO_SETTINGS:
                 idle[field.name] = "taco" not in chosen
+            elif field.name in INTEGER_SETTINGS:
+                idle[field.name] = not any(codec.startswith("int") for codec in chosen)
         changed = [f.name for f in fields(self) if idle.get(f.name) and getattr(self, f.name) != f.default]
         if changed:
             remedies = {
                 "pp_rounding": "--pp-compression int8, int6, int5, int4 or taco",
                 "pp_backward_rounding": "--pp-backward-compression with a codec",
                 **dict.fromkeys(TACO_SETTINGS, "--pp-compression taco"),
+                **dict.fromkeys(INTEGER_SETTINGS, "--pp-compression int8, int6, int5 or int4"),
             }
             raise CompressionConfigError(
                 f"{', '.join(map(flag_name, changed))} given, but nothing between pipeline stages uses it; "

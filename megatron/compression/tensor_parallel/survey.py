@@ -12,7 +12,7 @@ class CodecSurvey(ErrorGuard):
 
     Args:
         iteration: zero-based training iteration to measure in: each site's channels, the first call of each.
-        scales: as in ``--taco-scales``.
+        scales: as in ``--taco-scales``; with signed ones fp8, which has none, is measured with single ones.
     """
 
     def __init__(self, iteration: int, scales: str = "single") -> None:
@@ -20,7 +20,10 @@ class CodecSurvey(ErrorGuard):
         self.iteration = iteration
         self.codecs = {
             (number_format, group_size): build_codec(
-                "taco", format=number_format, group_size=group_size, scales=scales
+                "taco",
+                format=number_format,
+                group_size=group_size,
+                scales="single" if scales == "signed" and number_format.startswith("fp8") else scales,
             )
             for number_format in TACO_FORMATS
             for group_size in TACO_GROUP_SIZES
