@@ -2,7 +2,8 @@
 
 A codec is ``format[:option...]`` with the options of taco_kernels.CodecConfig in any order: a group size
 (``128``), ``dual``, ``single`` or ``signed`` scales, ``nearest``, ``stochastic`` or ``dither`` rounding,
-``plain`` for no Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none`` is no compression.
+``plain`` for no Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none`` is no
+compression.
 """
 
 from dataclasses import asdict, dataclass
