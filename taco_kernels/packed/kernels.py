@@ -205,28 +205,15 @@ def move_kernel(
 
 
 @triton.jit
-def count_kernel(
-    words, counts, rows, words_stride, WIDTH: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr
-):
-    """Values that each sender has sent of every row."""
-    sender = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * T + tl.arange(0, T)
-    number = row[:, None] * (WIDTH // LANES) + tl.arange(0, WIDTH // LANES)[None, :]
-    word = tl.load(words + sender * words_stride + number, mask=(row < rows)[:, None], other=0)
-    tl.store(counts + sender * rows + row, tl.sum(bits_set(word, INTERPRET), axis=1), mask=row < rows)
-
-
-@triton.jit
 def sent_values(
-    values, words, exponents, ends, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
+    values, words, exponents, start, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
 ):
-    """fp32[32, 32]: what one sender has sent of a row."""
+    """fp32[32, 32]: what one sender has sent of a row, whose first code is number ``start``."""
     bitmap = tl.load(words + row * LANES + tl.arange(0, LANES))
-    end = tl.load(ends + row)
     exponent = tl.load(exponents + row).to(tl.int32)
-    count, rank = ranks(bitmap, INTERPRET)
+    _, rank = ranks(bitmap, INTERPRET)
     # the others load the next value that is there, cheaper than a mask; the bitmap lies behind the last one
-    code = tl.load(values + (end - count) + rank).to(tl.int32)
+    code = tl.load(values + start + rank).to(tl.int32)
     if BITS < 32:
         step = tl.where(exponent == 255, float("nan"), step_of(exponent, BITS, FLOOR))
         SIGN: tl.constexpr = 2 ** (BITS - 1)
@@ -241,12 +228,15 @@ def sent_values(
 
 @triton.jit
 def decode_sum_kernel(
-    values, words, exponents, ends, total,
-    numel, rows, senders, values_stride, words_stride, exponents_stride,
+    values, words, exponents, before, starts, total,
+    numel, rows, tiles, senders, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0."""
+    """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0.
+
+    Of any number of bits, and of any number of senders; see sum_kernels.py for 16 bits and a few.
+    """
     row = tl.program_id(0).to(tl.int64)
     result = tl.zeros([WIDTH // LANES, LANES], tl.float32)
     if W > 0:  # unrolled, so that the senders' loads are in flight together
@@ -254,7 +244,8 @@ def decode_sum_kernel(
             at = tl.full((), w, tl.int64)
             result += sent_values(
                 values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                ends + at * rows, row, BITS, FLOOR, INTERPRET,
+                tl.load(starts + at * tiles + row // T) + tl.load(before + at * rows + row),
+                row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
     else:
         sender = 0
@@ -262,7 +253,8 @@ def decode_sum_kernel(
             at = tl.full((), 0, tl.int64) + sender
             result += sent_values(
                 values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                ends + at * rows, row, BITS, FLOOR, INTERPRET,
+                tl.load(starts + at * tiles + row // T) + tl.load(before + at * rows + row),
+                row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
             sender += 1
     tl.store(total + row * WIDTH + offsets(WIDTH), result, mask=inside(row, numel, WHOLE, WIDTH))

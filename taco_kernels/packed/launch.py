@@ -4,8 +4,9 @@ import torch
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
 from taco_kernels.layout import ceil_div
-from taco_kernels.packed.kernels import count_kernel, decode_sum_kernel, move_kernel, squeeze_kernel
+from taco_kernels.packed.kernels import decode_sum_kernel, move_kernel, squeeze_kernel
 from taco_kernels.packed.layout import WIDTH, PackedLayout
+from taco_kernels.packed.sum_kernels import count_kernel, start_kernel, sum_kernel
 from taco_kernels.triton.fast_launch import start
 from taco_kernels.triton.launch import device_for
 
@@ -13,7 +14,10 @@ ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
 MOVED_ROWS, MOVED_CODES = 8, 256
 """Rows of a program that moves codes, and how many of a row it moves at a time."""
-COUNTED_ROWS = 32
+COUNTED_ROWS, STARTS = 32, 4096
+"""Rows of a tile, which are counted together, and how many of the tiles are added up at a time."""
+SUM_ROWS, PREFETCH = 4, True
+"""Rows, a warp each, of a program that adds 16-bit values up; whether it asks for their codes ahead."""
 ZEROS = 4096
 """Codes behind the last one that a program writes."""
 UNROLLED = 8
@@ -79,29 +83,51 @@ def encode(
 def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """See reference.decode_sum."""
     values, words, exponents = _parts(wires, layout)
-    counts = torch.empty((len(wires), layout.rows), dtype=torch.int32, device=wires.device)
+    senders, rows, tiles = len(wires), layout.rows, ceil_div(layout.rows, COUNTED_ROWS)
+    before = torch.empty((senders, rows), dtype=torch.int32, device=wires.device)
+    starts = torch.empty((senders, tiles), dtype=torch.int32, device=wires.device)
+    total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
     interpret = device_for(wires).interpret
     start(
         count_kernel,
-        (ceil_div(layout.rows, COUNTED_ROWS), len(wires)),
-        (words, counts),
-        (layout.rows, words.stride(0)),
+        (tiles, senders),
+        (words, before, starts),
+        (rows, tiles, words.stride(0)),
         WIDTH=WIDTH,
         INTERPRET=interpret,
         T=COUNTED_ROWS,
     )
-    total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
-    start(
-        decode_sum_kernel,
-        (layout.rows,),
-        (values, words, exponents, counts.cumsum(1, dtype=torch.int32), total),
-        (layout.numel, layout.rows, len(wires), values.stride(0), words.stride(0), exponents.stride(0)),
-        W=len(wires) if len(wires) <= UNROLLED else 0,
+    start(start_kernel, (senders,), (starts,), (tiles,), N=STARTS, num_warps=8)
+    few = senders <= UNROLLED
+    constants = dict(
+        W=senders if few else 0,
         BITS=layout.bits,
         FLOOR=EXPONENT_FLOOR,
         WIDTH=WIDTH,
         WHOLE=layout.numel % 4 == 0,
         INTERPRET=interpret,
-        num_warps=ROW_WARPS,
+        T=COUNTED_ROWS,
     )
+    tensors = (values, words, exponents, before, starts, total)
+    strides = (values.stride(0), words.stride(0), exponents.stride(0))
+    if few and layout.bits == 16:
+        start(
+            sum_kernel,
+            (ceil_div(rows, SUM_ROWS),),
+            tensors,
+            (layout.numel, rows, tiles, *strides),
+            **constants,
+            R=SUM_ROWS,
+            PREFETCH=PREFETCH,
+            num_warps=SUM_ROWS,
+        )
+    else:
+        start(
+            decode_sum_kernel,
+            (rows,),
+            tensors,
+            (layout.numel, rows, tiles, senders, *strides),
+            **constants,
+            num_warps=ROW_WARPS,
+        )
     return total

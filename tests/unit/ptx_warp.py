@@ -114,6 +114,13 @@ WARP_OPERATIONS = OPERATIONS | {
     "cvt.rn.bf16x2.f32": _to_bf16,
     "cvt.rn.f16x2.f32": _quiet_halves,
     "setp.eq.u32": lambda a, b: a == b,
+    "setp.lt.s32": lambda a, b: a.view(np.int32) < b.view(np.int32),
+    "setp.gt.and.s32": lambda a, b, p: (a.view(np.int32) > b.view(np.int32)) & p,
+    "cvt.rn.f32.s32": lambda a: a.view(np.int32).astype(np.float32).view(np.uint32),
+    "cvt.u64.u32": lambda a: a,
+    "add.s64": lambda a, b: a + b,
+    "add.s32": lambda a, b: a + b,
+    "sub.s32": lambda a, b: a - b,
     "setp.gt.s32": lambda a, b: a.view(np.int32) > b.view(np.int32),
 }
 
@@ -145,7 +152,7 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
     Args:
         text: the assembly.
         registers: uint32[32] by name, addresses too: bytes into ``memory``.
-        memory: uint32 array that stores go to.
+        memory: uint32 array that loads come from and stores go to.
 
     Returns:
         All registers.
@@ -185,6 +192,21 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
             word = (registers[address] + np.uint32(distance)) // 4
             for i, value in enumerate(values.split(", ")):
                 memory[word[active] + i] = read(value)[active]
+        elif operation == "st.global.f32":
+            address, distance, value = re.fullmatch(r"\[(\S+?)\+(\d+)\], (\S+)", rest).groups()
+            memory[(registers[address] + np.uint32(distance))[active] // 4] = read(value)[active]
+        elif operation == "ld.global.nc.s16":
+            target, address, distance = re.fullmatch(r"(\S+), \[(\S+?)\+(\d+)\]", rest).groups()
+            halves = memory.view(np.int16)[(registers[address] + np.uint32(distance)) // 2]
+            registers[target] = halves.astype(np.int32).view(np.uint32)
+        elif operation == "shfl.sync.up.b32":
+            targets, source, distance, *_ = rest.replace(" ", "").split(",")
+            target, predicate = targets.split("|")
+            registers[predicate] = int(distance) <= LANES
+            registers[target] = read(source)[np.maximum(LANES - int(distance), 0)]
+        elif operation == "shfl.sync.idx.b32":
+            target, source, lane, *_ = rest.replace(" ", "").split(",")
+            registers[target] = read(source)[read(lane).astype(np.int64)]
         elif operation == "shfl.sync.bfly.b32":
             target, source, distance, *_ = rest.replace(" ", "").split(",")
             registers[target] = read(source)[LANES ^ int(distance)]

@@ -104,7 +104,7 @@ def test_a_union_without_room_keeps_the_largest() -> None:
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "4 cases"
+    assert output_interpreted(__file__) == "5 cases"
 
 
 def main() -> None:
@@ -117,6 +117,7 @@ def main() -> None:
         (3_003, 0.1, 32, 0.1),
         (4_096, 0.3, 16, 0.5),
         (3_074, 0.4, 8, 0.4),
+        (3_005, 0.3, 16, 0.2),
     ):
         layout = packed.PackedLayout(numel, share, bits)
         x = gradients(3, numel)

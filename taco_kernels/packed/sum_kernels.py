@@ -1,0 +1,211 @@
+"""Triton kernels that add packed 16-bit values up, for a few senders: a warp a row of 1024, lane by lane.
+
+Tensors have one element a thread. Lane l of a warp has word l of its row's bitmap, and with it what the words
+before hold. Four values at a time are a thread's: in step s, bits 4 (l & 3) and on of either half of word
+8 s + (l >> 2), so that what four threads store lies side by side. Pairs of values are looked for together:
+the second one is the code behind the first one's, or that code itself where the first one was not sent.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.packed.kernels import bits_set, step_of
+
+LANES = tl.constexpr(32)
+
+
+@triton.jit
+def count_kernel(
+    words, before, sums, rows, tiles, words_stride,
+    WIDTH: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Values that each sender has sent before every row, in its tile of T rows, and in all of a tile."""
+    sender = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * T + tl.arange(0, T)
+    number = row[:, None] * (WIDTH // LANES) + tl.arange(0, WIDTH // LANES)[None, :]
+    word = tl.load(words + sender * words_stride + number, mask=(row < rows)[:, None], other=0)
+    count = tl.sum(bits_set(word, INTERPRET), axis=1)
+    tl.store(before + sender * rows + row, tl.cumsum(count, axis=0) - count, mask=row < rows)
+    tl.store(sums + sender * tiles + tl.program_id(0), tl.sum(count, axis=0))
+
+
+@triton.jit
+def start_kernel(sums, tiles, N: tl.constexpr):
+    """Sums of tiles to running sums, each without its own; a program a sender, N tiles at a time."""
+    sums += tl.program_id(0).to(tl.int64) * tiles
+    total, first = 0, 0
+    while first < tiles:
+        tile = first + tl.arange(0, N)
+        size = tl.load(sums + tile, mask=tile < tiles, other=0)
+        tl.store(sums + tile, total + tl.cumsum(size, axis=0) - size, mask=tile < tiles)
+        total += tl.sum(size, axis=0)
+        first += N
+
+
+@triton.constexpr_function
+def scan_assembly():
+    """$0: $2 and the bits of $1 in all lanes before."""
+    lines = ["{", ".reg .b32 n, t, x;", ".reg .pred p;", "popc.b32 n, $1;", "mov.b32 t, n;"]
+    for distance in (1, 2, 4, 8, 16):
+        lines += [f"shfl.sync.up.b32 x|p, t, {distance}, 0, -1;", "@p add.s32 t, t, x;"]
+    return "\n".join([*lines, "sub.s32 t, t, n;", "add.s32 $0, t, $2;", "}"])
+
+
+@triton.jit
+def places(word, start, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32: the place of the first code of each lane's word, that of lane 0's at ``start``."""
+    if INTERPRET:
+        count = tl.reshape(bits_set(word, INTERPRET), [R, LANES])
+        result = start + tl.reshape(tl.cumsum(count, axis=1) - count, [R * LANES])
+    else:
+        text: tl.constexpr = scan_assembly()
+        result = tl.inline_asm_elementwise(text, "=r,r,r", [word, start], tl.int32, is_pure=True, pack=1)
+    return result
+
+
+LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
+
+
+@triton.jit
+def look_up(word, place, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """Both of another lane of the warp."""
+    if INTERPRET:
+        lane = tl.reshape(lane, [R, LANES])
+        word = tl.reshape(tl.gather(tl.reshape(word, [R, LANES]), lane, axis=1), [R * LANES])
+        place = tl.reshape(tl.gather(tl.reshape(place, [R, LANES]), lane, axis=1), [R * LANES])
+    else:
+        kinds: tl.constexpr = (tl.int32, tl.int32)
+        inputs = (word, place, lane)
+        word, place = tl.inline_asm_elementwise(LOOK_UP, "=&r,=&r,r,r,r", inputs, kinds, is_pure=True, pack=1)
+    return word, place
+
+
+@triton.constexpr_function
+def sum_assembly(senders, whole):
+    """PTX of ``add_four``: all senders' loads, then their sums in order, then the store."""
+    lines = ["{", ".reg .b32 t, z;", ".reg .b64 a;", ".reg .f32 s0, s1, s2, s3, v;"]
+    lines += [".reg .pred p0, p1, p2, p3;"]
+    for w in range(senders):
+        word, codes = f"${7 + w}", f"${7 + senders + w}"
+        lines.append(f".reg .b32 c{w}0, c{w}1, c{w}2, c{w}3;")
+        for pair in range(2):
+            lines += [f"and.b32 t, {word}, ${3 + pair};", "popc.b32 t, t;", "shl.b32 t, t, 1;"]
+            lines += ["cvt.u64.u32 a, t;", f"add.s64 a, a, {codes};"]
+            lines += [f"ld.global.nc.s16 c{w}{2 * pair + i}, [a+{2 * i}];" for i in range(2)]
+    lines += [f"mov.f32 s{i}, $6;" for i in range(4)]
+    for w in range(senders):
+        lines.append(f"shr.u32 z, ${7 + w}, $5;")
+        for i in range(4):
+            lines += [f"and.b32 t, z, {1 << i};", f"setp.ne.u32 p{i}, t, 0;"]
+        for pair in range(2):
+            lines.append(f"selp.b32 c{w}{2 * pair + 1}, c{w}{2 * pair + 1}, c{w}{2 * pair}, p{2 * pair};")
+        for i in range(4):
+            lines.append(f"cvt.rn.f32.s32 v, c{w}{i};")
+            lines.append(f"@p{i} fma.rn.f32 s{i}, v, ${7 + 2 * senders + w}, s{i};")
+    lines += ["setp.gt.s32 p0, $2, 3;", "@p0 st.global.v4.f32 [$1+0], {s0, s1, s2, s3};"]
+    if not whole:
+        lines.append("setp.lt.s32 p0, $2, 4;")
+        for i in range(3):
+            lines += [f"setp.gt.and.s32 p1, $2, {i}, p0;", f"@p1 st.global.f32 [$1+{4 * i}], s{i};"]
+    return "\n".join([*lines, "mov.b32 $0, 0;", "}"])
+
+
+@triton.jit
+def add_four(
+    out, left, below, shift, first, words, codes, steps,
+    W: tl.constexpr, WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Store at ``out`` the sums of four values, of the first ``left``, and ``first``: fp32.
+
+    Args:
+        below: the bits of a word before the four, which begin at ``shift``.
+        words, codes, steps: of each sender, the word, where its first code lies, and the step of codes.
+    """
+    if INTERPRET:
+        for i in tl.static_range(4):
+            result = first
+            for w in tl.static_range(W):
+                member = ((words[w] >> (shift + i)) & 1) != 0
+                rank = bits_set(words[w] & ((below << i) | ((1 << i) - 1)), INTERPRET)
+                code = tl.load(codes[w] + rank, mask=member, other=0)
+                result += tl.where(member, code.to(tl.float32) * steps[w], 0.0)
+            tl.store(out + i, result, mask=left > i)
+    else:
+        text: tl.constexpr = sum_assembly(W, WHOLE)
+        kinds: tl.constexpr = "=r,l,r,r,r,r,f" + ",r" * W + ",l" * W + ",f" * W
+        inputs = (out.to(tl.int64), left, below, (below << 2) | 3, shift, first)
+        inputs = inputs + words + codes + steps
+        tl.inline_asm_elementwise(text, kinds, inputs, tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def address(base, place, INTERPRET: tl.constexpr):
+    """Where the code lies that is 2 * ``place`` bytes behind ``base``; int64, but for the interpreter."""
+    if INTERPRET:
+        result = base + place
+    else:
+        result = base.to(tl.int64) + (place * 2).to(tl.uint32).to(tl.int64)
+    return result
+
+
+@triton.jit
+def prefetch(where, INTERPRET: tl.constexpr):
+    """Ask for what lies there: a row's codes are looked for in many small loads."""
+    if not INTERPRET:
+        text: tl.constexpr = "prefetch.global.L2 [$1];\nmov.b32 $0, 0;"
+        tl.inline_asm_elementwise(text, "=r,l", [where], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def sum_kernel(
+    values, words, exponents, before, starts, total,
+    numel, rows, tiles, values_stride, words_stride, exponents_stride,
+    W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr, R: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Add the values of W senders in fp32, one after the other. R rows a program of R warps."""
+    index = tl.arange(0, R * LANES)
+    lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
+    there = tl.minimum(row, rows - 1)
+    first = tl.zeros([R * LANES], tl.float32)
+    for w in tl.static_range(W):
+        word = (tl.load(words + tl.full((), w, tl.int64) * words_stride + there * LANES + lane),)
+        start = tl.load(starts + w * tiles + there // T) + tl.load(before + w * rows + there)
+        exponent = tl.load(exponents + tl.full((), w, tl.int64) * exponents_stride + there).to(tl.int32)
+        base = (values + tl.full((), w, tl.int64) * values_stride,)
+        first = tl.where(exponent == 255, float("nan"), first)
+        step = (step_of(exponent, BITS, FLOOR),)
+        place = (places(word[0], start, R, INTERPRET),)
+        if PREFETCH:
+            prefetch(address(base[0], place[0], INTERPRET), INTERPRET)
+        if w == 0:
+            held, at, bases, steps = word, place, base, step
+        else:
+            held, at, bases, steps = held + word, at + place, bases + base, steps + step
+    offset = (lane >> 2) * 32 + (lane & 3) * 4
+    begin = row.to(tl.int64) * WIDTH
+    out = total + begin + offset
+    left = tl.minimum(numel - begin, WIDTH).to(tl.int32) - offset
+    for s in tl.static_range(WIDTH // 256):
+        add_eight(out + s * 256, left - s * 256, s * 8, lane, first, held, at, bases, steps,
+                  W, WHOLE, INTERPRET, R)  # fmt: skip
+
+
+@triton.jit
+def add_eight(
+    out, left, word, lane, first, words, places, bases, steps,
+    W: tl.constexpr, WHOLE: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """``add_four`` for both halves of the words from number ``word`` on, of the row's."""
+    for w in tl.static_range(W):
+        found, place = look_up(words[w], places[w], word + (lane >> 2), R, INTERPRET)
+        one, code = (found,), (address(bases[w], place, INTERPRET),)
+        if w == 0:
+            held, codes = one, code
+        else:
+            held, codes = held + one, codes + code
+    shift = (lane & 3) * 4
+    for half in tl.static_range(2):
+        below = (1 << (shift + 16 * half)) - 1
+        add_four(out + 16 * half, left - 16 * half, below, shift + 16 * half, first, held, codes, steps,
+                 W, WHOLE, INTERPRET)  # fmt: skip

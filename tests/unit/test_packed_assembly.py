@@ -1,0 +1,89 @@
+"""The warps that add packed values up, on the CPU: their assembly lane by lane, and their layout."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from taco_kernels import packed
+from taco_kernels.homomorphic.selection import share_threshold
+from taco_kernels.packed import reference
+from tests.unit import ptx_warp
+
+pytest.importorskip("triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from taco_kernels.packed import sum_kernels
+
+LANES = np.arange(32)
+ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
+
+
+@pytest.mark.parametrize(("numel", "share"), [(1024, 0.2), (1024, 1.0), (700, 0.3), (1021, 0.6)])
+def test_sum_of_a_row(numel: int, share: float) -> None:
+    """Scan, look-up, loads and sums of a row of three senders, as sum_kernel puts them together."""
+    layout = packed.PackedLayout(numel, share)
+    x = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
+    x[1] *= 2.0**-120  # below the smallest exponent
+    wires = reference.encode(x, share_threshold(x, share), layout)
+    senders, shift = len(wires), (LANES & 3) * 4
+    out_at = wires.numel()
+    memory = np.concatenate([wires.numpy().reshape(-1).view(np.uint32), np.full(1024, 7, np.uint32)])
+    words = wires[:, layout.words_at :][:, :128].contiguous().numpy().view(np.uint32)
+    steps = 2.0 ** (np.maximum(wires[:, layout.exponents_at].numpy(), 32).astype(np.float64) + 2 - 16 - 127)
+    bases = [w * layout.wire_bytes for w in range(senders)]
+
+    def run(text: str, **registers: np.ndarray) -> dict[str, np.ndarray]:
+        each = {"$" + name[1:]: np.broadcast_to(x, 32).astype(np.uint32) for name, x in registers.items()}
+        return ptx_warp.run(text, each, memory)
+
+    places = [run(sum_kernels.scan_assembly.fn(), r1=word, r2=0)["$0"] for word in words]
+    text = sum_kernels.sum_assembly.fn(senders, numel % 4 == 0)
+    for step in range(4):
+        inputs = {}
+        for w in range(senders):
+            found = run(sum_kernels.LOOK_UP.value, r2=words[w], r3=places[w], r4=8 * step + (LANES >> 2))
+            inputs |= {f"r{7 + w}": found["$0"], f"r{7 + senders + w}": bases[w] + 2 * found["$1"]}
+            inputs[f"r{7 + 2 * senders + w}"] = np.float32(steps[w]).view(np.uint32)
+        for half in range(2):
+            at = shift + 16 * half
+            offset = 256 * step + (LANES >> 2) * 32 + at
+            below = (1 << at) - 1
+            run(
+                text,
+                r1=out_at + 4 * offset,
+                r2=numel - offset,
+                r3=below,
+                r4=below << 2 | 3,
+                r5=at,
+                r6=0,
+                **inputs,
+            )
+    found = memory[out_at // 4 :].view(np.float32)
+    assert np.array_equal(found[:numel], reference.decode_sum(wires, layout).numpy())
+    assert (memory[out_at // 4 + numel :] == 7).all(), "nothing is written behind the last value"
+
+
+@pytest.mark.parametrize("senders", [1, 4, 8])
+def test_sum_has_one_element_a_thread(senders: int) -> None:
+    """What the assembly takes for granted: thread i of a program has element i of a tensor."""
+    kernel = sum_kernels.sum_kernel
+    pointers = dict.fromkeys(("words", "before", "starts"), "*i32")
+    pointers |= {"values": "*i16", "exponents": "*u8", "total": "*fp32"}
+    constants = dict(W=senders, BITS=16, FLOOR=32, WIDTH=1024, WHOLE=True, INTERPRET=False, T=32, R=4)
+    constants["PREFETCH"] = True
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        if name in constants:
+            values[i,] = constants[name]
+        else:
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", compiled.asm["ttgir"]))
+    assert layouts == {ONE_EACH} and compiled.metadata.shared == 0
+    assert compiled.asm["ptx"].count("ld.global.nc.s16") == 32 * senders
