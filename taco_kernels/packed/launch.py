@@ -4,22 +4,25 @@ import torch
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
 from taco_kernels.layout import ceil_div
-from taco_kernels.packed.kernels import decode_sum_kernel, move_kernel, squeeze_kernel
+from taco_kernels.packed.kernels import decode_sum_kernel
 from taco_kernels.packed.layout import WIDTH, PackedLayout
+from taco_kernels.packed.pack_kernels import move_kernel, squeeze_kernel
 from taco_kernels.packed.sum_kernels import count_kernel, start_kernel, sum_kernel
 from taco_kernels.triton.fast_launch import start
 from taco_kernels.triton.launch import device_for
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-MOVED_ROWS, MOVED_CODES = 8, 256
-"""Rows of a program that moves codes, and how many of a row it moves at a time."""
-COUNTED_ROWS, STARTS = 32, 4096
-"""Rows of a tile, which are counted together, and how many of the tiles are added up at a time."""
+PACK_ROWS = 8
+"""Rows, a warp each, of a program that packs or moves codes."""
+MOVED, ZEROS = 8, 16
+"""Codes a lane that a program moves at a time; zeros a lane that one writes behind the last code."""
+COUNTED_ROWS = 32
+"""Rows of a tile that is counted for a sum."""
+STARTS, START_WARPS = 4096, 16
+"""Tiles that are added up at a time, and the warps that do it."""
 SUM_ROWS, PREFETCH = 4, True
 """Rows, a warp each, of a program that adds 16-bit values up; whether it asks for their codes ahead."""
-ZEROS = 4096
-"""Codes behind the last one that a program writes."""
 UNROLLED = 8
 """Most senders that a kernel of their own adds up."""
 
@@ -37,8 +40,10 @@ def encode(
     thresholds = thresholds.contiguous()
     wires = torch.empty((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
     values, words, exponents = _parts(wires, layout)
-    counts = torch.empty((len(x), layout.rows), dtype=torch.int32, device=x.device)
-    codes_of_rows = torch.empty((len(x), layout.rows * WIDTH), dtype=values.dtype, device=x.device)
+    shards, rows, tiles = len(x), layout.rows, ceil_div(layout.rows, PACK_ROWS)
+    counts = torch.empty((shards, rows), dtype=torch.int32, device=x.device)
+    starts = torch.empty((shards, tiles), dtype=torch.int32, device=x.device)
+    codes_of_rows = torch.empty((shards, rows * WIDTH), dtype=values.dtype, device=x.device)
     rest, rest_stride = (x, 0) if remainder is None else (remainder, remainder.stride(0))
     constants = dict(
         KEEP_REMAINDER=remainder is not None,
@@ -46,36 +51,27 @@ def encode(
         FLOOR=EXPONENT_FLOOR,
         WIDTH=WIDTH,
         INTERPRET=device_for(x).interpret,
+        R=PACK_ROWS,
+        num_warps=PACK_ROWS,
     )
     start(
         squeeze_kernel,
-        (layout.rows, len(x)),
-        (x, rest, thresholds, codes_of_rows, counts, words, exponents),
-        (layout.numel, layout.rows, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
+        (tiles, shards),
+        (x, rest, thresholds, codes_of_rows, counts, starts, words, exponents),
+        (layout.numel, rows, tiles, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
         **constants,
-        WHOLE=layout.numel % 4 == 0,
-        num_warps=ROW_WARPS,
     )
-    row_tiles, room = ceil_div(layout.rows, MOVED_ROWS), layout.words_at // values.element_size()
+    start(start_kernel, (shards,), (starts,), (tiles,), N=STARTS, num_warps=START_WARPS)
+    room = layout.words_at // values.element_size()
+    strides = (rest_stride, values.stride(0), words.stride(0), exponents.stride(0))
     start(
         move_kernel,
-        (row_tiles + ceil_div(room, ZEROS), len(x)),
-        (rest, codes_of_rows, counts, counts.cumsum(1, dtype=torch.int32), values, words, exponents),
-        (
-            layout.rows,
-            row_tiles,
-            layout.capacity,
-            room,
-            rest_stride,
-            values.stride(0),
-            words.stride(0),
-            exponents.stride(0),
-        ),
+        (tiles + ceil_div(room, ZEROS * PACK_ROWS * 32), shards),
+        (rest, codes_of_rows, counts, starts, values, words, exponents),
+        (rows, tiles, layout.capacity, room, *strides),
         **constants,
-        T=MOVED_ROWS,
-        K=MOVED_CODES,
+        K=MOVED,
         Z=ZEROS,
-        num_warps=4,
     )
     return wires
 
@@ -97,7 +93,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         INTERPRET=interpret,
         T=COUNTED_ROWS,
     )
-    start(start_kernel, (senders,), (starts,), (tiles,), N=STARTS, num_warps=8)
+    start(start_kernel, (senders,), (starts,), (tiles,), N=STARTS, num_warps=START_WARPS)
     few = senders <= UNROLLED
     constants = dict(
         W=senders if few else 0,

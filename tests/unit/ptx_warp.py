@@ -204,6 +204,9 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
             target, predicate = targets.split("|")
             registers[predicate] = int(distance) <= LANES
             registers[target] = read(source)[np.maximum(LANES - int(distance), 0)]
+        elif operation == "vote.sync.ballot.b32":
+            target, predicate, _ = rest.replace(" ", "").split(",")
+            registers[target] = np.full(32, (registers[predicate] << LANES).sum(), dtype=np.uint32)
         elif operation == "shfl.sync.idx.b32":
             target, source, lane, *_ = rest.replace(" ", "").split(",")
             registers[target] = read(source)[read(lane).astype(np.int64)]

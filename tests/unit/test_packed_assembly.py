@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels.packed import sum_kernels
+from taco_kernels.packed import pack_kernels, sum_kernels
 
 LANES = np.arange(32)
 ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
@@ -67,14 +67,12 @@ def test_sum_of_a_row(numel: int, share: float) -> None:
     assert (memory[out_at // 4 + numel :] == 7).all(), "nothing is written behind the last value"
 
 
-@pytest.mark.parametrize("senders", [1, 4, 8])
-def test_sum_has_one_element_a_thread(senders: int) -> None:
-    """What the assembly takes for granted: thread i of a program has element i of a tensor."""
-    kernel = sum_kernels.sum_kernel
-    pointers = dict.fromkeys(("words", "before", "starts"), "*i32")
-    pointers |= {"values": "*i16", "exponents": "*u8", "total": "*fp32"}
-    constants = dict(W=senders, BITS=16, FLOOR=32, WIDTH=1024, WHOLE=True, INTERPRET=False, T=32, R=4)
-    constants["PREFETCH"] = True
+def compiled(kernel, warps: int, constants: dict):
+    """``kernel`` for 16 bits, whole rows and 1024 values a row, for sm_90."""
+    pointers = dict.fromkeys(("words", "before", "starts", "counts", "sums"), "*i32")
+    pointers |= dict.fromkeys(("x", "remainder", "thresholds", "total"), "*fp32")
+    pointers |= {"values": "*i16", "codes_of_rows": "*i16", "exponents": "*u8"}
+    constants = dict(BITS=16, FLOOR=32, WIDTH=1024, INTERPRET=False) | constants
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
@@ -83,7 +81,33 @@ def test_sum_has_one_element_a_thread(senders: int) -> None:
         else:
             attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-    layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", compiled.asm["ttgir"]))
-    assert layouts == {ONE_EACH} and compiled.metadata.shared == 0
-    assert compiled.asm["ptx"].count("ld.global.nc.s16") == 32 * senders
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+
+
+@pytest.mark.parametrize("senders", [1, 4, 8])
+def test_sum_has_one_element_a_thread(senders: int) -> None:
+    """What the assembly takes for granted: thread i of a program has element i of a tensor."""
+    constants = dict(W=senders, WHOLE=True, T=32, R=4, PREFETCH=True)
+    kernel = compiled(sum_kernels.sum_kernel, 4, constants)
+    layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
+    assert layouts == {ONE_EACH} and kernel.metadata.shared == 0
+    assert kernel.asm["ptx"].count("ld.global.nc.s16") == 32 * senders
+
+
+def test_squeeze_has_one_element_a_thread() -> None:
+    """As above; words of the bitmap are votes of a warp."""
+    kernel = compiled(pack_kernels.squeeze_kernel, 4, dict(KEEP_REMAINDER=True, R=4))
+    assert set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"])) == {ONE_EACH}
+    assert kernel.asm["ptx"].count("vote.sync.ballot") == 32
+    words = {"$1": (LANES % 3 == 0).astype(np.uint32)}
+    found = ptx_warp.run(pack_kernels.BALLOT.value, words, np.zeros(1, np.uint32))["$0"]
+    assert (found == sum(1 << lane for lane in range(0, 32, 3))).all()
+
+
+def test_codes_move_side_by_side() -> None:
+    """Lanes store consecutive codes: a code a thread, none of the vectors that masks would break up."""
+    kernel = compiled(pack_kernels.move_kernel, 8, dict(KEEP_REMAINDER=False, R=8, K=8, Z=16))
+    moves = re.findall(r"tt\.store.*tensor<256x!tt\.ptr<i16>, #(\w+)>", kernel.asm["ttgir"])
+    assert len(moves) == 8 and len(set(moves)) == 1
+    layout = re.search(rf"#{moves[0]} = (#ttg.*?}}>)", kernel.asm["ttgir"])[1]
+    assert layout == ONE_EACH.replace("[4]", "[8]")

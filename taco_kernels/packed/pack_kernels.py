@@ -1,0 +1,196 @@
+"""Triton kernels that pack sparse values, a warp a row of 1024.
+
+Tensors have one element a thread. Word w of a row's bitmap is what the lanes of its warp vote on value 32 w
+and their own number: so that what they store lies side by side. Codes are brought into place in two steps,
+first to the row's own start, then to behind those of the rows before: no row waits for another.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.packed.kernels import as_words, bits_of, bits_set, kept, number, offsets, ranks, step_of
+
+LANES = tl.constexpr(32)
+BALLOT = tl.constexpr("{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}")
+
+
+@triton.jit
+def ballot(flag, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32, the same in all lanes of a warp: a bit a lane, whether its ``flag`` is set."""
+    if INTERPRET:
+        words = tl.sum(tl.reshape(flag.to(tl.int32) << lane, [R, LANES]), axis=1)
+        result = tl.reshape(tl.broadcast_to(words[:, None], [R, LANES]), [R * LANES])
+    else:
+        result = tl.inline_asm_elementwise(
+            BALLOT, "=r,r", [flag.to(tl.int32)], tl.int32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def largest(number, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32: the maximum over a warp's lanes, of numbers that are not negative."""
+    if INTERPRET:
+        found = tl.max(tl.reshape(number, [R, LANES]), axis=1)
+        result = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
+    else:
+        text: tl.constexpr = "redux.sync.max.s32 $0, $1, -1;"
+        result = tl.inline_asm_elementwise(text, "=r,r", [number], tl.int32, is_pure=True, pack=1)
+    return result
+
+
+@triton.jit
+def squeeze_kernel(
+    x, remainder, thresholds, codes_of_rows, counts, sums, words, exponents,
+    numel, rows, tiles, x_stride, remainder_stride, words_stride, exponents_stride,
+    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """All of an encode but the place in the wire: a row's codes end to end at the row's own start.
+
+    Reads x once; rows do not wait for those before them. A tile of R rows a program, with its sum of counts.
+    """
+    shard = tl.program_id(1).to(tl.int64)
+    index = tl.arange(0, R * LANES)
+    lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
+    begin = row.to(tl.int64) * WIDTH
+    left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
+    at = x + shard * x_stride + begin + lane
+    for w in tl.static_range(WIDTH // LANES):
+        value = (tl.load(at + w * LANES, mask=left > w * LANES, other=0.0),)
+        magnitude = value[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if w == 0:
+            values, most = value, magnitude
+        else:
+            values, most = values + value, tl.maximum(most, magnitude)
+    threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = largest(most, R, INTERPRET) >> 23
+    step = step_of(exponent, BITS, FLOOR)
+    out = codes_of_rows + (shard * rows * WIDTH + begin)
+    rest_at = remainder + shard * remainder_stride + begin + lane
+    before = (1 << lane) - 1
+    count, word = tl.zeros([R * LANES], tl.int32), tl.zeros([R * LANES], tl.int32)
+    for w in tl.static_range(WIDTH // LANES):
+        value = values[w]
+        codes, keep = kept(value, threshold, exponent, BITS, FLOOR)
+        if KEEP_REMAINDER:
+            if BITS < 32:
+                rest = tl.where(keep, value - number(codes) * step, value)  # exact
+            else:
+                rest = tl.where(keep, 0.0, value)
+            tl.store(rest_at + w * LANES, rest, mask=left > w * LANES)
+        vote = ballot(keep, lane, R, INTERPRET)
+        rank = count + bits_set(vote & before, INTERPRET)
+        tl.store(out + rank, codes.to(codes_of_rows.dtype.element_ty), mask=keep)
+        word = tl.where(lane == w, vote, word)
+        count += bits_set(vote, INTERPRET)
+    there = row < rows
+    tl.store(words + shard * words_stride + row * LANES + lane, word, mask=there)
+    tl.store(counts + shard * rows + row, count, mask=there & (lane == 0))
+    tl.store(exponents + shard * exponents_stride + row, exponent.to(tl.uint8), mask=there & (lane == 0))
+    tl.store(sums + shard * tiles + tl.program_id(0), tl.sum(tl.where(lane == 0, count, 0), axis=0))
+
+
+@triton.jit
+def take_back(
+    remainder, codes, words, exponent, sent,
+    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Out of a row's bitmap and into its remainder with all codes from number ``sent`` on."""
+    lane = tl.arange(0, LANES)
+    bitmap = tl.load(words + lane)
+    tl.debug_barrier()  # other threads' loads come before these words are written
+    member = bits_of(bitmap)
+    _, rank = ranks(bitmap, INTERPRET)
+    tl.store(words + lane, as_words(member & (rank < sent)))
+    if KEEP_REMAINDER:
+        back = member & (rank >= sent)
+        code = tl.load(codes + rank, mask=back, other=0)
+        pointers = remainder + offsets(WIDTH)
+        if BITS < 32:  # exact again: the value was split without rounding
+            rest = tl.load(pointers, mask=back, other=0.0)
+            value = rest + number(code.to(tl.int32)) * step_of(exponent, BITS, FLOOR)
+        else:
+            value = code.to(tl.float32, bitcast=True)
+        tl.store(pointers, value, mask=back)
+
+
+@triton.jit
+def move_kernel(
+    remainder, codes_of_rows, counts, starts, values, words, exponents,
+    rows, tiles, capacity, room, remainder_stride, values_stride, words_stride, exponents_stride,
+    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr, K: tl.constexpr, Z: tl.constexpr,
+):  # fmt: skip
+    """Rows' codes to behind those of the rows before; ``starts`` are where tiles of R rows begin.
+
+    What the capacity has no room for is taken back. Programs from ``tiles`` on write zeros behind the last
+    code, up to ``room``, Z times 32 R a program, and behind the exponents. K codes a lane are under way.
+    """
+    shard = tl.program_id(1).to(tl.int64)
+    values += shard * values_stride
+    exponents += shard * exponents_stride
+    counts += shard * rows
+    starts += shard * tiles
+    index = tl.arange(0, R * LANES)
+    lane = index & 31
+    if tl.program_id(0) < tiles:
+        first = tl.program_id(0) * R
+        row = first + (index >> 5)
+        count = tl.load(counts + row, mask=row < rows, other=0)
+        start = tl.load(starts + tl.program_id(0)) + tl.zeros([R * LANES], tl.int32)
+        for r in tl.static_range(R - 1):
+            size = tl.load(counts + first + r, mask=first + r < rows, other=0)
+            start += tl.where(first + r < row, size, 0)
+        sent = tl.maximum(tl.minimum(capacity - start, count), 0)
+        source = codes_of_rows + (shard * rows + row) * WIDTH + lane
+        target = values + start.to(tl.int64) + lane
+        left = sent - lane
+        at = 0
+        most = tl.max(sent, axis=0)
+        while at < most:
+            for k in tl.static_range(K):
+                code = (tl.load(source + k * LANES, mask=left > k * LANES, other=0),)
+                if k == 0:
+                    held = code
+                else:
+                    held = held + code
+            for k in tl.static_range(K):
+                tl.store(target + k * LANES, held[k], mask=left > k * LANES)
+            source += K * LANES
+            target += K * LANES
+            left -= K * LANES
+            at += K * LANES
+        if tl.max(count - sent, axis=0) > 0:
+            start_of = tl.load(starts + tl.program_id(0))
+            this = first.to(tl.int64)
+            last = tl.minimum(this + R, rows)
+            while this < last:
+                found = tl.load(counts + this)
+                fit = tl.maximum(capacity - start_of, 0)
+                if found > fit:
+                    take_back(
+                        remainder + shard * remainder_stride + this * WIDTH,
+                        codes_of_rows + (shard * rows + this) * WIDTH,
+                        words + shard * words_stride + this * LANES,
+                        tl.load(exponents + this).to(tl.int32), fit,
+                        KEEP_REMAINDER, BITS, FLOOR, WIDTH, INTERPRET,
+                    )  # fmt: skip
+                start_of += found
+                this += 1
+    else:
+        tile = tl.program_id(0) - tiles
+        used = tl.load(starts + tiles - 1)
+        last = (tiles - 1) * R
+        for r in tl.static_range(R):
+            used += tl.load(counts + last + r, mask=last + r < rows, other=0)
+        used = tl.minimum(used, capacity)
+        SIZE: tl.constexpr = Z * R * LANES
+        if (tile + 1) * SIZE > used:
+            place = tile * SIZE + tl.arange(0, SIZE)
+            zero = tl.zeros([SIZE], tl.int32).to(values.dtype.element_ty)
+            tl.store(values + place, zero, mask=(place >= used) & (place < room))
+        if tile == 0:
+            pad = rows + tl.arange(0, 64)
+            tl.store(exponents + pad, tl.zeros([64], tl.uint8), mask=pad < (rows + 63) // 64 * 64)
