@@ -92,6 +92,17 @@ def kept(value, threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
+def start_of(sums, tile, N: tl.constexpr):
+    """int32: the sum of what lies before a tile. N: most tiles; 0 if ``sums`` are running sums already."""
+    if N > 0:
+        other = tl.arange(0, N)
+        start = tl.sum(tl.load(sums + other, mask=other < tile, other=0), axis=0)
+    else:
+        start = tl.load(sums + tile)
+    return start
+
+
+@triton.jit
 def sent_values(
     values, words, exponents, start, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
 ):
@@ -115,10 +126,10 @@ def sent_values(
 
 @triton.jit
 def decode_sum_kernel(
-    values, words, exponents, before, starts, total,
-    numel, rows, tiles, senders, values_stride, words_stride, exponents_stride,
+    values, words, exponents, before, sums, total,
+    numel, rows, tiles, rows_log2, senders, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0.
 
@@ -131,7 +142,7 @@ def decode_sum_kernel(
             at = tl.full((), w, tl.int64)
             result += sent_values(
                 values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                tl.load(starts + at * tiles + row // T) + tl.load(before + at * rows + row),
+                start_of(sums + at * tiles, row >> rows_log2, N) + tl.load(before + at * rows + row),
                 row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
     else:
@@ -140,7 +151,7 @@ def decode_sum_kernel(
             at = tl.full((), 0, tl.int64) + sender
             result += sent_values(
                 values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                tl.load(starts + at * tiles + row // T) + tl.load(before + at * rows + row),
+                start_of(sums + at * tiles, row >> rows_log2, N) + tl.load(before + at * rows + row),
                 row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
             sender += 1

@@ -1,6 +1,7 @@
 """Launching the packing kernels. Same signatures as reference.py."""
 
 import torch
+from triton import next_power_of_2
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR
 from taco_kernels.layout import ceil_div
@@ -13,12 +14,14 @@ from taco_kernels.triton.launch import device_for
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-PACK_ROWS = 8
-"""Rows, a warp each, of a program that packs or moves codes."""
+PACK_ROWS, PACK_REGISTERS = 8, None
+"""Rows, a warp each, of a program that packs or moves codes; most registers of a thread that packs."""
 MOVED, ZEROS = 8, 16
 """Codes a lane that a program moves at a time; zeros a lane that one writes behind the last code."""
-COUNTED_ROWS = 32
-"""Rows of a tile that is counted for a sum."""
+LEAST_COUNTED, MOST_COUNTED = 32, 512
+"""Rows of a tile that is counted for a sum, as many as keep tiles few."""
+TILES_TO_SUM, TILES_TO_MOVE = 128, 2048
+"""So few tiles need no running sums: a program of a sum or of a move adds them up itself."""
 STARTS, START_WARPS = 4096, 16
 """Tiles that are added up at a time, and the warps that do it."""
 SUM_ROWS, PREFETCH = 4, True
@@ -42,7 +45,7 @@ def encode(
     values, words, exponents = _parts(wires, layout)
     shards, rows, tiles = len(x), layout.rows, ceil_div(layout.rows, PACK_ROWS)
     counts = torch.empty((shards, rows), dtype=torch.int32, device=x.device)
-    starts = torch.empty((shards, tiles), dtype=torch.int32, device=x.device)
+    sums = torch.empty((shards, tiles), dtype=torch.int32, device=x.device)
     codes_of_rows = torch.empty((shards, rows * WIDTH), dtype=values.dtype, device=x.device)
     rest, rest_stride = (x, 0) if remainder is None else (remainder, remainder.stride(0))
     constants = dict(
@@ -57,21 +60,25 @@ def encode(
     start(
         squeeze_kernel,
         (tiles, shards),
-        (x, rest, thresholds, codes_of_rows, counts, starts, words, exponents),
+        (x, rest, thresholds, codes_of_rows, counts, sums, words, exponents),
         (layout.numel, rows, tiles, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
         **constants,
+        maxnreg=PACK_REGISTERS,
     )
-    start(start_kernel, (shards,), (starts,), (tiles,), N=STARTS, num_warps=START_WARPS)
+    few = tiles <= TILES_TO_MOVE
+    if not few:
+        start(start_kernel, (shards,), (sums,), (tiles,), N=STARTS, num_warps=START_WARPS)
     room = layout.words_at // values.element_size()
     strides = (rest_stride, values.stride(0), words.stride(0), exponents.stride(0))
     start(
         move_kernel,
         (tiles + ceil_div(room, ZEROS * PACK_ROWS * 32), shards),
-        (rest, codes_of_rows, counts, starts, values, words, exponents),
+        (rest, codes_of_rows, counts, sums, values, words, exponents),
         (rows, tiles, layout.capacity, room, *strides),
         **constants,
         K=MOVED,
         Z=ZEROS,
+        N=TILES_TO_MOVE if few else 0,
     )
     return wires
 
@@ -79,39 +86,44 @@ def encode(
 def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """See reference.decode_sum."""
     values, words, exponents = _parts(wires, layout)
-    senders, rows, tiles = len(wires), layout.rows, ceil_div(layout.rows, COUNTED_ROWS)
+    senders, rows = len(wires), layout.rows
+    counted = min(MOST_COUNTED, max(LEAST_COUNTED, next_power_of_2(ceil_div(rows, TILES_TO_SUM))))
+    tiles = ceil_div(rows, counted)
     before = torch.empty((senders, rows), dtype=torch.int32, device=wires.device)
-    starts = torch.empty((senders, tiles), dtype=torch.int32, device=wires.device)
+    sums = torch.empty((senders, tiles), dtype=torch.int32, device=wires.device)
     total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
     interpret = device_for(wires).interpret
     start(
         count_kernel,
         (tiles, senders),
-        (words, before, starts),
+        (words, before, sums),
         (rows, tiles, words.stride(0)),
         WIDTH=WIDTH,
         INTERPRET=interpret,
-        T=COUNTED_ROWS,
+        T=counted,
+        num_warps=max(4, counted // 32),
     )
-    start(start_kernel, (senders,), (starts,), (tiles,), N=STARTS, num_warps=START_WARPS)
-    few = senders <= UNROLLED
+    if tiles > TILES_TO_SUM:
+        start(start_kernel, (senders,), (sums,), (tiles,), N=STARTS, num_warps=START_WARPS)
+    unrolled = senders <= UNROLLED
     constants = dict(
-        W=senders if few else 0,
+        W=senders if unrolled else 0,
         BITS=layout.bits,
         FLOOR=EXPONENT_FLOOR,
         WIDTH=WIDTH,
         WHOLE=layout.numel % 4 == 0,
         INTERPRET=interpret,
-        T=COUNTED_ROWS,
+        N=TILES_TO_SUM if tiles <= TILES_TO_SUM else 0,
     )
-    tensors = (values, words, exponents, before, starts, total)
+    tensors = (values, words, exponents, before, sums, total)
+    sizes = (layout.numel, rows, tiles, counted.bit_length() - 1)
     strides = (values.stride(0), words.stride(0), exponents.stride(0))
-    if few and layout.bits == 16:
+    if unrolled and layout.bits == 16:
         start(
             sum_kernel,
             (ceil_div(rows, SUM_ROWS),),
             tensors,
-            (layout.numel, rows, tiles, *strides),
+            (*sizes, *strides),
             **constants,
             R=SUM_ROWS,
             PREFETCH=PREFETCH,
@@ -122,7 +134,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
             decode_sum_kernel,
             (rows,),
             tensors,
-            (layout.numel, rows, tiles, senders, *strides),
+            (*sizes, senders, *strides),
             **constants,
             num_warps=ROW_WARPS,
         )

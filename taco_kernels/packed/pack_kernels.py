@@ -8,7 +8,17 @@ first to the row's own start, then to behind those of the rows before: no row wa
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.kernels import as_words, bits_of, bits_set, kept, number, offsets, ranks, step_of
+from taco_kernels.packed.kernels import (
+    as_words,
+    bits_of,
+    bits_set,
+    kept,
+    number,
+    offsets,
+    ranks,
+    start_of,
+    step_of,
+)
 
 LANES = tl.constexpr(32)
 BALLOT = tl.constexpr("{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}")
@@ -118,12 +128,12 @@ def take_back(
 
 @triton.jit
 def move_kernel(
-    remainder, codes_of_rows, counts, starts, values, words, exponents,
+    remainder, codes_of_rows, counts, sums, values, words, exponents,
     rows, tiles, capacity, room, remainder_stride, values_stride, words_stride, exponents_stride,
     KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    INTERPRET: tl.constexpr, R: tl.constexpr, K: tl.constexpr, Z: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Rows' codes to behind those of the rows before; ``starts`` are where tiles of R rows begin.
+    """Rows' codes to behind those of the rows before; ``sums`` are of tiles of R rows, N as start_of has it.
 
     What the capacity has no room for is taken back. Programs from ``tiles`` on write zeros behind the last
     code, up to ``room``, Z times 32 R a program, and behind the exponents. K codes a lane are under way.
@@ -132,14 +142,15 @@ def move_kernel(
     values += shard * values_stride
     exponents += shard * exponents_stride
     counts += shard * rows
-    starts += shard * tiles
+    sums += shard * tiles
     index = tl.arange(0, R * LANES)
     lane = index & 31
     if tl.program_id(0) < tiles:
         first = tl.program_id(0) * R
         row = first + (index >> 5)
         count = tl.load(counts + row, mask=row < rows, other=0)
-        start = tl.load(starts + tl.program_id(0)) + tl.zeros([R * LANES], tl.int32)
+        start_of_tile = start_of(sums, tl.program_id(0), N)
+        start = start_of_tile + tl.zeros([R * LANES], tl.int32)
         for r in tl.static_range(R - 1):
             size = tl.load(counts + first + r, mask=first + r < rows, other=0)
             start += tl.where(first + r < row, size, 0)
@@ -163,12 +174,12 @@ def move_kernel(
             left -= K * LANES
             at += K * LANES
         if tl.max(count - sent, axis=0) > 0:
-            start_of = tl.load(starts + tl.program_id(0))
+            start_of_this = start_of_tile
             this = first.to(tl.int64)
             last = tl.minimum(this + R, rows)
             while this < last:
                 found = tl.load(counts + this)
-                fit = tl.maximum(capacity - start_of, 0)
+                fit = tl.maximum(capacity - start_of_this, 0)
                 if found > fit:
                     take_back(
                         remainder + shard * remainder_stride + this * WIDTH,
@@ -177,11 +188,11 @@ def move_kernel(
                         tl.load(exponents + this).to(tl.int32), fit,
                         KEEP_REMAINDER, BITS, FLOOR, WIDTH, INTERPRET,
                     )  # fmt: skip
-                start_of += found
+                start_of_this += found
                 this += 1
     else:
         tile = tl.program_id(0) - tiles
-        used = tl.load(starts + tiles - 1)
+        used = start_of(sums, tiles - 1, N)
         last = (tiles - 1) * R
         for r in tl.static_range(R):
             used += tl.load(counts + last + r, mask=last + r < rows, other=0)

@@ -42,6 +42,25 @@ def start_kernel(sums, tiles, N: tl.constexpr):
         first += N
 
 
+@triton.jit
+def warp_start_of(sums, tile, lane, R: tl.constexpr, N: tl.constexpr, INTERPRET: tl.constexpr):
+    """``start_of`` for every warp by itself."""
+    if N > 0:
+        total = tl.zeros([R * LANES], tl.int32)
+        for i in tl.static_range(N // LANES):
+            other = i * LANES + lane
+            total += tl.load(sums + other, mask=other < tile, other=0)
+        if INTERPRET:
+            found = tl.sum(tl.reshape(total, [R, LANES]), axis=1)
+            start = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
+        else:
+            text: tl.constexpr = "redux.sync.add.s32 $0, $1, -1;"
+            start = tl.inline_asm_elementwise(text, "=r,r", [total], tl.int32, is_pure=True, pack=1)
+    else:
+        start = tl.load(sums + tile)
+    return start
+
+
 @triton.constexpr_function
 def scan_assembly():
     """$0: $2 and the bits of $1 in all lanes before."""
@@ -158,19 +177,23 @@ def prefetch(where, INTERPRET: tl.constexpr):
 
 @triton.jit
 def sum_kernel(
-    values, words, exponents, before, starts, total,
-    numel, rows, tiles, values_stride, words_stride, exponents_stride,
+    values, words, exponents, before, sums, total,
+    numel, rows, tiles, rows_log2, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr, R: tl.constexpr, PREFETCH: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Add the values of W senders in fp32, one after the other. R rows a program of R warps."""
+    """Add the values of W senders in fp32, one after the other. R rows a program of R warps.
+
+    ``before`` are codes before a row in its tile of 2^rows_log2 rows; sums and N as start_of has them.
+    """
     index = tl.arange(0, R * LANES)
     lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
     there = tl.minimum(row, rows - 1)
     first = tl.zeros([R * LANES], tl.float32)
     for w in tl.static_range(W):
         word = (tl.load(words + tl.full((), w, tl.int64) * words_stride + there * LANES + lane),)
-        start = tl.load(starts + w * tiles + there // T) + tl.load(before + w * rows + there)
+        start = warp_start_of(sums + w * tiles, there >> rows_log2, lane, R, N, INTERPRET)
+        start += tl.load(before + w * rows + there)
         exponent = tl.load(exponents + tl.full((), w, tl.int64) * exponents_stride + there).to(tl.int32)
         base = (values + tl.full((), w, tl.int64) * values_stride,)
         first = tl.where(exponent == 255, float("nan"), first)

@@ -114,8 +114,7 @@ def main() -> None:
 
     speed_up()
     # several tiles, and several steps over them, even here
-    launch.PACK_ROWS, launch.COUNTED_ROWS, launch.STARTS, launch.SUM_ROWS = 2, 2, 2, 2
-    launch.ZEROS = 4
+    launch.PACK_ROWS, launch.LEAST_COUNTED, launch.STARTS, launch.SUM_ROWS, launch.ZEROS = 2, 2, 2, 2, 4
     cases = 0
     for numel, share, bits, keep in (
         (5_000, 0.2, 16, 0.19),
@@ -125,6 +124,9 @@ def main() -> None:
         (3_005, 0.3, 16, 0.2),
         (7_170, 0.2, 16, 0.3),
     ):
+        # running sums by a kernel of their own, or not
+        launch.MOST_COUNTED, launch.TILES_TO_MOVE = (512, 2048) if numel < 5_000 else (2, 1)
+        launch.TILES_TO_SUM = 32 if numel < 5_000 else 1
         layout = packed.PackedLayout(numel, share, bits)
         x = gradients(3, numel)
         x[0, 5] = 1e-40

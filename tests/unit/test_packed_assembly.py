@@ -69,7 +69,7 @@ def test_sum_of_a_row(numel: int, share: float) -> None:
 
 def compiled(kernel, warps: int, constants: dict):
     """``kernel`` for 16 bits, whole rows and 1024 values a row, for sm_90."""
-    pointers = dict.fromkeys(("words", "before", "starts", "counts", "sums"), "*i32")
+    pointers = dict.fromkeys(("words", "before", "counts", "sums"), "*i32")
     pointers |= dict.fromkeys(("x", "remainder", "thresholds", "total"), "*fp32")
     pointers |= {"values": "*i16", "codes_of_rows": "*i16", "exponents": "*u8"}
     constants = dict(BITS=16, FLOOR=32, WIDTH=1024, INTERPRET=False) | constants
@@ -87,7 +87,7 @@ def compiled(kernel, warps: int, constants: dict):
 @pytest.mark.parametrize("senders", [1, 4, 8])
 def test_sum_has_one_element_a_thread(senders: int) -> None:
     """What the assembly takes for granted: thread i of a program has element i of a tensor."""
-    constants = dict(W=senders, WHOLE=True, T=32, R=4, PREFETCH=True)
+    constants = dict(W=senders, WHOLE=True, N=128, R=4, PREFETCH=True)
     kernel = compiled(sum_kernels.sum_kernel, 4, constants)
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH} and kernel.metadata.shared == 0
@@ -106,7 +106,7 @@ def test_squeeze_has_one_element_a_thread() -> None:
 
 def test_codes_move_side_by_side() -> None:
     """Lanes store consecutive codes: a code a thread, none of the vectors that masks would break up."""
-    kernel = compiled(pack_kernels.move_kernel, 8, dict(KEEP_REMAINDER=False, R=8, K=8, Z=16))
+    kernel = compiled(pack_kernels.move_kernel, 8, dict(KEEP_REMAINDER=False, R=8, K=8, Z=16, N=2048))
     moves = re.findall(r"tt\.store.*tensor<256x!tt\.ptr<i16>, #(\w+)>", kernel.asm["ttgir"])
     assert len(moves) == 8 and len(set(moves)) == 1
     layout = re.search(rf"#{moves[0]} = (#ttg.*?}}>)", kernel.asm["ttgir"])[1]
