@@ -37,6 +37,51 @@ def ballot(flag, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
     return result
 
 
+@triton.constexpr_function
+def put_assembly(bits):
+    return f"{{\n.reg .pred p;\nsetp.gt.s32 p, $3, $4;\n@p st.global.b{bits} [$1], $2;\nmov.b32 $0, 0;\n}}"
+
+
+@triton.jit
+def put(pointers, value, a, b, INTERPRET: tl.constexpr):
+    """Store where a > b, int32. In assembly, for Triton takes seconds to lay out a hundred stores."""
+    if INTERPRET:
+        tl.store(pointers, value.to(pointers.dtype.element_ty), mask=a > b)
+    else:
+        text: tl.constexpr = put_assembly(pointers.dtype.element_ty.primitive_bitwidth)
+        inputs = (pointers.to(tl.int64), value.to(tl.int32, bitcast=True), a, b)
+        tl.inline_asm_elementwise(text, "=r,l,r,r,r", inputs, tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def load_assembly(count):
+    lines = ["{", ".reg .pred p;"]
+    for i in range(count):
+        lines += [f"mov.b32 ${i}, 0;", f"setp.gt.s32 p, ${count + 1}, {32 * i};"]
+        lines.append(f"@p ld.global.b32 ${i}, [${count}+{128 * i}];")
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def load_each_word(pointers, left, WORDS: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32 bits of fp32: what lies there, 32 values on and so forth; 0 from the ``left``-th value on."""
+    if INTERPRET:
+        for w in tl.static_range(WORDS):
+            value = (tl.load(pointers + w * LANES, mask=left > w * LANES, other=0.0),)
+            bits = (value[0].to(tl.int32, bitcast=True),)
+            if w == 0:
+                found = bits
+            else:
+                found = found + bits
+    else:
+        text: tl.constexpr = load_assembly(WORDS)
+        registers: tl.constexpr = "=&r," * WORDS + "l,r"
+        kinds: tl.constexpr = (tl.int32,) * WORDS
+        inputs = (pointers.to(tl.int64), left)
+        found = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=False, pack=1)
+    return found
+
+
 @triton.jit
 def largest(number, R: tl.constexpr, INTERPRET: tl.constexpr):
     """int32: the maximum over a warp's lanes, of numbers that are not negative."""
@@ -66,13 +111,10 @@ def squeeze_kernel(
     begin = row.to(tl.int64) * WIDTH
     left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
     at = x + shard * x_stride + begin + lane
-    for w in tl.static_range(WIDTH // LANES):
-        value = (tl.load(at + w * LANES, mask=left > w * LANES, other=0.0),)
-        magnitude = value[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if w == 0:
-            values, most = value, magnitude
-        else:
-            values, most = values + value, tl.maximum(most, magnitude)
+    values = load_each_word(at, left, WIDTH // LANES, INTERPRET)
+    most = values[0] & 0x7FFFFFFF
+    for w in tl.static_range(1, WIDTH // LANES):
+        most = tl.maximum(most, values[w] & 0x7FFFFFFF)
     threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = largest(most, R, INTERPRET) >> 23
     step = step_of(exponent, BITS, FLOOR)
@@ -81,17 +123,17 @@ def squeeze_kernel(
     before = (1 << lane) - 1
     count, word = tl.zeros([R * LANES], tl.int32), tl.zeros([R * LANES], tl.int32)
     for w in tl.static_range(WIDTH // LANES):
-        value = values[w]
+        value = values[w].to(tl.float32, bitcast=True)
         codes, keep = kept(value, threshold, exponent, BITS, FLOOR)
         if KEEP_REMAINDER:
             if BITS < 32:
                 rest = tl.where(keep, value - number(codes) * step, value)  # exact
             else:
                 rest = tl.where(keep, 0.0, value)
-            tl.store(rest_at + w * LANES, rest, mask=left > w * LANES)
+            put(rest_at + w * LANES, rest, left, w * LANES, INTERPRET)
         vote = ballot(keep, lane, R, INTERPRET)
         rank = count + bits_set(vote & before, INTERPRET)
-        tl.store(out + rank, codes.to(codes_of_rows.dtype.element_ty), mask=keep)
+        put(out + rank, codes, keep.to(tl.int32), 0, INTERPRET)
         word = tl.where(lane == w, vote, word)
         count += bits_set(vote, INTERPRET)
     there = row < rows

@@ -199,6 +199,17 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
             target, address, distance = re.fullmatch(r"(\S+), \[(\S+?)\+(\d+)\]", rest).groups()
             halves = memory.view(np.int16)[(registers[address] + np.uint32(distance)) // 2]
             registers[target] = halves.astype(np.int32).view(np.uint32)
+        elif operation == "ld.global.b32":
+            target, address, distance = re.fullmatch(r"(\S+), \[(\S+?)\+(\d+)\]", rest).groups()
+            words = (registers[address] + np.uint32(distance)) // 4
+            registers[target] = registers[target].copy()
+            registers[target][active] = memory[words[active]]
+        elif operation in ("st.global.b16", "st.global.b32"):
+            address, value = re.fullmatch(r"\[(\S+)\], (\S+)", rest).groups()
+            kind = np.uint16 if operation.endswith("16") else np.uint32
+            memory.view(kind)[registers[address][active] // kind().itemsize] = read(value)[active].astype(
+                kind
+            )
         elif operation == "shfl.sync.up.b32":
             targets, source, distance, *_ = rest.replace(" ", "").split(",")
             target, predicate = targets.split("|")

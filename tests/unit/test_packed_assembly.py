@@ -104,6 +104,25 @@ def test_squeeze_has_one_element_a_thread() -> None:
     assert (found == sum(1 << lane for lane in range(0, 32, 3))).all()
 
 
+@pytest.mark.parametrize("numel", [1024, 700, 40])
+def test_squeeze_loads_and_stores(numel: int) -> None:
+    """A lane's values of each word as far as there are any; and stores of those it is told to."""
+    memory = np.arange(1, 2049, dtype=np.uint32)
+    before = memory.copy()
+    at = {"$32": (4 * LANES).astype(np.uint32), "$33": (numel - LANES).astype(np.uint32)}
+    found = ptx_warp.run(pack_kernels.load_assembly.fn(32), at, memory)
+    values = np.array([found[f"${w}"] for w in range(32)]).reshape(-1)
+    assert (values[:numel] == before[:numel]).all() and (values[numel:] == 0).all()
+    for bits in (16, 32):
+        begin, size = 4 * 1024, bits // 8
+        registers = {"$1": begin + size * LANES, "$2": 70_000 + LANES, "$3": 20 - LANES, "$4": 0 * LANES}
+        registers = {name: value.astype(np.uint32) for name, value in registers.items()}
+        ptx_warp.run(pack_kernels.put_assembly.fn(bits), registers, memory)
+        stored = memory.view(np.uint16 if bits == 16 else np.uint32)[begin // size :]
+        assert (stored[:20] == (70_000 + LANES[:20]) % 2**bits).all()
+        assert (memory[1024 + 20 * size // 4 :] == before[1024 + 20 * size // 4 :]).all()
+
+
 def test_codes_move_side_by_side() -> None:
     """Lanes store consecutive codes: a code a thread, none of the vectors that masks would break up."""
     kernel = compiled(pack_kernels.move_kernel, 8, dict(KEEP_REMAINDER=False, R=8, K=8, Z=16, N=2048))
