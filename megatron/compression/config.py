@@ -79,8 +79,8 @@ def hop_names(flag: str, text: str, allowed: Sequence[str]) -> tuple[str, str]:
 RECOMMENDED = {
     "taco_format": "int6",
     "taco_group_size": 128,
-    "taco_scales": "single",
-    "taco_rounding": "dither",
+    "taco_scales": "signed",
+    "taco_rounding": "nearest",
     "taco_backward_format": None,
 }
 """What ``--tp-compression auto`` means: few bits for little loss (docs/accuracy.md)."""

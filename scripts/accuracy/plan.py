@@ -39,7 +39,8 @@ ENDED = tuple(
         (
             *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest"),
             *("int6-dither-sp", "int8-dither-sp", "paper-sp", "int6-signed"),
-            *("int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[1:], "int5-nearest-g32"),
+            *("int6-signed-g32", "int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[1:]),
+            "int5-nearest-g32",
             *("int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp", "int8-nearest-sp"),
             *(
                 "int6655-nearest",

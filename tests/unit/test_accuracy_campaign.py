@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import statistics
 from functools import partial
 from itertools import pairwise
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.accuracy import error_tables, errors, estimates, plots, run, summarise
+from scripts.accuracy import error_tables, errors, estimates, plots, run, scaling, summarise
 from scripts.accuracy.model import ModelConfig
 from scripts.accuracy.plan import ENDED, SCRATCH, Job, make_plan
 from scripts.accuracy.records import compact, load
@@ -201,6 +202,37 @@ def test_own_intervals_hold_what_they_say():
             low, high = summary[name].interval
             right.append(low < 100 * (math.exp(effects[name] / 100) - 1) < high)
     assert 0.93 <= statistics.fmean(right) <= 0.97
+
+
+def test_endings_tell_what_chance_hides_from_scratch():
+    """The factor between both is found through noise and a reference that is off, 95 % of the time."""
+    costs = {"paper": 0.1, "int6-dither": 0.2, "int5-dither": 0.7, "int4-dither": 2.0, "int4-nearest": 1.6}
+    effects = {"none": 0.0, "none-tp2": 0.0, **costs}
+    generator, right, factors = random.Random(4), 0, []
+    whole, silence = {name: 3.0 * value for name, value in effects.items()}, dict.fromkeys(effects, 0.0)
+    exact = scaling.line(_noisy(whole, 3, 0.0, generator) + _ending(effects, silence, generator))
+    true = exact.factor.mean  # 3, but for the curve of the exponential
+    assert true == pytest.approx(3.0, rel=0.04) and exact.offset.mean == pytest.approx(0.0, abs=0.02)
+    for _ in range(200):
+        records = _noisy(whole, 3, 0.6, generator) + _ending(effects, dict.fromkeys(effects, 1e-3), generator)
+        records = [
+            record for record in records if record["id"] != "scratch/None/paper/2"
+        ]  # one is not done yet
+        found = scaling.line(records)
+        assert found.points.keys() == costs.keys() - {"paper"}
+        low, high = found.factor.interval
+        right += low < true < high
+        factors.append(found.factor.mean)
+    assert 0.9 <= right / 200 <= 0.99
+    assert statistics.fmean(factors) == pytest.approx(true, rel=0.02)
+    stands = found.from_scratch(0.1, 0.01)
+    assert stands.mean == pytest.approx(0.1 * found.factor.mean)
+    assert stands.error == pytest.approx(math.hypot(0.1 * found.factor.error, 0.01 * found.factor.mean))
+    text = tables(records)
+    assert "### From scratch, by the cost of the endings" in text
+    [row] = [one for one in text.splitlines() if re.match(r"\| paper \| \+0\.\d{3} \|", one)]
+    assert row.endswith("|  |"), "no runs from scratch beside it"
+    assert scaling.line([record for record in records if record["kind"] == "ending"]) is None
 
 
 def test_readings_and_what_cannot_be_told_apart():
