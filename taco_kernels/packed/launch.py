@@ -26,6 +26,8 @@ STARTS, START_WARPS = 4096, 16
 """Tiles that are added up at a time, and the warps that do it."""
 SUM_ROWS, PREFETCH = 4, True
 """Rows, a warp each, of a program that adds 16-bit values up; whether it asks for their codes ahead."""
+PACK_STREAM, SUM_STREAM = False, False
+"""Whether what is not needed again is first to leave the cache."""
 UNROLLED = 8
 """Most senders that a kernel of their own adds up."""
 
@@ -63,6 +65,7 @@ def encode(
         (x, rest, thresholds, codes_of_rows, counts, sums, words, exponents),
         (layout.numel, rows, tiles, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
         **constants,
+        STREAM=PACK_STREAM,
         maxnreg=PACK_REGISTERS,
     )
     few = tiles <= TILES_TO_MOVE
@@ -127,6 +130,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
             **constants,
             R=SUM_ROWS,
             PREFETCH=PREFETCH,
+            STREAM=SUM_STREAM,
             num_warps=SUM_ROWS,
         )
     else:

@@ -9,21 +9,25 @@ from taco_kernels.packed import reference
 
 
 @pytest.mark.parametrize(
-    ("numel", "share", "bits", "senders"),
+    ("numel", "share", "bits", "senders", "keep"),
     [
-        (3_000_000, 0.2, 16, 4),
-        (1_000_003, 0.2, 32, 3),
-        (70_001, 0.02, 16, 16),
-        (2_000_000, 0.4, 8, 4),
-        (500_000, 1.0, 16, 2),
+        (3_000_000, 0.2, 16, 4, 0.198),
+        (1_000_003, 0.2, 32, 3, 0.198),
+        (70_001, 0.02, 16, 16, 0.02),
+        (2_000_000, 0.4, 8, 4, 0.396),
+        (500_000, 1.0, 16, 2, 0.99),
+        (700_003, 0.3, 16, 8, 0.5),  # more than there is room for
+        (17_000_002, 0.2, 16, 2, 0.198),  # tiles so many that a kernel of its own makes their running sums
     ],
 )
-def test_kernels_reproduce_the_reference(numel: int, share: float, bits: int, senders: int) -> None:
+def test_kernels_reproduce_the_reference(
+    numel: int, share: float, bits: int, senders: int, keep: float
+) -> None:
     layout = packed.PackedLayout(numel, share, bits)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
     x[0, 70_000] = float("nan")
-    thresholds = share_threshold(x, share * 0.99)
+    thresholds = share_threshold(x, keep)
     device = x.cuda()
     rest, expected_rest = device.clone(), torch.empty_like(x)
     wires = packed.encode(rest, thresholds.cuda(), layout, rest)

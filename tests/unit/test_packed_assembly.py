@@ -41,7 +41,7 @@ def test_sum_of_a_row(numel: int, share: float) -> None:
         return ptx_warp.run(text, each, memory)
 
     places = [run(sum_kernels.scan_assembly.fn(), r1=word, r2=0)["$0"] for word in words]
-    text = sum_kernels.sum_assembly.fn(senders, numel % 4 == 0)
+    text = sum_kernels.sum_assembly.fn(senders, numel % 4 == 0, False)
     for step in range(4):
         inputs = {}
         for w in range(senders):
@@ -87,7 +87,7 @@ def compiled(kernel, warps: int, constants: dict):
 @pytest.mark.parametrize("senders", [1, 4, 8])
 def test_sum_has_one_element_a_thread(senders: int) -> None:
     """What the assembly takes for granted: thread i of a program has element i of a tensor."""
-    constants = dict(W=senders, WHOLE=True, N=128, R=4, PREFETCH=True)
+    constants = dict(W=senders, WHOLE=True, N=128, R=4, PREFETCH=True, STREAM=False)
     kernel = compiled(sum_kernels.sum_kernel, 4, constants)
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH} and kernel.metadata.shared == 0
@@ -96,7 +96,7 @@ def test_sum_has_one_element_a_thread(senders: int) -> None:
 
 def test_squeeze_has_one_element_a_thread() -> None:
     """As above; words of the bitmap are votes of a warp."""
-    kernel = compiled(pack_kernels.squeeze_kernel, 4, dict(KEEP_REMAINDER=True, R=4))
+    kernel = compiled(pack_kernels.squeeze_kernel, 4, dict(KEEP_REMAINDER=True, R=4, STREAM=True))
     assert set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"])) == {ONE_EACH}
     assert kernel.asm["ptx"].count("vote.sync.ballot") == 32
     words = {"$1": (LANES % 3 == 0).astype(np.uint32)}
@@ -110,14 +110,14 @@ def test_squeeze_loads_and_stores(numel: int) -> None:
     memory = np.arange(1, 2049, dtype=np.uint32)
     before = memory.copy()
     at = {"$32": (4 * LANES).astype(np.uint32), "$33": (numel - LANES).astype(np.uint32)}
-    found = ptx_warp.run(pack_kernels.load_assembly.fn(32), at, memory)
+    found = ptx_warp.run(pack_kernels.load_assembly.fn(32, False), at, memory)
     values = np.array([found[f"${w}"] for w in range(32)]).reshape(-1)
     assert (values[:numel] == before[:numel]).all() and (values[numel:] == 0).all()
     for bits in (16, 32):
         begin, size = 4 * 1024, bits // 8
         registers = {"$1": begin + size * LANES, "$2": 70_000 + LANES, "$3": 20 - LANES, "$4": 0 * LANES}
         registers = {name: value.astype(np.uint32) for name, value in registers.items()}
-        ptx_warp.run(pack_kernels.put_assembly.fn(bits), registers, memory)
+        ptx_warp.run(pack_kernels.put_assembly.fn(bits, False), registers, memory)
         stored = memory.view(np.uint16 if bits == 16 else np.uint32)[begin // size :]
         assert (stored[:20] == (70_000 + LANES[:20]) % 2**bits).all()
         assert (memory[1024 + 20 * size // 4 :] == before[1024 + 20 * size // 4 :]).all()
