@@ -15,7 +15,7 @@ from taco_kernels.triton.launch import device_for
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
 PACK_ROWS, PACK_REGISTERS = 8, 80
-"""Rows, a warp each, of a program that packs or moves codes; and most registers to pack, so that 24 warps fit."""
+"""Rows, a warp each, of a program that packs or moves codes; most registers to pack: 24 warps fit."""
 MOVED, ZEROS = 8, 16
 """Codes a lane that a program moves at a time; zeros a lane that one writes behind the last code."""
 LEAST_COUNTED, MOST_COUNTED = 32, 512
