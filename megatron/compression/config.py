@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.compression.config_errors import CompressionConfigError, flag_name
+from megatron.compression.config_errors import CompressionConfigError, fill_in, flag_name
 from megatron.compression.data_parallel.config import DataParallelCompression
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 
@@ -157,7 +157,7 @@ class TensorParallelCompression:
 
     def __post_init__(self) -> None:
         if self.tp_compression == "auto":
-            self._resolve_auto()
+            fill_in(self, RECOMMENDED, "--tp-compression")
         formats = {
             flag_name(field): hop_names(flag_name(field), text, TACO_FORMATS)
             for field in ("taco_format", "taco_backward_format")
@@ -206,19 +206,6 @@ class TensorParallelCompression:
         parse_layers(self.taco_layers)
         if not self.enabled:
             self._refuse_idle_flags()
-
-    def _resolve_auto(self) -> None:
-        """Fill in RECOMMENDED; a setting of one's own is a contradiction."""
-        for one in fields(self):
-            if one.name not in RECOMMENDED:
-                continue
-            value, recommended = getattr(self, one.name), RECOMMENDED[one.name]
-            if value not in (one.default, recommended):
-                raise CompressionConfigError(
-                    f"{flag_name(one.name)} {value} contradicts --tp-compression auto, which chooses "
-                    f"{recommended}; use --tp-compression taco to choose for yourself"
-                )
-            object.__setattr__(self, one.name, recommended)
 
     def _refuse_idle_flags(self) -> None:
         """A --taco-* flag without --taco would silently do nothing."""

@@ -1,4 +1,4 @@
-"""What every config dataclass needs: the error, and how a field's name becomes a flag."""
+"""What every config dataclass needs: the error, how a field's name becomes a flag, what ``auto`` fills in."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -20,3 +20,27 @@ def changed_flags(settings, without: Iterable[str] = ()) -> list[str]:
         for field in fields(settings)
         if field.name not in without and getattr(settings, field.name) != field.default
     ]
+
+
+def fill_in(config: object, recommended: dict[str, object], flag: str, codec: str = "taco") -> None:
+    """Set the recommended values of ``flag auto`` in a frozen dataclass.
+
+    Args:
+        config: its fields that ``recommended`` does not name stay as they are.
+        recommended: values by field.
+        flag: what ``auto`` was given to.
+        codec: what to give to it instead, to choose for oneself.
+
+    Raises:
+        CompressionConfigError: a field that was set to something else, a contradiction; names its flag.
+    """
+    for one in fields(config):
+        if one.name not in recommended:
+            continue
+        value, chosen = getattr(config, one.name), recommended[one.name]
+        if value not in (one.default, chosen):
+            raise CompressionConfigError(
+                f"{flag_name(one.name)} {value} contradicts {flag} auto, which chooses {chosen}; "
+                f"use {flag} {codec} to choose for yourself"
+            )
+        object.__setattr__(config, one.name, chosen)

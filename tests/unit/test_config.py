@@ -13,6 +13,8 @@ from megatron.compression.config import (
     PipelineParallelCompression,
     TensorParallelCompression,
 )
+from megatron.compression.pipeline_parallel.codecs import describe_pipeline
+from megatron.compression.pipeline_parallel.config import RECOMMENDED_PIPELINE
 from megatron.compression.runtime import tensor_parallel_codec
 
 
@@ -115,6 +117,23 @@ def test_auto_is_the_recommended_setting(arguments) -> None:
     assert replace(config, taco_layers="0") == replace(config, taco_layers="0")
     with pytest.raises(CompressionConfigError, match="drop one"):
         arguments.compression_config_from_args(_parse(arguments, "--taco", "--tp-compression", "auto"))
+
+
+def test_auto_between_stages_is_the_recommended_setting(arguments) -> None:
+    """It says what it stands for, to the log and the report, and takes no setting that contradicts it."""
+    args = _parse(arguments, "--pp-compression", "auto")
+    config = arguments.compression_config_from_args(args).pipeline_parallel
+    assert (config.enabled, config.forward, config.backward) == (True, "int4", "tah-quant")
+    assert {name: getattr(args, name) for name in RECOMMENDED_PIPELINE} == RECOMMENDED_PIPELINE
+    assert describe_pipeline(config) == (
+        "pipeline stages send fixed point int4 tile 32, signed scales, standardized channels "
+        "(--pp-compression auto), back fixed point int6 tile 32"
+    )
+    assert replace(config, tah_backward_bits=8).backward == "tah-quant"
+    with pytest.raises(CompressionConfigError, match="--pp-group-size 64 contradicts --pp-compression auto"):
+        PipelineParallelCompression(pp_compression="auto", pp_group_size=64)
+    with pytest.raises(CompressionConfigError, match="--tah-tile-size given, but nothing"):
+        PipelineParallelCompression(pp_compression="auto", tah_tile_size=32)
 
 
 def test_two_names_are_for_the_hops() -> None:

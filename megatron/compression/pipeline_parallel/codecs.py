@@ -21,7 +21,7 @@ def forward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
     Raises:
         ValueError: a setting that the codec refuses.
     """
-    if settings.pp_compression == "tah-quant":
+    if settings.forward == "tah-quant":
         codec = TahQuantCodec(
             TahConfig(
                 tile_size=settings.tah_tile_size,
@@ -33,7 +33,7 @@ def forward_codec(settings: PipelineParallelCompression) -> MessageCodec | None:
             )
         )
     else:
-        codec = _fixed(settings.pp_compression, settings, settings.pp_rounding)
+        codec = _fixed(settings.forward, settings, settings.pp_rounding)
     if codec is None or settings.pp_normalize == "none":
         return codec
     return NormalizedMessage(codec, scale=settings.pp_normalize == "standardize")
@@ -58,7 +58,8 @@ def backward_codec(settings: PipelineParallelCompression) -> MessageCodec | None
 def describe_pipeline(settings: PipelineParallelCompression) -> str:
     """What the log says of the codecs."""
     backward = backward_codec(settings)
-    line = f"pipeline stages send {forward_codec(settings).name}, back "
+    chosen = " (--pp-compression auto)" if settings.pp_compression == "auto" else ""
+    line = f"pipeline stages send {forward_codec(settings).name}{chosen}, back "
     line += backward.name if backward is not None else "uncompressed"
     return line + f", from iteration {settings.tah_start_iteration}" * (settings.tah_start_iteration > 0)
 

@@ -3,12 +3,21 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron.compression.config_errors import CompressionConfigError, flag_name
+from megatron.compression.config_errors import CompressionConfigError, fill_in, flag_name
 
 PIPELINE_CODECS = ("none", "tah-quant", "taco", "int8", "int6", "int5", "int4")
 BACKWARD_BITS = (4, 5, 6, 8)
 TACO_SETTINGS = ("pp_taco_format", "pp_taco_group_size")
 INTEGER_SETTINGS = ("pp_scales", "pp_group_size")
+RECOMMENDED_FORWARD = "int4"
+RECOMMENDED_PIPELINE = {
+    "pp_backward_compression": "tah-quant",
+    "pp_normalize": "standardize",
+    "pp_scales": "signed",
+    "pp_group_size": 32,
+    "pp_rounding": "nearest",
+}
+"""What ``--pp-compression auto`` means, with RECOMMENDED_FORWARD (docs/pipeline.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +27,12 @@ class PipelineParallelCompression:
     The defaults below ``pp_compression`` are the settings of the TAH-Quant paper (arXiv 2506.01352).
     """
 
-    pp_compression: Literal["none", "tah-quant", "taco", "int8", "int6", "int5", "int4"] = "none"
+    pp_compression: Literal["none", "tah-quant", "taco", "int8", "int6", "int5", "int4", "auto"] = "none"
     """Codec between pipeline stages: tah-quant = 3 and 4 bits by entropy, with pivot swap and Hadamard
     transform; taco = FP8 with the adaptive-scale Hadamard transform; int8 = 8 bits, one scale per 128
     values, no transform; int6, int5, int4 = as many bits, one scale per 64 values, no transform
-    (--pp-group-size, --pp-scales)."""
+    (--pp-group-size, --pp-scales); auto = what docs/pipeline.md recommends: int4 of standardized channels,
+    groups of 32 with signed scales, gradients as in tah-quant."""
 
     pp_backward_compression: str | None = None
     """Codec of the gradients that go back: none, tah-quant (fixed point of --tah-backward-bits), taco, int8,
@@ -82,6 +92,8 @@ class PipelineParallelCompression:
     """Values that share a transform and scales in taco between stages: 32, 64, 128, 256 or 512."""
 
     def __post_init__(self) -> None:
+        if self.pp_compression == "auto":
+            fill_in(self, RECOMMENDED_PIPELINE, "--pp-compression", RECOMMENDED_FORWARD)
         if self.pp_backward_compression not in (None, *PIPELINE_CODECS):
             raise CompressionConfigError(
                 f"--pp-backward-compression {self.pp_backward_compression} is unknown; choose one of "
@@ -101,7 +113,7 @@ class PipelineParallelCompression:
                 f"--pp-backward-compression {self.pp_backward_compression} given, but pipeline compression "
                 "is off; add --pp-compression"
             )
-        if self.pp_compression == "tah-quant" and self.pp_rounding != "nearest":
+        if self.forward == "tah-quant" and self.pp_rounding != "nearest":
             raise CompressionConfigError(
                 f"--pp-rounding {self.pp_rounding} given, but the activations' codec, tah-quant, rounds to "
                 "nearest; choose --pp-compression int8, int6, int5, int4 or taco"
@@ -122,7 +134,7 @@ class PipelineParallelCompression:
 
     def _refuse_idle_flags(self) -> None:
         """A flag of a codec that nobody chose would silently do nothing."""
-        chosen = {self.pp_compression, self.backward}
+        chosen = {self.forward, self.backward}
         idle = {
             "tah_start_iteration": not self.enabled,
             "pp_normalize": not self.enabled,
@@ -133,7 +145,7 @@ class PipelineParallelCompression:
             if field.name.startswith("tah_backward_"):
                 idle[field.name] = self.backward != "tah-quant"
             elif field.name.startswith("tah_"):
-                idle.setdefault(field.name, self.pp_compression != "tah-quant")
+                idle.setdefault(field.name, self.forward != "tah-quant")
             elif field.name in TACO_SETTINGS:
                 idle[field.name] = "taco" not in chosen
             elif field.name in INTEGER_SETTINGS:
@@ -167,6 +179,11 @@ class PipelineParallelCompression:
         return self.pp_compression != "none"
 
     @property
+    def forward(self) -> str:
+        """The codec of the activations, by name."""
+        return RECOMMENDED_FORWARD if self.pp_compression == "auto" else self.pp_compression
+
+    @property
     def backward(self) -> str:
         """The codec of the gradients, by name."""
-        return self.pp_backward_compression or self.pp_compression
+        return self.pp_backward_compression or self.forward
