@@ -29,6 +29,7 @@ CODECS = {
         "pp_backward_compression": "tah-quant",
         "pp_normalize": "standardize",
     },
+    "auto": {"pp_compression": "auto"},
     "taco": {"pp_compression": "taco"},
 }
 MODEL = """--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

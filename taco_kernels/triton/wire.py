@@ -102,7 +102,7 @@ def extremes(h, C: tl.constexpr):
         up = h
         if not C.HADAMARD:
             up = tl.where(h == h, h, float("inf"))
-        high, low = tl.max(up, axis=1), tl.max(-h, axis=1)
+        high, low = tl.max(up, axis=1), -tl.min(h, axis=1)
         amax = tl.maximum(high, low)
     else:
         magnitude = tl.abs(h)

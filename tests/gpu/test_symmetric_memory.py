@@ -41,6 +41,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
         (2, CodecConfig("int4", 512, rounding="dither"), (64, 4096), torch.float16),
         (4, CodecConfig("int5", 32, "single", "stochastic"), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int8", hadamard=False), (64, 1000), torch.bfloat16),
+        (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
+        (2, CodecConfig("int5", 32, "signed"), (129, 640), torch.float16),
         (2, CodecConfig("int8", 256), (400, 777), torch.float16),
         (4, CodecConfig("int8"), (4, 5), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
@@ -84,6 +86,7 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
         (CodecConfig("int6", scales="single"), CodecConfig("int6", scales="single", rounding="stochastic")),
         (CodecConfig("int4", scales="single"), CodecConfig("int8", scales="single", rounding="dither")),
         (CodecConfig("fp8-e4m3"), CodecConfig("int5", scales="single")),
+        (CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed", rounding="dither")),
     ],
 )
 def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:

@@ -134,7 +134,7 @@ def make_cases(world_size: int) -> list[Case]:
         generator = torch.Generator().manual_seed(0)
         xs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world_size)]
         summed = expected.expected_all_reduce(xs, config, random)
-        other = CodecConfig("int8", config.group_size, "single", config.rounding)
+        other = CodecConfig("int8", config.group_size, "signed", config.rounding)
         summed_other = expected.expected_all_reduce(xs, config, random, other)
         gathered = expected.expected_all_gather(xs, config, random)
         scattered = expected.expected_reduce_scatter(xs, config, random)
