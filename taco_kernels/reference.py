@@ -13,11 +13,11 @@ which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exac
     step  = s / sqrt(G) / alpha                  decode: x = WHT(q * step) = WHT(q) * step
 
 Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Signed
-scale: of the largest |h| of either sign, far and near, ``|step| = max(far / 2^(bits - 1), near / limit)``,
-rounded up to bf16, limit = qmax + 31/64 to nearest and qmax at random; the step is negative where far is the
-largest positive value, so that far becomes the code -2^(bits - 1) and no code overflows. Without the Hadamard
-transform h = x and the factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s);
-an all-zero group sends a zero, and a group that is not finite sends NaN and so decodes to NaN.
+scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on either side of zero, rounded up
+to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
+overflows (values above bf16's largest may decode to infinity). Without the Hadamard transform h = x and the
+factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
+zero, and a group that is not finite sends NaN and so decodes to NaN.
 """
 
 import math
@@ -81,8 +81,8 @@ def round_to_grid(
     fixed point with 8 bits behind the point: (256 v + 248 - 16 r) >> 8; in fp8 of the magnitude, a step being
     that of the binade in which |v| lies. Over all r the mean is v rounded to a sixteenth of a step; multiples
     of the step never move.
-    |v| <= qmax up to the rounding of one product, so the clamp is for NaN and infinity alone, which only
-    groups with a NaN step have; their codes mean nothing.
+    -2^(bits - 1) <= v <= qmax for integers, |v| <= qmax in fp8, up to the rounding of one product: the clamp
+    is for NaN and infinity alone, which only groups with a NaN step have; their codes mean nothing.
     """
     if not config.is_float:
         # the product is rounded once, to the integer: a fused multiply-add, exact in fp64
@@ -155,7 +155,7 @@ def encode_groups(
     qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
     if config.scales == "signed":
         high, low = h.amax(dim=1), (-h).amax(dim=1)
-        near = torch.minimum(high, low).masked_fill(bad, 0.0) * h.new_tensor(1.0 / config.near_limit)
+        near = torch.minimum(high, low).masked_fill(bad, 0.0) / qmax
         step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near))
         step = torch.where(high > low, -step, step)
         inverse = step.float().reciprocal()

@@ -1,13 +1,14 @@
-"""TAH-Quant's encode and decode, forward and backward, against a device copy of the same run."""
+"""Pipeline codecs, forward and backward, against a device copy of the same run."""
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from taco_kernels import CodecConfig, ops, tah_quant
+from taco_kernels import CodecConfig, normalized, ops, tah_quant
 from taco_kernels.benchmarks.codec import DTYPES, relative_error
 from taco_kernels.benchmarks.copies import copy_rate
 from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
@@ -81,6 +82,7 @@ def codecs(options: argparse.Namespace) -> list[tuple[str, Callable, Callable]]:
                     lambda wire, shape, dtype, config=config: tah_quant.decode(wire, config, shape, dtype),
                 )
             )
+    found.append(("int4 standardized", encode_standardized, decode_standardized))
     for bits in (6, 8):
         config = CodecConfig(f"int{bits}", 32, scales="single", hadamard=False)
         found.append(
@@ -91,6 +93,22 @@ def codecs(options: argparse.Namespace) -> list[tuple[str, Callable, Callable]]:
             )
         )
     return found
+
+
+def standardized(shape: tuple[int, ...]) -> normalized.NormalizedLayout:
+    """What ``--pp-compression auto`` sends."""
+    config = CodecConfig("int4", 32, "signed", hadamard=False)
+    return normalized.NormalizedLayout(math.prod(shape[:-1]), shape[-1], config)
+
+
+def encode_standardized(x: torch.Tensor) -> torch.Tensor:
+    """The message of x."""
+    return normalized.encode(x.view(-1, x.shape[-1]), standardized(x.shape))
+
+
+def decode_standardized(wire: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Its inverse."""
+    return normalized.decode(wire, standardized(shape), dtype).view(shape)
 
 
 def measure(

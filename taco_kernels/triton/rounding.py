@@ -118,8 +118,8 @@ def fixed_point(h, inverse, C: tl.constexpr):
     """int32[R, G] of an integer format: h * inverse in fixed point plus 2^(BITS - 1), nothing for int8.
 
     To nearest the code is byte 0; else it is byte 1, once 16 times a random nibble is taken off. The rest
-    means nothing. Nothing can saturate: the product is at most qmax, up to its rounding
-    (reference.round_to_grid).
+    means nothing. Nothing can saturate: the product is from -2^(BITS - 1) to qmax, up to
+    its rounding (reference.round_to_grid).
     """
     BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
     inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])

@@ -71,8 +71,6 @@ class Spec(Constants):
     """The wire has the fp32 step that dual scales make instead of the two."""
     SIGNED: tl.constexpr
     """One step with a sign (layout.CodecConfig.scales)."""
-    NEAR: tl.constexpr
-    """1 / CodecConfig.near_limit."""
     NEAREST: tl.constexpr
     DITHER: tl.constexpr
     HADAMARD: tl.constexpr
@@ -106,7 +104,6 @@ def make_spec(
         DUAL=config.scales == "dual",
         MERGED=merged,
         SIGNED=config.scales == "signed",
-        NEAR=1.0 / config.near_limit,
         NEAREST=config.rounding == "nearest",
         DITHER=config.rounding == "dither",
         HADAMARD=config.hadamard,

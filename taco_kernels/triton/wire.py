@@ -144,7 +144,7 @@ def encode_groups(h, words, wire, first, groups, C: tl.constexpr):
             tl.store(at + groups, alpha, mask=row < groups)
     else:
         if C.SIGNED:
-            near = tl.where(bad, 0.0, tl.minimum(high, low)) * C.NEAR
+            near = tl.div_rn(tl.where(bad, 0.0, tl.minimum(high, low)), qmax)
             step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
         else:
             step = tl.div_rn(amax, qmax)

@@ -5,6 +5,8 @@ import torch
 
 from megatron.compression.pipeline_parallel.codecs import forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+from taco_kernels import CodecConfig, normalized
+from taco_kernels.testing import parts
 from tests.unit.test_pipeline_codecs import RANDOM, early_activations
 
 SETTINGS = (
@@ -12,6 +14,8 @@ SETTINGS = (
     dict(pp_compression="int4", pp_normalize="standardize", pp_rounding="dither"),
     dict(pp_compression="int4", pp_normalize="center", pp_rounding="stochastic"),
     dict(pp_compression="tah-quant", pp_normalize="standardize"),
+    dict(pp_compression="auto"),
+    dict(pp_compression="int5", pp_normalize="center", pp_scales="signed", pp_group_size=128),
 )
 
 
@@ -34,3 +38,30 @@ def test_as_on_the_cpu(settings: dict, dtype: torch.dtype) -> None:
     error, expected = ((y.float() - x.float()).norm() for y in (decoded.cpu(), on_cpu))
     assert expected < 0.25 * (x.float() - x.float().mean((0, 1))).norm()
     assert float(error) == pytest.approx(float(expected), rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize(
+    "tokens, channels, rounding", ((1, 32, "nearest"), (1000, 4096, "nearest"), (515, 96, "dither"))
+)
+def test_normalized_kernels_against_the_reference(tokens, channels, rounding, dtype) -> None:
+    """Statistics to one bf16; codes alike but for a few; decoding equal to one rounding."""
+    config = CodecConfig("int4", 32, "signed", rounding, hadamard=False)
+    layout = normalized.NormalizedLayout(tokens, channels, config)
+    x = early_activations((tokens, 1, channels))[:, 0].to(dtype)
+    exact, wire = normalized.encode(x, layout, RANDOM), normalized.encode(x.cuda(), layout, RANDOM).cpu()
+    found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
+    torch.testing.assert_close(found, right, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
+    same = (found == right).view(2, channels).all(0).view(-1, 32).all(1)  # groups of equal statistics
+    codes, expected = (
+        parts(w[: layout.statistics_at], config)[0].view(tokens, -1, 32)[:, same] for w in (wire, exact)
+    )
+    assert same.sum() * 2 > same.numel() and (codes != expected).float().mean() < 1e-3
+    y = normalized.decode(exact.cuda(), layout, dtype, RANDOM).cpu()
+    once = {torch.bfloat16: 2**-7, torch.float32: 1e-6}[dtype]
+    z = normalized.decode(exact, layout, dtype, RANDOM)
+    torch.testing.assert_close(y, z, rtol=once, atol=1e-6 * float(z.abs().max()))
+    x[tokens // 2, 40 % channels] = float("nan")
+    y = normalized.decode(normalized.encode(x.cuda(), layout, RANDOM), layout, dtype, RANDOM)
+    spoiled = torch.arange(channels) // 32 == 40 % channels // 32
+    assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()

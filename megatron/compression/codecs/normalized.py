@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.compression.codecs.message import MessageCodec
-from taco_kernels import Stream
+from megatron.compression.codecs.taco import TacoCodec
+from taco_kernels import Stream, normalized
 from taco_kernels.layout import ALIGNMENT
 
 NORMALIZATIONS = ("none", "center", "standardize")
@@ -25,8 +26,10 @@ class NormalizedMessage:
     The payload is that of ``inner``, then the means, bf16, and the roots of the mean squares, bf16
     (``standardize`` alone; ``center`` divides by nothing). A channel that holds a NaN, an infinity or values
     beyond 1e19 makes its part of every token NaN; where a channel's spread is below 1e-22 its mean is sent
-    alone. On a device this is torch's: of n bf16 values 6 n bytes read and 4 n written before the encoder
-    (mean and variance; difference; quotient, in place), 2 n and 2 n behind the decoder.
+    alone. Integers without a transform, whose groups lie inside a token, have kernels of their own
+    (``taco_kernels.normalized``): one more pass over the tensor, before the encoder. For others it is
+    torch's: of n bf16 values 6 n bytes read and 4 n written before the encoder (mean and variance;
+    difference; quotient, in place), 2 n and 2 n behind the decoder.
     """
 
     inner: MessageCodec
@@ -52,6 +55,8 @@ class NormalizedMessage:
         if not self._statistics(x.shape):
             return self.inner.encode(x, random)
         rows = x.reshape(-1, x.shape[-1])
+        if (layout := self._layout(x.shape)) is not None:
+            return normalized.encode(rows, layout, random)
         if rows.dtype == torch.float16:
             rows = rows.float()  # the wire's bf16 may lie beyond fp16's range
         variance, mean = torch.var_mean(rows, dim=0, correction=0)
@@ -73,11 +78,20 @@ class NormalizedMessage:
         """See ``MessageCodec.decode``."""
         if not self._statistics(shape):
             return self.inner.decode(wire, shape, dtype, random)
+        if (layout := self._layout(shape)) is not None:
+            return normalized.decode(wire, layout, dtype, random).view(*shape)
         start, work = self._start(shape), torch.float32 if dtype == torch.float16 else dtype
         statistics = wire[start:].clone().view(torch.bfloat16).view(-1, shape[-1]).to(work)
         z = self.inner.decode(wire[: self.inner.wire_bytes(shape)], shape, work, random)
         x = torch.addcmul(statistics[0], z, statistics[1]) if self.scale else z + statistics[0]
         return x.to(dtype)
+
+    def _layout(self, shape: Sequence[int]) -> normalized.NormalizedLayout | None:
+        """Where the kernels know both the codec and the shape (not empty)."""
+        codec = getattr(self.inner, "codec", None)
+        if not isinstance(codec, TacoCodec) or codec.config.hadamard or shape[-1] % codec.config.group_size:
+            return None
+        return normalized.NormalizedLayout(math.prod(shape[:-1]), shape[-1], codec.config, self.scale)
 
     def _statistics(self, shape: Sequence[int]) -> int:
         """How many there are: of every channel, unless the message is empty or has no dimension."""

@@ -1,0 +1,155 @@
+"""Triton kernels of normalised channels: statistics in two steps, and the codec's passes around them."""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.triton.rounding import random_words
+from taco_kernels.triton.tensor import load_tile, store_tile
+from taco_kernels.triton.wire import decode_groups, dither_words, encode_groups
+
+
+@triton.jit
+def partial_kernel(x, partials, tokens, channels, T: tl.constexpr, B: tl.constexpr):
+    """Of T tokens and B channels: the means, and sums of the squares about them. x is contiguous.
+
+    About means of their own, so that nothing cancels, wherever the values lie.
+    """
+    row = tl.program_id(1) * T + tl.arange(0, T)
+    column = tl.program_id(0) * B + tl.arange(0, B)
+    inside = (row < tokens)[:, None] & (column < channels)[None, :]
+    place = row.to(tl.int64)[:, None] * channels + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    count = tl.minimum(tokens - tl.program_id(1) * T, T).to(tl.float32)
+    mean = tl.sum(value, axis=0) / count
+    apart = tl.where(inside, value - mean[None, :], 0.0)
+    at = partials + tl.program_id(1).to(tl.int64) * 2 * channels + column
+    tl.store(at, mean, mask=column < channels)
+    tl.store(at + channels, tl.sum(apart * apart, axis=0), mask=column < channels)
+
+
+@triton.jit
+def part_counts(at, tokens, tiles, T: tl.constexpr, K: tl.constexpr):
+    """(numbers of K tiles from ``at`` on, their tokens in fp32, 0 beyond the last)."""
+    tile = at + tl.arange(0, K)
+    count = tl.where(tile < tiles, tl.minimum(tokens - tile * T, T), 0)
+    return tile, count.to(tl.float32)
+
+
+@triton.jit
+def statistics_kernel(
+    partials,
+    statistics,
+    inverses,
+    tokens,
+    tiles,
+    channels,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """B channels' statistics, bf16, and fp32 inverses of the second, from the tiles' partial ones."""
+    column = tl.program_id(0) * B + tl.arange(0, B)
+    inside = column < channels
+    total = tl.zeros([B], tl.float32)
+    at = 0
+    while at < tiles:
+        tile, count = part_counts(at, tokens, tiles, T, K)
+        place = partials + tile.to(tl.int64)[:, None] * 2 * channels + column[None, :]
+        mean = tl.load(place, mask=(tile < tiles)[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(mean * count[:, None], axis=0)
+        at += K
+    every = tl.full((), 1.0, tl.float32) * tokens
+    centre = total / every
+    tl.store(statistics + column, centre.to(tl.bfloat16), mask=inside)
+    if SCALED:
+        squares = tl.zeros([B], tl.float32)
+        at = 0
+        while at < tiles:
+            tile, count = part_counts(at, tokens, tiles, T, K)
+            mask = (tile < tiles)[:, None] & inside[None, :]
+            place = partials + tile.to(tl.int64)[:, None] * 2 * channels + column[None, :]
+            apart = tl.where(mask, tl.load(place, mask=mask, other=0.0) - centre[None, :], 0.0)
+            own = tl.load(place + channels, mask=mask, other=0.0)
+            squares += tl.sum(own + apart * apart * count[:, None], axis=0)
+            at += K
+        rms = tl.sqrt_rn(squares / every).to(tl.bfloat16)
+        tl.store(statistics + channels + column, rms, mask=inside)
+        rms = rms.to(tl.float32)
+        one = tl.full([B], 1.0, tl.float32)
+        inverse = tl.where(rms == 0.0, 0.0, tl.div_rn(one, tl.where(rms == 0.0, 1.0, rms)))
+        tl.store(inverses + column, inverse, mask=inside)
+
+
+@triton.jit
+def channels_of(first, width, C: tl.constexpr):
+    """int32[R, G]: channels of groups first..., of ``width`` groups a token."""
+    group = (first + tl.arange(0, C.R)) % width
+    return (group * C.G)[:, None] + tl.arange(0, C.G)[None, :]
+
+
+@triton.jit
+def encode_tile(
+    x, statistics, inverses, out, first, groups, width, random,
+    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Normalise and encode groups first..., R of them."""
+    numel = tl.full((), C.G, tl.int64) * groups
+    channel = channels_of(first, width, C)
+    z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, C).to(tl.float32)
+    z = z - tl.load(statistics + channel).to(tl.float32)
+    if SCALED:
+        z = z * tl.load(inverses + channel)
+    words = 0
+    if not C.NEAREST:
+        words = random_words(random, 0, first, C)
+    encode_groups(z, words, out, first, groups, C)
+
+
+@triton.jit(do_not_specialize=["key", "stream", "first_run"])
+def encode_kernel(
+    x, statistics, inverses, out, groups, width, key, stream, first_run,
+    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out = wire of (x - mean) / rms. Persistent programs, R groups a step."""
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
+    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
+        first = tl.program_id(0) * C.R
+        encode_tile(x, statistics, inverses, out, first, groups, width, random, SCALED, FLAGS, C)
+    else:
+        tiles = tl.cdiv(groups, C.R)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
+            first = tile * C.R
+            encode_tile(x, statistics, inverses, out, first, groups, width, random, SCALED, FLAGS, C)
+
+
+@triton.jit
+def decode_tile(
+    wire, statistics, x, first, groups, width, random,
+    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Decode groups first..., R of them, and put their channels back."""
+    numel = tl.full((), C.G, tl.int64) * groups
+    channel = channels_of(first, width, C)
+    z = decode_groups(wire, first, groups, dither_words(random, 0, first, C), 0, C)
+    mean = tl.load(statistics + channel).to(tl.float32)
+    if SCALED:
+        z = z * tl.load(statistics + width * C.G + channel).to(tl.float32)
+    store_tile(x, z + mean, first, numel, (1, 1, 0, 0), FLAGS, C)
+
+
+@triton.jit(do_not_specialize=["key", "stream", "first_run"])
+def decode_kernel(
+    wire, statistics, x, groups, width, key, stream, first_run,
+    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """x = q * step * rms + mean. Persistent programs, R groups a step."""
+    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
+    if C.INTERPRET:
+        first = tl.program_id(0) * C.R
+        decode_tile(wire, statistics, x, first, groups, width, random, SCALED, FLAGS, C)
+    else:
+        tiles = tl.cdiv(groups, C.R)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
+            first = tile * C.R
+            decode_tile(wire, statistics, x, first, groups, width, random, SCALED, FLAGS, C)

@@ -1,0 +1,48 @@
+"""Normalised channels in plain torch: the definition that the kernels are tested against.
+
+    z = (x - mean) * (1 / rms)     mean and rms of every channel over the tokens, rounded to bf16; all in fp32
+
+z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
+which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
+"""
+
+import torch
+
+from taco_kernels import reference
+from taco_kernels.layout import Stream
+from taco_kernels.normalized.layout import NormalizedLayout
+
+
+def statistics(x: torch.Tensor, scaled: bool) -> torch.Tensor:
+    """bf16 ``[1 + scaled, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares
+    about the mean."""
+    variance, mean = torch.var_mean(x.float(), dim=0, correction=0)
+    rows = [mean, variance.sqrt()] if scaled else [mean]
+    return torch.stack(rows).bfloat16()
+
+
+def inverse(rms: torch.Tensor) -> torch.Tensor:
+    """1 / rms in fp32; 0 for a channel whose values are all alike."""
+    return torch.where(rms == 0, 0.0, rms.float().reciprocal())
+
+
+def encode(x: torch.Tensor, layout: NormalizedLayout, random: Stream | None = None) -> torch.Tensor:
+    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride)."""
+    found = statistics(x, layout.scaled)
+    z = x.float() - found[0].float()
+    if layout.scaled:
+        z = z * inverse(found[1])
+    payload = reference.encode(z, layout.config, 1, random)[0]
+    return torch.cat([payload, found.view(torch.uint8).flatten()])
+
+
+def decode(
+    wire: torch.Tensor, layout: NormalizedLayout, dtype: torch.dtype, random: Stream | None = None
+) -> torch.Tensor:
+    """Inverse of encode: ``[tokens, channels]`` in ``dtype``, rounded to it once."""
+    found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(layout.rows, -1).float()
+    shape = (layout.tokens, layout.channels)
+    payload = wire[None, : layout.statistics_at]
+    z = reference.decode(payload, layout.config, shape, torch.float32, random)
+    x = z * found[1] + found[0] if layout.scaled else z + found[0]
+    return x.to(dtype)
