@@ -3,8 +3,8 @@
 The union of W senders' largest values is larger than each sender's share, by how much depends on how alike
 they are. So the senders compare notes before they choose: each puts a sample of its values into classes of
 magnitude, the maximum of the classes over the senders tells how large the union of every choice would be, and
-all take the largest share whose union fits the sketch. Plain torch, no synchronisation with the host, the
-same on every device.
+all take the largest share whose union fits the sketch. No synchronisation with the host, the same on every
+device.
 """
 
 import functools
@@ -89,11 +89,25 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
 def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
     """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``.
 
-    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything.
+    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
+    counts as larger than infinity. A Triton kernel finds it on a GPU, the same to the last bit.
     """
-    numel = x.shape[1]
+    need = needed(x.shape[1], share)
+    if x.is_cuda:
+        from taco_kernels.homomorphic.order_launch import largest_of_sample  # CPU hosts may lack Triton
+
+        return largest_of_sample(x, MOST_LOCAL_SAMPLES, need)
+    return sorted_sample(x, MOST_LOCAL_SAMPLES)[:, need - 1]
+
+
+def needed(numel: int, share: float) -> int:
+    """How many of the sampled values are to reach ``share_threshold``, at least one."""
     count = min(numel, MOST_LOCAL_SAMPLES)
     spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)
-    rank = max(1, math.floor((share - CONFIDENCE * spread) * count)) - 1
-    sample = x[:, sample_positions(numel, count, x.device)].abs()
-    return sample.sort(dim=1, descending=True).values[:, rank]
+    return max(1, math.floor((share - CONFIDENCE * spread) * count))
+
+
+def sorted_sample(x: torch.Tensor, most: int) -> torch.Tensor:
+    """Magnitudes of ``most`` sampled values of each row, or of all, falling: ``[S, min(numel, most)]``."""
+    sample = x[:, sample_positions(x.shape[1], min(x.shape[1], most), x.device)].abs()
+    return sample.sort(dim=1, descending=True).values

@@ -6,6 +6,7 @@ import torch
 from taco_kernels import packed
 from taco_kernels.homomorphic.selection import share_threshold
 from taco_kernels.packed import reference
+from tests.unit.test_order_kernels import KINDS, same, values
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,26 @@ def test_kernels_reproduce_the_reference(
     expected_total = reference.decode_sum(expected, layout)
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     assert bool(total.isnan().any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numel", [5, 40_000, 65_536, 1_000_003, 16_777_216])
+def test_the_threshold_is_that_of_a_sort(kind: str, numel: int) -> None:
+    x = values(kind, numel + 1)[:, 1:]  # strided, not aligned
+    device = x.cuda()
+    for share in (0.001, 0.02, 0.2, 0.59, 1.0):
+        expected = share_threshold(x, share)
+        assert same(share_threshold(device, share).cpu(), expected), share
+        assert same(share_threshold(device[1:], share).cpu(), expected[1:]), share
+
+
+def test_the_threshold_in_a_graph() -> None:
+    x = values("spread", 3_000_000).cuda()
+    share_threshold(x, 0.2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = share_threshold(x, 0.2)
+    for scale in (3.0, 1e-3, 0.0):
+        x.mul_(scale)
+        graph.replay()
+        assert same(found.cpu(), share_threshold(x.cpu(), 0.2))

@@ -1,0 +1,226 @@
+"""Triton kernels that find one order statistic of the magnitudes of a sample: a threshold, in two launches.
+
+Sorting 65536 magnitudes for one of them is wasteful. The first kernel draws the sample, many programs at
+once. Each of them also draws the same small part of it and finds a band of magnitudes there, the same in
+every program, that should hold the one wanted; of its own magnitudes it writes those inside the band first,
+and how many reach its ends. The second kernel, a program a shard, adds the counts up. They prove that the
+band holds the rank wanted, and it looks for it among the few thousand inside; or else among all of them. So
+the band decides how long it takes and never what comes out.
+
+Magnitudes are compared by their bits as integers: infinity, then NaN, lie above all numbers.
+"""
+
+import triton
+import triton.language as tl
+
+NAN = tl.constexpr(0x7FC00000)
+"""The largest key: of a NaN, and of all with larger bits."""
+ABOVE = tl.constexpr(0x7FFFFFFF)
+"""Above all keys."""
+
+
+@triton.jit
+def position_of(number, step, fraction, inverse, next_inverse, LOG: tl.constexpr):
+    """int64: ``selection.sample_positions`` of int32 numbers, without a division.
+
+    numel is step * 2^LOG + fraction, so strata have step values, or one more; the inverses of these sizes are
+    2^32 - 1 divided by them, rounded down, which makes a quotient of 24 bits at most one too small.
+    """
+    number = number.to(tl.uint32)
+    fraction = fraction.to(tl.uint32)
+    product = number * fraction
+    longer = ((product & (2**LOG - 1)) + fraction) >> LOG
+    size = step.to(tl.uint32) + longer
+    scattered = (number * 0x9E3779B1) >> 8
+    quotient = tl.umulhi(scattered, tl.where(longer != 0, next_inverse, inverse).to(tl.uint32))
+    rest = scattered - quotient * size
+    rest = tl.where(rest >= size, rest - size, rest)
+    return number.to(tl.int64) * step + ((product >> LOG) + rest)
+
+
+@triton.jit
+def load_keys(x, number, mask, strata, LOG: tl.constexpr, SAMPLED: tl.constexpr):
+    """int32: keys of sampled values by their numbers; -1 where masked."""
+    step, fraction, inverse, next_inverse = strata
+    if SAMPLED:
+        at = position_of(number, step, fraction, inverse, next_inverse, LOG)
+    else:
+        at = number
+    bits = tl.load(x + at, mask=mask, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(mask, tl.minimum(bits, NAN), -1)
+
+
+@triton.jit
+def part_of(width, share):
+    """A share of int32 width, 2 or more, that lies inside of it."""
+    part = (width.to(tl.float32) * tl.minimum(tl.maximum(share, 0.0), 0.999)).to(tl.int32)
+    return tl.minimum(tl.maximum(part, 1), width - 1)
+
+
+@triton.jit
+def probe_of(lower, upper, reach_lower, reach_upper, aim, guess):
+    """Between the two, where ``aim`` keys should reach it; without a guess, in the middle."""
+    share = (reach_lower - aim).to(tl.float32) / tl.maximum(reach_lower - reach_upper, 1).to(tl.float32)
+    width = tl.maximum(upper - lower, 2)
+    return lower + part_of(width, tl.where(guess, share, 0.5))
+
+
+@triton.jit
+def narrow(lower, upper, reach_lower, reach_upper, probe, reach, need):
+    """Bring the ends nearer: ``need`` keys or more reach the lower one, fewer the upper one."""
+    up = (reach >= need) & (probe > lower)
+    down = (reach < need) & (probe < upper)
+    return (
+        tl.where(up, probe, lower),
+        tl.where(down, probe, upper),
+        tl.where(up, reach, reach_lower),
+        tl.where(down, reach, reach_upper),
+    )
+
+
+@triton.jit
+def band_of(key, low, high, slack, M: tl.constexpr):
+    """int32 a < b, so that of M keys ``low`` or more reach a and fewer than ``high`` b, not much more or fewer.
+
+    Keys alike make this impossible: then b may be a + 1, with nothing between them. No ends are found for a
+    ``low`` above M, or a ``high`` below 1.
+    """
+    least, most = tl.min(key, axis=0), tl.max(key, axis=0)
+    # of either end of the band: where it lies between, and how many keys reach these
+    a0, a1, b0, b1 = least, most + 1, least, most + 1
+    zero = least * 0
+    reach_a0, reach_a1, reach_b0, reach_b1 = zero + M, zero, zero + M, zero
+    probe_a, probe_b = least + 1, tl.maximum(least + (most - least) // 2, least + 1)  # the least may be many
+    guess_a, guess_b = zero == 0, zero == 0
+    wanted_a, wanted_b = low <= M, high >= 1
+    search = wanted_a | wanted_b
+    while search:
+        both = tl.sum((key >= probe_a).to(tl.int32) | ((key >= probe_b).to(tl.int32) << 16), axis=0)
+        reach_a, reach_b = both & 0xFFFF, both >> 16
+        width_a, width_b = a1 - a0, b1 - b0
+        a0, a1, reach_a0, reach_a1 = narrow(a0, a1, reach_a0, reach_a1, probe_a, reach_a, low)
+        a0, a1, reach_a0, reach_a1 = narrow(a0, a1, reach_a0, reach_a1, probe_b, reach_b, low)
+        b0, b1, reach_b0, reach_b1 = narrow(b0, b1, reach_b0, reach_b1, probe_a, reach_a, high)
+        b0, b1, reach_b0, reach_b1 = narrow(b0, b1, reach_b0, reach_b1, probe_b, reach_b, high)
+        guess_a, guess_b = a1 - a0 < width_a // 2, b1 - b0 < width_b // 2
+        more_a = wanted_a & (a1 - a0 > 1) & (reach_a0 > low + slack)
+        more_b = wanted_b & (b1 - b0 > 1) & (reach_b1 < high - 1 - slack)
+        probe_a = tl.where(more_a, probe_of(a0, a1, reach_a0, reach_a1, low + slack // 2, guess_a), a0)
+        probe_b = tl.where(more_b, probe_of(b0, b1, reach_b0, reach_b1, high - 1 - slack // 2, guess_b), b1)
+        search = more_a | more_b
+    return tl.where(wanted_a, a0, 0), tl.where(wanted_b, b1, ABOVE)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "x_stride", "count", "step", "fraction", "inverse", "next_inverse", "low", "high", "slack",
+    ]
+)  # fmt: skip
+def band_kernel(
+    x, keys, notes, x_stride, count, step, fraction, inverse, next_inverse, low, high, slack,
+    LOG: tl.constexpr, SAMPLED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """A sample of ``count`` keys, P programs a shard, each with those inside the band before the others.
+
+    M of them, scattered, are every program's and give the band: see ``band_of``. ``notes`` is int64
+    ``[S, P + 1]``: of each program how many keys reach a (18 bits), reach b (18), lie between (18), and
+    whether these are more than SLOTS; then a and b.
+    """
+    program, shard = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    OWN: tl.constexpr = 2**LOG // P
+    x += shard * x_stride
+    # neither these nor a program's own numbers have a period that the rows of a matrix could share
+    part = tl.arange(0, M).to(tl.uint32)
+    jitter = (((part * 0x9E3779B1) >> 16) * (count.to(tl.uint32) // M)) >> 16
+    shared_number = (part * count.to(tl.uint32) // M + jitter).to(tl.int32)
+    strata = (step, fraction, inverse, next_inverse)
+    index = tl.arange(0, OWN)
+    turn = ((index.to(tl.uint32) * 0x9E3779B1) >> 16).to(tl.int32)
+    number = index * P + ((program + turn) & (P - 1))
+    shared = load_keys(x, shared_number, shared_number >= 0, strata, LOG, SAMPLED)
+    own = load_keys(x, number, number < count, strata, LOG, SAMPLED)
+    a, b = band_of(shared, low, high, slack, M)
+    inside = ((own > a) & (own < b)).to(tl.int32)
+    many = tl.sum(inside, axis=0)
+    both = tl.sum((own >= a).to(tl.int32) | ((own >= b).to(tl.int32) << 16), axis=0)
+    before = tl.cumsum(inside, axis=0)
+    slot = tl.where(inside != 0, before - 1, many + index - before)
+    tl.store(keys + (shard * P + program) * OWN + slot, own)
+    note = (both & 0xFFFF).to(tl.int64) | ((both >> 16).to(tl.int64) << 18)
+    note |= (many.to(tl.int64) << 36) | ((many > SLOTS).to(tl.int64) << 54)
+    notes += shard * (P + 1)
+    tl.store(notes + program, note)
+    if program == 0:
+        tl.store(notes + P, a.to(tl.int64) | (b.to(tl.int64) << 32))
+
+
+@triton.jit
+def some_of(keys, sizes, first, P: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr):
+    """int32[P * SLOTS]: keys from the ``first``-th on of each program of a shard; -1 beyond their sizes."""
+    place = tl.arange(0, P * SLOTS)
+    slot = first + place % SLOTS
+    key = tl.load(keys + place // SLOTS * OWN + slot)  # all are there: no wait for the sizes
+    return tl.where(slot < sizes, key, -1)
+
+
+@triton.jit(do_not_specialize=["need", "count"])
+def pick_kernel(
+    keys, notes, thresholds, need, count,
+    P: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude that ``need`` of a shard's reach: fp32, a program a shard."""
+    shard = tl.program_id(0).to(tl.int64)
+    keys += shard * (P * OWN)
+    notes += shard * (P + 1)
+    sizes = ((tl.load(notes + tl.arange(0, P * SLOTS) // SLOTS) >> 36) & 0x3FFFF).to(tl.int32)
+    sums = tl.sum(tl.load(notes + tl.arange(0, P)), axis=0)
+    ends = tl.load(notes + P)
+    a, b = (ends & 0x7FFFFFFF).to(tl.int32), (ends >> 32).to(tl.int32)
+    reach_a, reach_b = (sums & 0x3FFFF).to(tl.int32), ((sums >> 18) & 0x3FFFF).to(tl.int32)
+    beyond_a = reach_b + ((sums >> 36) & 0x3FFFF).to(tl.int32)
+    missed = (need <= reach_b) | (need > reach_a)
+    is_a = (need > beyond_a) & (need <= reach_a)
+    sizes = tl.where(missed, OWN, sizes)
+    most_slots = reach_a * 0 + SLOTS
+    if missed | ((sums >> 54) != 0):
+        most_slots = tl.max(sizes, axis=0)
+    # ``need`` keys or more reach the lower one of these, fewer the upper one
+    lower, reach_lower = tl.where(missed, 0, a + 1), tl.where(missed, count, beyond_a)
+    upper, reach_upper = tl.where(missed, ABOVE, b), tl.where(missed, 0, reach_b)
+    above = reach_upper
+    key = some_of(keys, sizes, 0, P, OWN, SLOTS)
+    guess = need == need
+    while (upper - lower > 1) & (reach_lower != need) & (reach_upper != need - 1) & (is_a == 0):
+        left = (reach_lower - reach_upper).to(tl.float32)
+        share = ((reach_lower - need).to(tl.float32) + 0.5) / left
+        apart = 0.75 / tl.sqrt(left)  # one and a half deviations of values that lie there evenly
+        width = upper - lower
+        low = lower + part_of(width, tl.where(guess, share - apart, 1 / 3))
+        high = lower + part_of(width, tl.where(guess, share + apart, 2 / 3))
+        both = tl.sum((key >= low).to(tl.int32) | ((key >= high).to(tl.int32) << 16), axis=0)
+        reach_low, reach_high = above + (both & 0xFFFF), above + (both >> 16)
+        first = SLOTS
+        while first < most_slots:
+            other = some_of(keys, sizes, first, P, OWN, SLOTS)
+            both = tl.sum((other >= low).to(tl.int32) | ((other >= high).to(tl.int32) << 16), axis=0)
+            reach_low += both & 0xFFFF
+            reach_high += both >> 16
+            first += SLOTS
+        lower, upper, reach_lower, reach_upper = narrow(
+            lower, upper, reach_lower, reach_upper, low, reach_low, need
+        )
+        lower, upper, reach_lower, reach_upper = narrow(
+            lower, upper, reach_lower, reach_upper, high, reach_high, need
+        )
+        guess = upper - lower < width // 3
+    least = tl.min(tl.where(key >= lower, key, ABOVE), axis=0)
+    most = tl.max(tl.where(key < upper, key, -1), axis=0)
+    first = SLOTS
+    while first < most_slots:
+        other = some_of(keys, sizes, first, P, OWN, SLOTS)
+        least = tl.minimum(least, tl.min(tl.where(other >= lower, other, ABOVE), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(other < upper, other, -1), axis=0))
+        first += SLOTS
+    from_above = (upper - lower <= 1) | (reach_lower == need)
+    found = tl.where(is_a, a, tl.where(from_above, least, most))
+    tl.store(thresholds + shard, found.to(tl.float32, bitcast=True))
