@@ -142,7 +142,8 @@ def test_signed_scales_have_less_error_for_the_same_bytes(format: str, gain: flo
     lone[torch.arange(64), torch.arange(64)] = torch.logspace(-3, 3, 64)
     for sparse in (lone, torch.full((3, 64), 0.7), -lone):
         signed, single = errors(sparse, "signed"), errors(sparse, "single")
-        assert (signed <= single * (1 + 1e-5) + 1e-12).all()
+        step_to_bf16 = 2**-14 * sparse.square().sum(1)  # where all values have one sign, steps differ
+        assert (signed <= single * (1 + 1e-5) + step_to_bf16).all()
 
 
 @pytest.mark.parametrize("format, scales", [(f, s) for f in FORMATS for s in scales_of(f)])
