@@ -80,7 +80,7 @@ def narrow(lower, upper, reach_lower, reach_upper, probe, reach, need):
 
 @triton.jit
 def band_of(key, low, high, slack, M: tl.constexpr):
-    """int32 a < b, so that of M keys ``low`` or more reach a and fewer than ``high`` b, not much more or fewer.
+    """int32 a < b: of M keys ``low`` or more reach a, fewer than ``high`` reach b, either by ``slack`` at most.
 
     Keys alike make this impossible: then b may be a + 1, with nothing between them. No ends are found for a
     ``low`` above M, or a ``high`` below 1.
