@@ -170,7 +170,11 @@ class TensorParallelCompression:
             )
         roundings = hop_names("--taco-rounding", self.taco_rounding, TACO_ROUNDINGS)
         for flag, hops in formats.items():
-            if self.taco_scales == "signed" and not all(hop.startswith("int") for hop in hops):
+            if (
+                self.enabled
+                and self.taco_scales == "signed"
+                and not all(hop.startswith("int") for hop in hops)
+            ):
                 raise CompressionConfigError(
                     f"--taco-scales signed needs integer formats, not {flag} "
                     f"{','.join(dict.fromkeys(hops))}; choose an int format, or --taco-scales single"

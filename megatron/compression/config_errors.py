@@ -35,12 +35,22 @@ def fill_in(config: object, recommended: dict[str, object], flag: str, codec: st
         CompressionConfigError: a field that was set to something else, a contradiction; names its flag.
     """
     for one in fields(config):
-        if one.name not in recommended:
-            continue
-        value, chosen = getattr(config, one.name), recommended[one.name]
-        if value not in (one.default, chosen):
-            raise CompressionConfigError(
-                f"{flag_name(one.name)} {value} contradicts {flag} auto, which chooses {chosen}; "
-                f"use {flag} {codec} to choose for yourself"
-            )
-        object.__setattr__(config, one.name, chosen)
+        if one.name in recommended:
+            if getattr(config, one.name) != one.default:
+                check_chosen(one.name, getattr(config, one.name), recommended, flag, codec)
+            object.__setattr__(config, one.name, recommended[one.name])
+
+
+def check_chosen(name: str, value: object, recommended: dict[str, object], flag: str, codec: str) -> None:
+    """Refuse a value for field ``name`` that is not the one that ``flag auto`` chooses.
+
+    Raises:
+        CompressionConfigError: it is another one; says how to spell ``auto`` out.
+    """
+    if value != recommended[name]:
+        spelt = [f"{flag_name(n)} {v}" for n, v in recommended.items() if v is not None]
+        chosen = "leaves it out" if recommended[name] is None else f"chooses {recommended[name]}"
+        raise CompressionConfigError(
+            f"{flag_name(name)} {value} contradicts {flag} auto, which {chosen}; to choose for yourself, "
+            f"change {' '.join([flag, codec, *spelt])}"
+        )

@@ -24,6 +24,7 @@ from megatron.compression.data_parallel.weights import copy_masters
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 from megatron.compression.reporter import Reporter, check_report_directory
+from megatron.compression.resumed import say_changed_settings
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
 from megatron.compression.tensor_parallel.caat_net_checks import OtherWeights, check_checkpoint
@@ -71,7 +72,10 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
 
 def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
     ledger = runtime.ledger
-    on_checkpoint = [partial(check_checkpoint, args=args)]
+    on_checkpoint = [
+        partial(check_checkpoint, args=args),
+        partial(say_changed_settings, args=args, say=print_rank_0),
+    ]
     on_read = [OtherWeights(args, print_rank_0).on_checkpoint_read]
     if runtime.guard is not None:
         guarded = GuardedRun(runtime.guard, args, args.log_interval)

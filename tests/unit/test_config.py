@@ -1,7 +1,7 @@
 """Flags, their dataclasses, and what is refused."""
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ from megatron.compression.config import (
 )
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.config import RECOMMENDED_PIPELINE
+from megatron.compression.resumed import say_changed_settings
 from megatron.compression.runtime import tensor_parallel_codec
 
 
@@ -136,6 +137,58 @@ def test_auto_between_stages_is_the_recommended_setting(arguments) -> None:
         PipelineParallelCompression(pp_compression="auto", tah_tile_size=32)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            "--pp-compression auto --pp-normalize none",
+            "--pp-normalize none contradicts --pp-compression auto",
+        ),
+        (
+            "--pp-compression auto --pp-scales single",
+            "change --pp-compression int4 --pp-backward-compression",
+        ),
+        ("--tp-compression auto --taco-scales dual", "--taco-scales dual contradicts .* chooses signed"),
+        ("--tp-compression auto --taco-backward-format int8", "auto, which leaves it out"),
+    ],
+)
+def test_auto_refuses_a_contradiction_that_is_the_default(arguments, flags: str, reason: str) -> None:
+    """What was asked for is not quietly another thing; the message spells auto out."""
+    with pytest.raises(CompressionConfigError, match=reason):
+        arguments.compression_config_from_args(_parse(arguments, *flags.split()))
+
+
+def test_settings_that_auto_may_choose_have_their_defaults_without_it(arguments) -> None:
+    args = _parse(arguments, "--taco")
+    config = arguments.compression_config_from_args(args)
+    for part, names in (
+        (config.tensor_parallel, RECOMMENDED),
+        (config.pipeline_parallel, RECOMMENDED_PIPELINE),
+    ):
+        for one in fields(part):
+            if one.name in names:
+                assert getattr(part, one.name) == getattr(args, one.name) == one.default, one.name
+
+
+def test_a_resumed_run_says_what_it_does_otherwise(arguments) -> None:
+    """What auto stood for when the checkpoint was written may be another setting; transports do not count."""
+    saved, args = (
+        _parse(arguments, "--tp-compression", "auto", *flags) for flags in ((), ("--taco-layers", "0"))
+    )
+    for one in (saved, args):
+        arguments.compression_config_from_args(one)
+    saved.taco_scales, saved.taco_rounding, saved.taco_transport = "single", "dither", "collective"
+    lines = []
+    say_changed_settings(saved, args, lines.append)
+    assert lines == [
+        "compression: other settings than the checkpoint's: --taco-scales single -> signed, "
+        "--taco-rounding dither -> nearest, --taco-layers all -> 0"
+    ]
+    say_changed_settings(args, args, lines.append)
+    say_changed_settings(SimpleNamespace(seed=1), args, lines.append)  # of Megatron without this overlay
+    assert len(lines) == 1
+
+
 def test_two_names_are_for_the_hops() -> None:
     """Codec and name say both formats, both roundings; one format written twice is one."""
     settings = TensorParallelCompression(tp_compression="taco", taco_format="int6,int8")
@@ -176,6 +229,13 @@ def test_off_by_default(arguments) -> None:
         ({"taco_group_size": 100}, "--taco-group-size 100", "power of two"),
         ({"taco_group_size": 1024}, "--taco-group-size 1024", "512"),
         ({"taco_rounding": "dither"}, "--taco-rounding dither", "stochastic"),
+        (
+            {"taco_format": "int6", "taco_backward_format": "fp8-e5m2", "taco_scales": "signed"},
+            "--taco-scales signed",
+            "not --taco-backward-format fp8-e5m2",
+        ),
+        ({"taco_format": "int6,fp8-e4m3", "taco_scales": "signed"}, "--taco-scales signed", "int6,fp8-e4m3"),
+        ({"tp_compression": "none", "taco_scales": "signed"}, "--taco-scales given", "add --taco"),
         ({"taco_scales": "signed"}, "--taco-scales signed", "not --taco-format fp8-e4m3; choose an int"),
         ({"taco_min_message_mb": -1.0}, "--taco-min-message-mb", ">= 0"),
         ({"taco_min_message_mb": float("nan")}, "--taco-min-message-mb", ">= 0"),
@@ -283,6 +343,7 @@ def test_uncompressed_validation_needs_compressed_training(arguments) -> None:
         ({"pp_compression": "tah-quant", "pp_scales": "signed"}, "uses it; add --pp-compression int8, int6"),
         ({"pp_compression": "tah-quant", "pp_group_size": 64}, "uses it; add --pp-compression int8, int6"),
         ({"pp_compression": "int4", "pp_group_size": 48}, "flags do not fit: group_size=48"),
+        ({"pp_compression": "int4", "pp_group_size": 0}, "flags do not fit: group_size=0"),
         ({"pp_compression": "taco", "pp_taco_format": "fp7"}, "format='fp7' is not supported"),
         ({"pp_compression": "tah-quant", "tah_backward_bits": 7}, "--tah-backward-bits 7 is not possible"),
         ({"pp_compression": "tah-quant", "tah_start_iteration": -1}, "must be an iteration >= 0"),

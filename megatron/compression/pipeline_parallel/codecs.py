@@ -70,7 +70,9 @@ def _fixed(name: str, settings: PipelineParallelCompression, rounding: str) -> M
         return None
     if name in INTEGERS:
         bits, group_size = INTEGERS[name]
-        return _plain_integers(bits, settings.pp_group_size or group_size, rounding, settings.pp_scales)
+        if settings.pp_group_size is not None:
+            group_size = settings.pp_group_size
+        return _plain_integers(bits, group_size, rounding, settings.pp_scales)
     config = CodecConfig(
         format=settings.pp_taco_format, group_size=settings.pp_taco_group_size, rounding=rounding
     )
