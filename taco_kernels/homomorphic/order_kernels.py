@@ -52,63 +52,87 @@ def load_keys(x, number, mask, strata, LOG: tl.constexpr, SAMPLED: tl.constexpr)
 
 @triton.jit
 def part_of(width, share):
-    """A share of int32 width, 2 or more, that lies inside of it."""
+    """A share of int32 width that lies inside of it; 0 of 1."""
     part = (width.to(tl.float32) * tl.minimum(tl.maximum(share, 0.0), 0.999)).to(tl.int32)
     return tl.minimum(tl.maximum(part, 1), width - 1)
 
 
 @triton.jit
-def probe_of(lower, upper, reach_lower, reach_upper, aim, guess):
-    """Between the two, where ``aim`` keys should reach it; without a guess, in the middle."""
-    share = (reach_lower - aim).to(tl.float32) / tl.maximum(reach_lower - reach_upper, 1).to(tl.float32)
-    width = tl.maximum(upper - lower, 2)
-    return lower + part_of(width, tl.where(guess, share, 0.5))
+def probes_of(lower, upper, reach_lower, reach_upper, aim, apart, guess):
+    """Two keys around the one that ``aim`` should reach, by interpolation; without a guess, in thirds.
+
+    ``apart`` is how many more and fewer should reach the two.
+    """
+    left = tl.maximum(reach_lower - reach_upper, 1).to(tl.float32)
+    share, apart = (reach_lower - aim).to(tl.float32) / left, apart / left
+    width = upper - lower
+    low = part_of(width, tl.where(guess, share - apart, 1 / 3))
+    return lower + low, lower + part_of(width, tl.where(guess, share + apart, 2 / 3))
 
 
 @triton.jit
-def narrow(lower, upper, reach_lower, reach_upper, probe, reach, need):
+def deviation(reach_lower, reach_upper):
+    """fp32: standard deviation, at most, of how many of the keys between reach a value among them."""
+    return 0.5 * tl.sqrt(tl.maximum(reach_lower - reach_upper, 1).to(tl.float32))
+
+
+@triton.jit
+def narrow(ends, probe, reach, need):
     """Bring the ends nearer: ``need`` keys or more reach the lower one, fewer the upper one."""
-    up = (reach >= need) & (probe > lower)
-    down = (reach < need) & (probe < upper)
+    lower, upper, reach_lower, reach_upper = ends
+    up = reach >= need
     return (
-        tl.where(up, probe, lower),
-        tl.where(down, probe, upper),
-        tl.where(up, reach, reach_lower),
-        tl.where(down, reach, reach_upper),
+        tl.where(up, tl.maximum(lower, probe), lower),
+        tl.where(up, upper, tl.minimum(upper, probe)),
+        tl.where(up, tl.minimum(reach_lower, reach), reach_lower),
+        tl.where(up, reach_upper, tl.maximum(reach_upper, reach)),
     )
 
 
 @triton.jit
+def counts_of(key, p, q):
+    """How many keys reach p, and how many q: at most 32767."""
+    both = tl.sum((key >= p).to(tl.int32) | ((key >= q).to(tl.int32) << 16), axis=0)
+    return both & 0xFFFF, both >> 16
+
+
+@triton.jit
 def band_of(key, low, high, slack, M: tl.constexpr):
-    """int32 a < b: of M keys ``low`` or more reach a, fewer than ``high`` reach b, either by ``slack`` at most.
+    """int32 a < b: of M keys ``low`` or more reach a, fewer than ``high`` reach b, by ``slack`` at most.
 
     Keys alike make this impossible: then b may be a + 1, with nothing between them. No ends are found for a
     ``low`` above M, or a ``high`` below 1.
     """
     least, most = tl.min(key, axis=0), tl.max(key, axis=0)
-    # of either end of the band: where it lies between, and how many keys reach these
-    a0, a1, b0, b1 = least, most + 1, least, most + 1
     zero = least * 0
-    reach_a0, reach_a1, reach_b0, reach_b1 = zero + M, zero, zero + M, zero
-    probe_a, probe_b = least + 1, tl.maximum(least + (most - least) // 2, least + 1)  # the least may be many
+    # of either end of the band: where it lies between, and how many keys reach these
+    a = (least, most + 1, zero + M, zero)
+    b = (least, most + 1, zero + M, zero)
     guess_a, guess_b = zero == 0, zero == 0
     wanted_a, wanted_b = low <= M, high >= 1
+    width = most + 1 - least
+    p, q = least + 1, least + part_of(width, 0.5)  # the least may be many
+    r, s = least + part_of(width, 0.75), least + part_of(width, 0.875)
+    half = slack.to(tl.float32) * 0.6
     search = wanted_a | wanted_b
     while search:
-        both = tl.sum((key >= probe_a).to(tl.int32) | ((key >= probe_b).to(tl.int32) << 16), axis=0)
-        reach_a, reach_b = both & 0xFFFF, both >> 16
-        width_a, width_b = a1 - a0, b1 - b0
-        a0, a1, reach_a0, reach_a1 = narrow(a0, a1, reach_a0, reach_a1, probe_a, reach_a, low)
-        a0, a1, reach_a0, reach_a1 = narrow(a0, a1, reach_a0, reach_a1, probe_b, reach_b, low)
-        b0, b1, reach_b0, reach_b1 = narrow(b0, b1, reach_b0, reach_b1, probe_a, reach_a, high)
-        b0, b1, reach_b0, reach_b1 = narrow(b0, b1, reach_b0, reach_b1, probe_b, reach_b, high)
-        guess_a, guess_b = a1 - a0 < width_a // 2, b1 - b0 < width_b // 2
-        more_a = wanted_a & (a1 - a0 > 1) & (reach_a0 > low + slack)
-        more_b = wanted_b & (b1 - b0 > 1) & (reach_b1 < high - 1 - slack)
-        probe_a = tl.where(more_a, probe_of(a0, a1, reach_a0, reach_a1, low + slack // 2, guess_a), a0)
-        probe_b = tl.where(more_b, probe_of(b0, b1, reach_b0, reach_b1, high - 1 - slack // 2, guess_b), b1)
-        search = more_a | more_b
-    return tl.where(wanted_a, a0, 0), tl.where(wanted_b, b1, ABOVE)
+        reach_p, reach_q = counts_of(key, p, q)
+        reach_r, reach_s = counts_of(key, r, s)
+        width_a, width_b = a[1] - a[0], b[1] - b[0]
+        a = narrow(narrow(a, p, reach_p, low), q, reach_q, low)
+        a = narrow(narrow(a, r, reach_r, low), s, reach_s, low)
+        b = narrow(narrow(b, p, reach_p, high), q, reach_q, high)
+        b = narrow(narrow(b, r, reach_r, high), s, reach_s, high)
+        guess_a, guess_b = a[1] - a[0] < width_a // 3, b[1] - b[0] < width_b // 3
+        p, q = probes_of(
+            a[0], a[1], a[2], a[3], low + slack // 2, tl.maximum(deviation(a[2], a[3]), half), guess_a
+        )
+        r, s = probes_of(
+            b[0], b[1], b[2], b[3], high - 1 - slack // 2, tl.maximum(deviation(b[2], b[3]), half), guess_b
+        )
+        more_a = wanted_a & (a[1] - a[0] > 1) & (a[2] > low + slack)
+        search = more_a | (wanted_b & (b[1] - b[0] > 1) & (b[3] < high - 1 - slack))
+    return tl.where(wanted_a, a[0], 0), tl.where(wanted_b, b[1], ABOVE)
 
 
 @triton.jit(
@@ -163,6 +187,22 @@ def some_of(keys, sizes, first, P: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.co
     return tl.where(slot < sizes, key, -1)
 
 
+@triton.jit
+def extent_of(
+    key, keys, sizes, most_slots, lower, upper, P: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr
+):
+    """The least key from ``lower`` on, and the largest one below ``upper``."""
+    least = tl.min(tl.where(key >= lower, key, ABOVE), axis=0)
+    most = tl.max(tl.where(key < upper, key, -1), axis=0)
+    first = SLOTS
+    while first < most_slots:
+        other = some_of(keys, sizes, first, P, OWN, SLOTS)
+        least = tl.minimum(least, tl.min(tl.where(other >= lower, other, ABOVE), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(other < upper, other, -1), axis=0))
+        first += SLOTS
+    return least, most
+
+
 @triton.jit(do_not_specialize=["need", "count"])
 def pick_kernel(
     keys, notes, thresholds, need, count,
@@ -189,38 +229,26 @@ def pick_kernel(
     upper, reach_upper = tl.where(missed, ABOVE, b), tl.where(missed, 0, reach_b)
     above = reach_upper
     key = some_of(keys, sizes, 0, P, OWN, SLOTS)
-    guess = need == need
+    failed = need * 0
     while (upper - lower > 1) & (reach_lower != need) & (reach_upper != need - 1) & (is_a == 0):
-        left = (reach_lower - reach_upper).to(tl.float32)
-        share = ((reach_lower - need).to(tl.float32) + 0.5) / left
-        apart = 0.75 / tl.sqrt(left)  # one and a half deviations of values that lie there evenly
         width = upper - lower
-        low = lower + part_of(width, tl.where(guess, share - apart, 1 / 3))
-        high = lower + part_of(width, tl.where(guess, share + apart, 2 / 3))
-        both = tl.sum((key >= low).to(tl.int32) | ((key >= high).to(tl.int32) << 16), axis=0)
-        reach_low, reach_high = above + (both & 0xFFFF), above + (both >> 16)
+        apart = deviation(reach_lower, reach_upper)
+        low, high = probes_of(lower, upper, reach_lower, reach_upper, need - 0.5, apart, failed % 2 == 0)
+        reach_low, reach_high = counts_of(key, low, high)
         first = SLOTS
         while first < most_slots:
-            other = some_of(keys, sizes, first, P, OWN, SLOTS)
-            both = tl.sum((other >= low).to(tl.int32) | ((other >= high).to(tl.int32) << 16), axis=0)
-            reach_low += both & 0xFFFF
-            reach_high += both >> 16
+            more_low, more_high = counts_of(some_of(keys, sizes, first, P, OWN, SLOTS), low, high)
+            reach_low += more_low
+            reach_high += more_high
             first += SLOTS
-        lower, upper, reach_lower, reach_upper = narrow(
-            lower, upper, reach_lower, reach_upper, low, reach_low, need
-        )
-        lower, upper, reach_lower, reach_upper = narrow(
-            lower, upper, reach_lower, reach_upper, high, reach_high, need
-        )
-        guess = upper - lower < width // 3
-    least = tl.min(tl.where(key >= lower, key, ABOVE), axis=0)
-    most = tl.max(tl.where(key < upper, key, -1), axis=0)
-    first = SLOTS
-    while first < most_slots:
-        other = some_of(keys, sizes, first, P, OWN, SLOTS)
-        least = tl.minimum(least, tl.min(tl.where(other >= lower, other, ABOVE), axis=0))
-        most = tl.maximum(most, tl.max(tl.where(other < upper, other, -1), axis=0))
-        first += SLOTS
+        nearer = narrow((lower, upper, reach_lower, reach_upper), low, above + reach_low, need)
+        lower, upper, reach_lower, reach_upper = narrow(nearer, high, above + reach_high, need)
+        failed = tl.where(upper - lower < width // 3, 0, failed + 1)
+        if failed % 2 == 1:  # few keys may be left, or one many times: from key to key
+            lower, upper = extent_of(key, keys, sizes, most_slots, lower, upper, P, OWN, SLOTS)
+            upper += 1
+            failed *= (upper - lower > width // 2).to(tl.int32)
+    least, most = extent_of(key, keys, sizes, most_slots, lower, upper, P, OWN, SLOTS)
     from_above = (upper - lower <= 1) | (reach_lower == need)
     found = tl.where(is_a, a, tl.where(from_above, least, most))
     tl.store(thresholds + shard, found.to(tl.float32, bitcast=True))

@@ -15,8 +15,8 @@ SLOTS, PICK_WARPS = 128, 8
 """Magnitudes of each of these that the picking program holds in registers."""
 LEAST_SHARED, MOST_SHARED = 1024, 4096
 """Magnitudes that every program draws, to find the band."""
-DEVIATIONS = 3.0
-"""Of the rank among these, that the band reaches to either side: it misses one time in some hundreds."""
+DEVIATIONS = 2.75, 3.75
+"""Of the rank among these, that the band reaches to either side; it misses one time in some hundreds."""
 
 
 class Plan(NamedTuple):
@@ -44,14 +44,15 @@ def plan_of(numel: int, most: int, need: int) -> Plan:
     share, own = need / count, most // PROGRAMS
     shared = LEAST_SHARED
     while True:
-        half = DEVIATIONS * math.sqrt(shared * share * (1 - share))
-        inside = (2 * half + half / 4) / shared * own  # of a program's values
+        deviation = math.sqrt(shared * share * (1 - share))
+        inside = sum(DEVIATIONS) * deviation / shared * own  # of a program's values
         if shared == MOST_SHARED or inside + 4 * math.sqrt(inside) <= SLOTS:
             break
         shared *= 2
     signed = [inverse - 2**32 if inverse >= 2**31 else inverse for inverse in inverses]
-    low, high = math.ceil(share * shared + half), math.floor(share * shared - half)
-    return Plan(log, (step, fraction, *signed), shared, low, high, int(half / 4))
+    least, most_off = (off * deviation for off in DEVIATIONS)
+    low, high = math.ceil(share * shared + least), math.floor(share * shared - least)
+    return Plan(log, (step, fraction, *signed), shared, low, high, int(most_off - least))
 
 
 def largest_of_sample(x: torch.Tensor, most: int, need: int) -> torch.Tensor:
