@@ -28,6 +28,7 @@ CODECS = (
     "fp8-tensor",
     "fp8-e4m3:128:dual:stochastic",
     *(f"int{bits}:128:single" for bits in BITS),
+    *(f"int{bits}:128:signed" for bits in BITS),
     *(f"int{bits}:128:single:dither" for bits in BITS),
 )
 DRAWS = 4

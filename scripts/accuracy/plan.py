@@ -14,11 +14,9 @@ SCRATCH = (
     *("fp8-tensor", "int4-nearest", "int8-dither", "int5-signed-g64"),
 )
 """From scratch, every seed of a setting before the next setting."""
-BEFORE_BRANCHES = len(SCRATCH)
-"""So many of them come before the first branches."""
 SLICED = ("int6-dither-sp", "paper-sp", "int4-dither-sp")
 """From scratch with sequence parallelism, when all else is done."""
-PAIRED = ("none-tp2", "paper", "int6-dither", "int5-dither", "int4-dither", "int8-dither")
+PAIRED = ("none-tp2", "paper", "int6-dither", "int6-signed", "int5-dither", "int4-dither", "int8-dither")
 """Branches of every replicate: the null comparison and what might be recommended."""
 MECHANISM = (
     *("int6-nearest", "int6-dither-hop2", "int6-meanfree"),
@@ -26,7 +24,6 @@ MECHANISM = (
 )
 """Does dither in hop 2 alone, or removing the mean over the tokens, repair rounding to nearest?"""
 SEQUENCE_PARALLEL = ("paper-sp", "int6-dither-sp", "int4-dither-sp", "int8-dither-sp", "int5-dither-sp")
-LOWEST = tuple(name for name in ("int3-dither", "int3-nearest") if name in SETTINGS)
 PARTS = ("paper-forward", "paper-backward", "paper-hop1", "paper-hop2", "int6-stochastic")
 """Which hop and direction does the damage."""
 FORMATS = (
@@ -34,27 +31,16 @@ FORMATS = (
     *("int4-int6-dither", "int6-int4-dither", "int4-int8-dither"),
     *("int6-nearest-sp", "int4-nearest-sp", "int6-stochastic-hop2", "int4-stochastic-hop2"),
 )
-ENDED = tuple(
-    dict.fromkeys(
-        (
-            *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest"),
-            *("int6-dither-sp", "int8-dither-sp", "paper-sp", "int6-signed"),
-            *("int6-signed-g32", "int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[1:]),
-            "int5-nearest-g32",
-            *("int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp", "int8-nearest-sp"),
-            *(
-                "int6655-nearest",
-                "int5655-nearest",
-                "int6-nearest-sp",
-                "int5-signed",
-                "int4-signed",
-                "int6-dither-hop2",
-            ),
-        )
-    )
+_ENDED = (
+    *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest", "int6-dither-sp", "int8-dither-sp"),
+    *("paper-sp", "int6-signed", "int6-signed-g32", "int5-signed-g64", "int5-signed-g32", "int4-signed-g32"),
+    *(*SCRATCH[1:], "int5-nearest-g32", "int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp"),
+    *("int8-nearest-sp", "int6655-nearest", "int5655-nearest", "int6-nearest-sp", "int5-signed"),
+    *("int4-signed", "int6-dither-hop2"),
 )
+ENDED = tuple(dict.fromkeys(_ENDED))
 """To the end of the schedule from the last checkpoint of every seed, on the data that came next."""
-BRANCHES = (*PAIRED, *MECHANISM, *SEQUENCE_PARALLEL, *LOWEST, *PARTS, *FORMATS)
+BRANCHES = (*PAIRED, *MECHANISM, *SEQUENCE_PARALLEL, *PARTS, *FORMATS)
 
 
 @dataclass(frozen=True)
@@ -160,15 +146,14 @@ def make_plan(
         raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
     if branch_settings is None:
         often, seldom = list(PAIRED), [n for n in of_branches if n not in PAIRED]
-        first, last = [*MECHANISM, *SEQUENCE_PARALLEL, *LOWEST], [*PARTS, *FORMATS]
+        first, last = [*MECHANISM, *SEQUENCE_PARALLEL], [*PARTS, *FORMATS]
     else:
         often, seldom, first, last = of_branches, [], [], []
     replicates = range(1, seeds)
     start = branches(["none", *often, *first], [0], branch_steps)
-    cut = seeds * BEFORE_BRANCHES
     final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
     jobs = [*whole[:seeds], *start[: len(CHECKPOINTS)], repeat(start[0]), *start[len(CHECKPOINTS) :]]
-    jobs += [*error_jobs(), *final, *whole[seeds:cut]]
+    jobs += [*error_jobs(), *final, *whole[seeds:]]
     jobs += branches(["none", *often], replicates, branch_steps)
-    jobs += branches(last, [0], branch_steps) + whole[cut:] + branches(seldom, replicates, branch_steps)
+    jobs += branches(last, [0], branch_steps) + branches(seldom, replicates, branch_steps)
     return jobs + (scratch(SLICED, range(seeds), steps) if settings is None else [])

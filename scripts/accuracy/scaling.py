@@ -1,8 +1,9 @@
-"""From scratch chance hides a small cost; endings show it. How the two go together, setting by setting.
+"""What a codec costs in a whole run, beside what it costs in the last part of one (the endings).
 
 A line through the settings' means by least squares: cost from scratch = offset + factor * cost of the ending.
-The settings share seeds and reference: what chance leaves in those is the offset, and the factor rests on the
-differences between settings. Its error is that of the noise of a run from scratch.
+The coarse settings decide it. The offset is what all settings have in common: chance in the seeds and in the
+uncompressed reference, or a cost of the part before the endings; the data cannot tell which. So the line says
+how costs that can be measured grow, and is an extrapolation for those that cannot.
 """
 
 import math
@@ -10,10 +11,12 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scripts.accuracy.estimates import NULL, Estimate, differences, noise_by_stage
+from scripts.accuracy.estimates import NULL, Block, Estimate, differences, estimate, noise_by_stage
 
-FEWEST = 3
+LEAST_SETTINGS = 3
 """Settings that a line is drawn through."""
+QUIET = 0.2
+"""Per cent: endings below cost less than what a run from scratch can show."""
 
 
 class Line(NamedTuple):
@@ -21,65 +24,86 @@ class Line(NamedTuple):
 
     offset: Estimate
     factor: Estimate
+    """Its error is the larger of two: of the common noise of a run, and of the factors of single seeds."""
     points: dict[str, tuple[float, float]]
-    """By setting: the cost of its ending and that from scratch, per cent, means over the seeds."""
-
-    def from_scratch(self, ending: float, error: float = 0.0) -> Estimate:
-        """The cost from scratch, without the offset, that an ending of so many per cent stands for."""
-        spread = math.hypot(self.factor.error * ending, self.factor.mean * error)
-        return Estimate(self.factor.mean * ending, spread, self.factor.count, self.factor.freedom)
+    """By setting: the cost of its ending and that from scratch, per cent, means over the same seeds."""
 
 
-def line(records: Sequence[dict]) -> Line | None:
-    """The line through all settings with endings and runs from scratch of the same seeds, at least FEWEST.
+def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Least squares through (x, y): slope, mean of x, sum of squares of x about it."""
+    middle = statistics.fmean(x for x, _ in points)
+    square = sum((x - middle) ** 2 for x, _ in points)
+    slope = sum((x - middle) * y for x, y in points) / square if square > 0 else math.nan
+    return slope, middle, square
 
-    Settings whose runs from scratch are not those of the most seeds are left out.
+
+def _by_seed(pairs: dict[Block, float]) -> dict[int, float]:
+    return {block.replicate: value for block, value in pairs.items()}
+
+
+def fit_line(records: Sequence[dict]) -> Line | None:
+    """The line through the settings that have both an ending and a run from scratch of each seed.
+
+    None with fewer than LEAST_SETTINGS of them, or fewer than two seeds.
     """
-    scratch, ending = differences(records, "scratch"), differences(records, "ending")
+    scratch = {name: _by_seed(pairs) for name, pairs in differences(records, "scratch").items()}
+    ending = {name: _by_seed(pairs) for name, pairs in differences(records, "ending").items()}
     noise = noise_by_stage(records, "scratch").get("")
-    shared = {name: pairs for name, pairs in scratch.items() if name in ending and name != NULL}
-    most = max((len(pairs) for pairs in shared.values()), default=0)
-    points = {
-        name: (statistics.fmean(ending[name].values()), statistics.fmean(pairs.values()))
-        for name, pairs in shared.items()
-        if len(pairs) == most
+    shared = {
+        name: scratch[name].keys() & ending[name].keys()
+        for name in scratch
+        if name in ending and name != NULL
     }
-    if noise is None or len(points) < FEWEST:
+    seeds = max(shared.values(), key=len, default=set())
+    names = [name for name, found in shared.items() if found == seeds]
+    if noise is None or len(seeds) < 2 or len(names) < LEAST_SETTINGS:
         return None
-    x, y = zip(*points.values(), strict=True)
-    middle, count = statistics.fmean(x), len(points)
-    square = sum((value - middle) ** 2 for value in x)
-    factor = sum((a - middle) * b for a, b in points.values()) / square
-    variance = noise.deviation**2 / most
-    offset = statistics.fmean(y) - factor * middle
-    return Line(
-        Estimate(offset, math.sqrt(variance * (1 / count + middle**2 / square)), count, noise.freedom),
-        Estimate(factor, math.sqrt(variance / square), count, noise.freedom),
-        points,
+    points = {
+        name: tuple(statistics.fmean(found[name][seed] for seed in seeds) for found in (ending, scratch))
+        for name in names
+    }
+    slope, middle, square = _slope(list(points.values()))
+    single = estimate([_slope([(ending[n][seed], scratch[n][seed]) for n in names])[0] for seed in seeds])
+    own = [statistics.variance([ending[n][s] for s in seeds]) / len(seeds) for n in names]
+    leverage = sum((x - middle) ** 2 * v for (x, _), v in zip(points.values(), own, strict=True))
+    variance = noise.deviation**2 / len(seeds)
+    pooled = Estimate(
+        slope, math.sqrt(variance / square + slope**2 * leverage / square**2), len(names), noise.freedom
     )
+    alone = Estimate(slope, single.error, len(names), single.freedom)
+    width = lambda found: found.interval[1] - found.interval[0]  # noqa: E731
+    offset = statistics.fmean(y for _, y in points.values()) - slope * middle
+    error = math.sqrt(variance * (1 / len(names) + middle**2 / square))
+    return Line(Estimate(offset, error, len(names), noise.freedom), max(pooled, alone, key=width), points)
 
 
 def scaling_lines(records: Sequence[dict]) -> list[str]:
-    """The line in words, and a table: every setting with an ending, what it cost and what that stands for."""
-    found = line(records)
+    """The line in words, what is left of it among the quiet settings, and its points."""
+    found = fit_line(records)
     if found is None:
         return []
     low, high = found.factor.interval
+    start, end = found.offset.interval
     lines = [
-        f"From scratch a codec costs {found.factor.mean:.2f} ± {found.factor.error:.2f} times what its "
-        f"ending does (95 %: {low:.2f} … {high:.2f}; {found.factor.count} settings); chance adds "
-        f"{found.offset} % to all.",
+        f"- A run from scratch costs {found.factor.mean:.2f} times what its ending does (95 %: {low:.1f} … "
+        f"{high:.1f}; {found.factor.count} settings), plus {found.offset.mean:+.2f} % that all of them "
+        f"have in common (95 %: {start:+.2f} … {end:+.2f}).",
+    ]
+    quiet = [point for point in found.points.values() if point[0] < QUIET]
+    if len(quiet) >= LEAST_SETTINGS:
+        noise = noise_by_stage(records, "scratch")[""]
+        seeds = len({record["seed"] for record in records if record["kind"] == "ending"})
+        slope, _, square = _slope(quiet)
+        error = noise.deviation / math.sqrt(seeds * square)
+        lines.append(
+            f"- The {len(quiet)} settings whose endings cost less than {QUIET:g} % say nothing of it by "
+            f"themselves: a factor of {slope:.1f} ± {error:.1f}."
+        )
+    lines += [
         "",
-        "| setting | ending, % | stands for, from scratch, % | measured from scratch, less the offset, % |",
+        "| setting | ending, % | the line, without what is common, % | measured from scratch, % |",
         "|---|---|---|---|",
     ]
-    endings = {name: pairs for name, pairs in differences(records, "ending").items() if name != NULL}
-    for name, pairs in sorted(endings.items(), key=lambda item: statistics.fmean(item[1].values())):
-        values = list(pairs.values())
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        measured = f"{found.points[name][1] - found.offset.mean:+.2f}" if name in found.points else ""
-        mean = statistics.fmean(values)
-        stands = found.from_scratch(mean, error)
-        cells = [name, f"{mean:+.3f}", f"{stands.mean:+.2f} ± {stands.error:.2f}", measured]
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, (x, y) in sorted(found.points.items(), key=lambda item: item[1][0]):
+        lines.append(f"| {name} | {x:+.3f} | {found.factor.mean * x:+.2f} | {y:+.2f} |")
     return lines

@@ -220,7 +220,7 @@ def tables(records: Sequence[dict]) -> str:
     for title, lines in (
         ("From scratch", scratch_table(paired)),
         ("Endings: the last part of the schedule", ending_table(paired)),
-        ("From scratch, by the cost of the endings", scaling_lines(paired)),
+        ("From scratch and endings", scaling_lines(paired)),
         ("Branches, two-shot", branch_table(paired, False)),
         ("Branches, sequence parallelism", branch_table(paired, True)),
         ("What can be told apart", noise_lines(paired)),

@@ -43,6 +43,37 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
         assert before.parameters == after.parameters
 
 
+AUTO = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
+    --tp-compression auto --pp-compression auto --taco-min-message-mb 0"""
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_recommended_settings_resume_exactly(tmp_path: Path) -> None:
+    """Both ``auto``: the log says what they stand for, replicas agree, and a resumed run ends in the same
+    bits, though it recomputes."""
+    saved, flags = tmp_path / "saved", tiny_flags(*AUTO.split())
+    whole = pretrain(*flags, "--save", str(saved), "--save-interval", "2", ranks=4, directory=tmp_path)
+    assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
+    assert "taco int6 group 128 signed scale (--tp-compression auto)" in whole.output
+    assert "int4 tile 32, signed scales, standardized channels (--pp-compression auto)" in whole.output
+    check_replicas(whole, tied=True)
+    for channel in (*SIX[:2], *SIX[4:]):
+        rows = [row for rank in whole.ranks for row in rank.ledger if row["channel"] == channel]
+        sent, plain = (
+            sum(row[size] for row in rows if row["kind"] == "compressed")
+            for size in ("sent_bytes", "plain_bytes")
+        )
+        assert 0 < sent < 0.55 * plain, channel
+
+    shutil.rmtree(saved / "iter_0000004")
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = pretrain(*flags, *RECOMPUTED.split(), "--load", str(saved), ranks=4, directory=tmp_path)
+    assert "other settings than the checkpoint's" not in resumed.output
+    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
+    for before, after in zip(whole.ranks, resumed.ranks, strict=True):
+        assert before.parameters == after.parameters
+
+
 def check_channels(run: ForkedRun) -> None:
     """Each of the six channels sends payloads, and fewer bytes than without compression."""
     sent, plain = dict.fromkeys(SIX, 0), dict.fromkeys(SIX, 0)
