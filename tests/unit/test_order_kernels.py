@@ -72,6 +72,35 @@ def test_needs_rows_without_gaps() -> None:
         plan_of(100, 65537, 1)
 
 
+def test_nothing_spills() -> None:
+    """Both kernels, compiled ahead of time for sm_90, hold their keys in registers."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from taco_kernels.benchmarks.instructions import figures_of
+    from taco_kernels.homomorphic import order_kernels, order_launch
+
+    pointers = dict(x="*fp32", keys="*i32", notes="*i64", thresholds="*fp32", x_stride="i64")
+    programs, slots = order_launch.PROGRAMS, order_launch.SLOTS
+    for kernel, warps, constants in (
+        (
+            order_kernels.band_kernel,
+            order_launch.PROGRAM_WARPS,
+            dict(LOG=16, SAMPLED=True, M=order_launch.MOST_SHARED),
+        ),
+        (order_kernels.pick_kernel, order_launch.PICK_WARPS, dict(OWN=65536 // programs)),
+    ):
+        constants |= dict(P=programs, SLOTS=slots)
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+        values = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
+        source = ASTSource(kernel, signature, values)
+        options = dict(num_warps=warps)
+        figures = figures_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), 1)
+        assert figures.spills == 0 and figures.registers < 255
+
+
 def main() -> None:
     """A few programs, few slots, small samples: several chunks of slots even here."""
     from taco_kernels.homomorphic import order_launch as launch
