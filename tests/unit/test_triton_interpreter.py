@@ -116,7 +116,10 @@ def check_format(format: str) -> None:
                 stack, config, numel, first, second, out=torch.full_like(expected, 99)
             )
             apart = difference(expected[None], again[None], config)
-            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
+            # sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter,
+            # without a fused multiply-add, rounds twice
+            middles = 0.01 if scales != "dual" and not hadamard else 0.004
+            assert apart.grid_steps <= 1 and apart.codes < middles and apart.padding, (config, apart)
             assert apart.scales <= (2**-7 if scales != "dual" else 1e-6), (config, apart)
 
             other = replace(config, format="int8" if format == "int4" else "int4")
