@@ -18,6 +18,7 @@ import demo
 BASELINE = "none"
 INT4 = "--pp-compression int4 --pp-backward-compression tah-quant"
 SIGNED_32 = "--pp-scales signed --pp-group-size 32"
+SIGNED_INT4 = f"--pp-compression int4 --pp-normalize standardize {SIGNED_32}"
 SETTINGS = {
     BASELINE: "",
     "tah-quant": "--pp-compression tah-quant",
@@ -34,6 +35,9 @@ SETTINGS = {
     "int4 standardized, signed, groups of 32": f"{INT4} --pp-normalize standardize {SIGNED_32}",
     "int4 standardized, signed, groups of 32, after 80": f"{INT4} --pp-normalize standardize {SIGNED_32} "
     "--tah-start-iteration 80",
+    "auto": "--pp-compression auto",
+    "auto, 5 bits back": f"{SIGNED_INT4} --pp-backward-compression int5",
+    "auto, 4 bits back": f"{SIGNED_INT4} --pp-backward-compression int4",
     "int4 standardized dither": f"{INT4} --pp-normalize standardize --pp-rounding dither",
     "int5 standardized": f"{INT4.replace('int4', 'int5')} --pp-normalize standardize",
     "int6 standardized": f"{INT4.replace('int4', 'int6')} --pp-normalize standardize",

@@ -36,7 +36,7 @@ _ENDED = (
     *("paper-sp", "int6-signed", "int6-signed-g32", "int5-signed-g64", "int5-signed-g32", "int4-signed-g32"),
     *(*SCRATCH[1:], "int5-nearest-g32", "int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp"),
     *("int8-nearest-sp", "int6655-nearest", "int5655-nearest", "int6-nearest-sp", "int5-signed"),
-    *("int4-signed", "int6-dither-hop2"),
+    *("int4-signed", "int6-dither-hop2", "int6655-signed", "int5655-signed", "int6-signed-g64"),
 )
 ENDED = tuple(dict.fromkeys(_ENDED))
 """To the end of the schedule from the last checkpoint of every seed, on the data that came next."""

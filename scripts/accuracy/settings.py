@@ -130,8 +130,8 @@ def _table() -> dict[str, Setting]:
                 a, b = f"int{first}:128:single:dither", f"int{second}:128:single:dither"
                 settings.append(Setting(f"int{first}-int{second}-dither", a, b, a, b))
     for hops in ("6655", "5655", "5645"):  # bits of forward hop 1 and 2, backward hop 1 and 2
-        codecs = [f"int{bits}:128:single:nearest" for bits in hops]
-        settings.append(Setting(f"int{hops}-nearest", *codecs))
+        for name, options in (("nearest", "single:nearest"), ("signed", "signed")):
+            settings.append(Setting(f"int{hops}-{name}", *(f"int{bits}:128:{options}" for bits in hops)))
     settings += [
         Setting(f"{s.name}-sp", *s.codecs(), sequence_parallel=True, remove_mean=s.remove_mean)
         for s in settings

@@ -37,7 +37,7 @@ class Tuning(NamedTuple):
 
 
 TUNING = {"encode": Tuning(64, 4, 3, 4, 128), "decode": Tuning(64, 4, 2, 4, 128)}
-CHOSEN = 8192
+CHOSEN = 16384
 """Most units that a program of choose_kernel holds at a time."""
 MOVED = 512
 """Tiles of a program of compact_kernel."""
