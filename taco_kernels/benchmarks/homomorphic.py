@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[launch.PEEL_CELLS],
         help="cells a program peels at a time",
     )
+    parser.add_argument(
+        "--peel-rows", type=int, nargs="+", default=[launch.PEEL_ROWS], help="rows that it counts at a time"
+    )
     parser.add_argument("--peel-warps", type=int, nargs="+", default=[launch.PEEL_WARPS])
     parser.add_argument(
         "--peel-registers", type=int, nargs="+", default=[launch.PEEL_REGISTERS], help="most a thread"
@@ -64,7 +67,7 @@ def operations(layout: lhc.Layout, senders: int, load: float) -> tuple[dict, lhc
     decoded = lhc.decode(cells.clone(), words, exponents[0], layout, senders, seed)
 
     def decode(i: int) -> lhc.Decoded:
-        # sums are used up: from the second replay on there is nothing to subtract, the work is the same
+        # sums are used up: from the second replay on other values are subtracted, the work is the same
         return lhc.decode(sums[i], words, exponents[0], layout, senders, seed)
 
     def encode(i: int) -> torch.Tensor:
@@ -113,8 +116,8 @@ def run(options: argparse.Namespace) -> None:
                 peel = timed.pop("peel")
                 rows += [timing(name, *work, rate) | base for name, work in timed.items()]
                 for shape in itertools.product(
-                    options.peel_cells, options.peel_warps, options.peel_registers
+                    options.peel_rows, options.peel_cells, options.peel_warps, options.peel_registers
                 ):
-                    launch.PEEL_CELLS, launch.PEEL_WARPS, launch.PEEL_REGISTERS = shape
+                    launch.PEEL_ROWS, launch.PEEL_CELLS, launch.PEEL_WARPS, launch.PEEL_REGISTERS = shape
                     rows.append(timing(f"peel {shape}", *peel, rate) | base)
     report(rows, COLUMNS, options.json)

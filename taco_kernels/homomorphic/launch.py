@@ -12,10 +12,10 @@ from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
-PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 64, 2048, 8
-PEEL_REGISTERS = None
-"""Most a thread; None is the compiler's choice, 142, so that a multiprocessor holds one program. 64 with
-sixteen warps fits two; which is faster is not measured (``benchmarks homomorphic --peel-registers``)."""
+PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 16, 512, 16
+"""One element a thread: with more Triton moves them between layouts, through shared memory. 56 registers."""
+PEEL_REGISTERS = 64
+"""Most a thread, so that a multiprocessor holds two programs of sixteen warps."""
 
 
 def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
@@ -144,7 +144,7 @@ def decode(
         (layout.blocks * (layout.width // 32),),
         (
             cells,
-            torch.empty_like(cells),
+            torch.empty_like(cells, dtype=torch.int64),
             words,
             exponents,
             row_hashes(layout, seed, device),
