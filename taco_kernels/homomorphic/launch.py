@@ -2,7 +2,13 @@
 
 import torch
 
-from taco_kernels.homomorphic.encode_kernels import encode_kernel, exponent_kernel, hash_kernel, narrow_kernel
+from taco_kernels.homomorphic.encode_kernels import (
+    encode_kernel,
+    exponent_kernel,
+    hash_kernel,
+    list_kernel,
+    sketch_kernel,
+)
 from taco_kernels.homomorphic.hashing import ROUNDS, STREAM
 from taco_kernels.homomorphic.layout import COUNT_SHIFT, EXPONENT_FLOOR, Layout
 from taco_kernels.homomorphic.peel_kernels import combine_kernel, peel_kernel
@@ -12,6 +18,8 @@ from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
+SKETCH_COLUMNS = 256
+"""Of a warp where the sketch is summed."""
 PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 16, 512, 16
 """One element a thread: with more Triton moves them between layouts, through shared memory. 56 registers."""
 PEEL_REGISTERS = 64
@@ -21,12 +29,24 @@ PEEL_REGISTERS = 64
 def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
     """See hashing.row_hashes."""
     hashes = torch.empty((layout.rows, 4), dtype=torch.int32, device=device)
+    _of_rows(hash_kernel, (hashes,), layout, seed)
+    return hashes
+
+
+def _row_lists(layout: Layout, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads and links of the lists of every sketch row's members, see list_kernel."""
+    heads = torch.zeros(layout.sketch_rows, dtype=torch.int64, device=device)
+    links = torch.empty((layout.rows, 3), dtype=torch.int64, device=device)
+    _of_rows(list_kernel, (heads, links), layout, seed)
+    return heads, links
+
+
+def _of_rows(kernel, results: tuple[torch.Tensor, ...], layout: Layout, seed: int) -> None:
     wrapped = (seed + 2**63) % 2**64 - 2**63
-    grid = (ceil_div(layout.rows, 256),)
     start(
-        hash_kernel,
-        grid,
-        (hashes,),
+        kernel,
+        (ceil_div(layout.rows, 256),),
+        results,
         (layout.rows, layout.blocks, layout.third),
         (wrapped,),
         STREAM=STREAM,
@@ -34,7 +54,6 @@ def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
         WIDTH=layout.width,
         T=256,
     )
-    return hashes
 
 
 def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -62,50 +81,41 @@ def encode(
     remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See reference.encode."""
-    shards, narrow = len(x), layout.config.cell_bits == 16
+    shards, mantissa = len(x), layout.config.mantissa(senders)
     thresholds, exponents = thresholds.contiguous(), exponents.contiguous()
-    wires = torch.zeros((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
-    words = wires[:, layout.cell_bytes : layout.cell_bytes + 4 * layout.words].view(torch.int32)
-    if narrow:
-        cells = torch.zeros((shards, layout.cells), dtype=torch.int32, device=x.device)
-    else:
-        cells = wires[:, : layout.cell_bytes].view(torch.int32)
+    wires = torch.empty((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
+    cells = wires.view(torch.int16 if layout.config.cell_bits == 16 else torch.int32)
+    words = wires[:, layout.cell_bytes :].view(torch.int32)
     tile = TILE // layout.width
     start(
+        sketch_kernel,
+        (layout.sketch_rows, shards),
+        (x, thresholds, exponents, *_row_lists(layout, seed, x.device), cells),
+        (layout.numel, layout.rows, layout.third, x.stride(0), cells.stride(0)),
+        MANTISSA=mantissa,
+        FLOOR=EXPONENT_FLOOR,
+        WIDTH=layout.width,
+        num_warps=max(1, layout.width // SKETCH_COLUMNS),
+    )
+    start(
         encode_kernel,
-        (ceil_div(layout.rows, tile), shards),
-        (
-            x,
-            x if remainder is None else remainder,
-            thresholds,
-            exponents,
-            row_hashes(layout, seed, x.device),
-            cells,
-            words,
-        ),
+        (ceil_div(words.shape[1] * 32, TILE), shards),
+        (x, x if remainder is None else remainder, thresholds, exponents, words),
         (
             layout.numel,
             layout.rows,
+            words.shape[1],
             x.stride(0),
             0 if remainder is None else remainder.stride(0),
-            cells.stride(0),
             words.stride(0),
         ),
-        MANTISSA=layout.config.mantissa(senders),
+        MANTISSA=mantissa,
         FLOOR=EXPONENT_FLOOR,
         KEEP_REMAINDER=remainder is not None,
         WIDTH=layout.width,
         T=tile,
         num_warps=8,
     )
-    if narrow:
-        start(
-            narrow_kernel,
-            (ceil_div(layout.cells, TILE), shards),
-            (cells, wires.view(torch.int16)),
-            (layout.cells, layout.wire_bytes // 2),
-            T=TILE,
-        )
     return wires
 
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from taco_kernels.homomorphic.encode_kernels import column_mask, sign_of
+
 
 @triton.jit
 def combine_kernel(
@@ -23,21 +25,6 @@ def combine_kernel(
         for w in tl.static_range(W):
             union |= tl.load(bitmap + w * stride + place, mask=inside, other=0)
         tl.store(words + place, union, mask=inside)
-
-
-@triton.jit
-def column_mask(last, j: tl.constexpr, WIDTH: tl.constexpr):
-    """hashing.column_masks of the fourth hash word."""
-    mask = last & (WIDTH - 1)
-    if j > 0:
-        mask = mask ^ ((last >> (5 + 5 * j)) & 31)
-    return mask
-
-
-@triton.jit
-def sign_of(last, j: tl.constexpr):
-    """hashing.signs of the fourth hash word."""
-    return 1 - ((last >> (20 + j)) & 1) * 2
 
 
 @triton.jit
