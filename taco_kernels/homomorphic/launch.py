@@ -18,7 +18,7 @@ from taco_kernels.triton.fast_launch import start
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
-SKETCH_COLUMNS = 256
+SKETCH_COLUMNS = 512
 """Of a warp where the sketch is summed."""
 PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 16, 512, 16
 """One element a thread: with more Triton moves them between layouts, through shared memory. 56 registers."""

@@ -18,11 +18,11 @@ def main() -> None:
     launch.PEEL_CELLS = 256  # several steps even here
     seed, senders, leftovers = -5, 3, []
     cases = (
-        (2_500, 0.17, {"ratio": 4.0}),
-        (2_201, 0.7, {"ratio": 1.4, "width": 64}),
-        (1_801, 0.4, {"ratio": 4.0, "cell_bits": 16, "block_rows": 32}),
-        (2_777, 0.6, {"ratio": 1.0, "cell_bits": 16}),
-        (3_001, 0.2, {"ratio": 4.0, "block_rows": 50}),
+        (1_500, 0.17, {"ratio": 4.0}),
+        (1_601, 0.7, {"ratio": 1.4, "width": 64}),
+        (1_301, 0.4, {"ratio": 4.0, "cell_bits": 16, "block_rows": 32}),
+        (1_111, 0.6, {"ratio": 1.0, "cell_bits": 16}),
+        (1_403, 0.2, {"ratio": 4.0, "block_rows": 32}),
     )
     for numel, density, settings in cases:
         layout = Layout(SketchConfig(**settings), numel)
