@@ -21,7 +21,7 @@ TILE = 4096
 SKETCH_COLUMNS = 512
 """Of a warp where the sketch is summed."""
 PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 16, 512, 16
-"""One element a thread: with more Triton moves them between layouts, through shared memory. 56 registers."""
+"""One element a thread: with more Triton moves them between layouts, through shared memory. 60 registers."""
 PEEL_REGISTERS = 64
 """Most a thread, so that a multiprocessor holds two programs of sixteen warps."""
 

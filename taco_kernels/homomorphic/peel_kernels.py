@@ -222,15 +222,16 @@ def peel_kernel(
     sketch_rows = 3 * third
     first = block * sketch_rows
     MARK: tl.constexpr = 0x7FC00001
+    LOOK: tl.constexpr = 4 * CELLS  # cells in a row: more loads under way
 
     at = 0
     while at < sketch_rows * 32:
-        index = at + tl.arange(0, ROWS * 32)
+        index = at + tl.arange(0, LOOK)
         inside = index < sketch_rows * 32
         place = spot_of(index, first, slab, WIDTH)
         cell = tl.load(cells + place, mask=inside, other=0)
         tl.store(pairs + place, cell.to(tl.int64) << 32, mask=inside)
-        at += ROWS * 32
+        at += LOOK
     tl.debug_barrier()
 
     members = tl.zeros([ROWS * 32], tl.int32)
@@ -256,9 +257,9 @@ def peel_kernel(
     members = tl.sum(members, axis=0)
     tl.debug_barrier()
 
-    tail_0 = list_singles(cells, pairs, first, third, slab, SHIFT, WIDTH, CELLS)
-    tail_1 = list_singles(cells, pairs, first + third, third, slab, SHIFT, WIDTH, CELLS)
-    tail_2 = list_singles(cells, pairs, first + 2 * third, third, slab, SHIFT, WIDTH, CELLS)
+    tail_0 = list_singles(cells, pairs, first, third, slab, SHIFT, WIDTH, LOOK)
+    tail_1 = list_singles(cells, pairs, first + third, third, slab, SHIFT, WIDTH, LOOK)
+    tail_2 = list_singles(cells, pairs, first + 2 * third, third, slab, SHIFT, WIDTH, LOOK)
     tl.debug_barrier()
 
     head_0 = 0
