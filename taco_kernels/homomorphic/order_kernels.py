@@ -212,9 +212,12 @@ def pick_kernel(
     shard = tl.program_id(0).to(tl.int64)
     keys += shard * (P * OWN)
     notes += shard * (P + 1)
-    sizes = ((tl.load(notes + tl.arange(0, P * SLOTS) // SLOTS) >> 36) & 0x3FFFF).to(tl.int32)
-    sums = tl.sum(tl.load(notes + tl.arange(0, P)), axis=0)
+    place = tl.arange(0, P * SLOTS)
+    # all loads before the first sum, whose barriers they would wait behind
+    sizes = ((tl.load(notes + place // SLOTS) >> 36) & 0x3FFFF).to(tl.int32)
+    loaded = tl.load(keys + place // SLOTS * OWN + place % SLOTS)
     ends = tl.load(notes + P)
+    sums = tl.sum(tl.load(notes + tl.arange(0, P)), axis=0)
     a, b = (ends & 0x7FFFFFFF).to(tl.int32), (ends >> 32).to(tl.int32)
     reach_a, reach_b = (sums & 0x3FFFF).to(tl.int32), ((sums >> 18) & 0x3FFFF).to(tl.int32)
     beyond_a = reach_b + ((sums >> 36) & 0x3FFFF).to(tl.int32)
@@ -228,7 +231,7 @@ def pick_kernel(
     lower, reach_lower = tl.where(missed, 0, a + 1), tl.where(missed, count, beyond_a)
     upper, reach_upper = tl.where(missed, ABOVE, b), tl.where(missed, 0, reach_b)
     above = reach_upper
-    key = some_of(keys, sizes, 0, P, OWN, SLOTS)
+    key = tl.where(place % SLOTS < sizes, loaded, -1)
     failed = need * 0
     while (upper - lower > 1) & (reach_lower != need) & (reach_upper != need - 1) & (is_a == 0):
         width = upper - lower

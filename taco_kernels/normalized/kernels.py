@@ -14,15 +14,15 @@ def partial_kernel(x, partials, tokens, channels, T: tl.constexpr, B: tl.constex
 
     About means of their own, so that nothing cancels, wherever the values lie.
     """
-    row = tl.program_id(1) * T + tl.arange(0, T)
-    column = tl.program_id(0) * B + tl.arange(0, B)
+    row = tl.program_id(0) * T + tl.arange(0, T)
+    column = tl.program_id(1) * B + tl.arange(0, B)
     inside = (row < tokens)[:, None] & (column < channels)[None, :]
     place = row.to(tl.int64)[:, None] * channels + column[None, :]
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    count = tl.minimum(tokens - tl.program_id(1) * T, T).to(tl.float32)
+    count = tl.minimum(tokens - tl.program_id(0) * T, T).to(tl.float32)
     mean = tl.sum(value, axis=0) / count
     apart = tl.where(inside, value - mean[None, :], 0.0)
-    at = partials + tl.program_id(1).to(tl.int64) * 2 * channels + column
+    at = partials + tl.program_id(0).to(tl.int64) * 2 * channels + column
     tl.store(at, mean, mask=column < channels)
     tl.store(at + channels, tl.sum(apart * apart, axis=0), mask=column < channels)
 
@@ -60,8 +60,8 @@ def statistics_kernel(
         total += tl.sum(mean * count[:, None], axis=0)
         at += K
     every = tl.full((), 1.0, tl.float32) * tokens
-    centre = total / every
-    tl.store(statistics + column, centre.to(tl.bfloat16), mask=inside)
+    centre = (total / every).to(tl.bfloat16)
+    tl.store(statistics + column, centre, mask=inside)
     if SCALED:
         squares = tl.zeros([B], tl.float32)
         at = 0
@@ -69,7 +69,8 @@ def statistics_kernel(
             tile, count = part_counts(at, tokens, tiles, T, K)
             mask = (tile < tiles)[:, None] & inside[None, :]
             place = partials + tile.to(tl.int64)[:, None] * 2 * channels + column[None, :]
-            apart = tl.where(mask, tl.load(place, mask=mask, other=0.0) - centre[None, :], 0.0)
+            apart = tl.load(place, mask=mask, other=0.0) - centre.to(tl.float32)[None, :]
+            apart = tl.where(mask, apart, 0.0)
             own = tl.load(place + channels, mask=mask, other=0.0)
             squares += tl.sum(own + apart * apart * count[:, None], axis=0)
             at += K

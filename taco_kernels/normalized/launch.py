@@ -35,7 +35,7 @@ def _statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torch.Ten
     inverses = torch.empty(channels, dtype=torch.float32, device=x.device)
     start(
         partial_kernel,
-        (ceil_div(channels, TILE_CHANNELS), tiles),
+        (tiles, ceil_div(channels, TILE_CHANNELS)),
         (x, partials),
         (tokens, channels),
         T=TILE_TOKENS,

@@ -1,6 +1,9 @@
 """Normalised channels in plain torch: the definition that the kernels are tested against.
 
-    z = (x - mean) * (1 / rms)     mean and rms of every channel over the tokens, rounded to bf16; all in fp32
+    z = (x - mean) * (1 / rms)
+
+mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x - mean, rounded to
+bf16; all in fp32.
 
 z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
 which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
@@ -14,11 +17,16 @@ from taco_kernels.normalized.layout import NormalizedLayout
 
 
 def statistics(x: torch.Tensor, scaled: bool) -> torch.Tensor:
-    """bf16 ``[1 + scaled, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares
-    about the mean."""
+    """bf16 ``[1 + scaled, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
+
+    About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
+    all that there is.
+    """
     variance, mean = torch.var_mean(x.float(), dim=0, correction=0)
-    rows = [mean, variance.sqrt()] if scaled else [mean]
-    return torch.stack(rows).bfloat16()
+    sent = mean.bfloat16()
+    if not scaled:
+        return sent[None]
+    return torch.stack([sent, (variance + (mean - sent.float()).square()).sqrt().bfloat16()])
 
 
 def inverse(rms: torch.Tensor) -> torch.Tensor:

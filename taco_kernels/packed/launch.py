@@ -14,8 +14,9 @@ from taco_kernels.triton.launch import device_for
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-PACK_ROWS, PACK_REGISTERS = 8, 80
-"""Rows, a warp each, of a program that packs or moves codes; most registers to pack: 24 warps fit."""
+PACK_ROWS, PACK_REGISTERS, MOVE_REGISTERS = 8, 80, 48
+"""Rows, a warp each, of a program that packs or moves codes; most registers to pack (24 warps fit, and 17
+instructions spill) and to move (40 warps fit)."""
 MOVED, ZEROS = 8, 16
 """Codes a lane that a program moves at a time; zeros a lane that one writes behind the last code."""
 LEAST_COUNTED, MOST_COUNTED = 32, 512
@@ -28,8 +29,8 @@ SUM_ROWS, PREFETCH = 4, True
 """Rows, a warp each, of a program that adds 16-bit values up; whether it asks for their codes ahead."""
 PACK_STREAM, SUM_STREAM = False, False
 """Whether what is not needed again is first to leave the cache."""
-UNROLLED = 8
-"""Most senders that a kernel of their own adds up."""
+UNROLLED = {8: 4, 16: 8, 32: 4}
+"""By bits of a value, most senders that a kernel of their own adds up: more would spill."""
 
 
 def _parts(wires: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,6 +80,7 @@ def encode(
         (rest, codes_of_rows, counts, sums, values, words, exponents),
         (rows, tiles, layout.capacity, room, *strides),
         **constants,
+        maxnreg=MOVE_REGISTERS,
         K=MOVED,
         Z=ZEROS,
         N=TILES_TO_MOVE if few else 0,
@@ -108,7 +110,7 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     )
     if tiles > TILES_TO_SUM:
         start(start_kernel, (senders,), (sums,), (tiles,), N=STARTS, num_warps=START_WARPS)
-    unrolled = senders <= UNROLLED
+    unrolled = senders <= UNROLLED[layout.bits]
     constants = dict(
         W=senders if unrolled else 0,
         BITS=layout.bits,

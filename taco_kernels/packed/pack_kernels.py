@@ -196,11 +196,12 @@ def move_kernel(
         first = tl.program_id(0) * R
         row = first + (index >> 5)
         count = tl.load(counts + row, mask=row < rows, other=0)
-        start_of_tile = start_of(sums, tl.program_id(0), N)
-        start = start_of_tile + tl.zeros([R * LANES], tl.int32)
+        start = tl.zeros([R * LANES], tl.int32)
         for r in tl.static_range(R - 1):
             size = tl.load(counts + first + r, mask=first + r < rows, other=0)
             start += tl.where(first + r < row, size, 0)
+        start_of_tile = start_of(sums, tl.program_id(0), N)  # behind the other loads: it waits for its own
+        start += start_of_tile
         sent = tl.maximum(tl.minimum(capacity - start, count), 0)
         source = codes_of_rows + (shard * rows + row) * WIDTH + lane
         target = values + start.to(tl.int64) + lane

@@ -43,22 +43,30 @@ def start_kernel(sums, tiles, N: tl.constexpr):
 
 
 @triton.jit
-def warp_start_of(sums, tile, lane, R: tl.constexpr, N: tl.constexpr, INTERPRET: tl.constexpr):
-    """``start_of`` for every warp by itself."""
+def parts_before(sums, tile, lane, R: tl.constexpr, N: tl.constexpr):
+    """int32[R * 32]: what lies before a warp's tile; where N > 0, a lane's part of it (see ``together``)."""
+    tl.static_assert(N % 32 == 0)
     if N > 0:
-        total = tl.zeros([R * LANES], tl.int32)
+        part = tl.zeros([R * LANES], tl.int32)
         for i in tl.static_range(N // LANES):
             other = i * LANES + lane
-            total += tl.load(sums + other, mask=other < tile, other=0)
+            part += tl.load(sums + other, mask=other < tile, other=0)
+    else:
+        part = tl.load(sums + tile)
+    return part
+
+
+@triton.jit
+def together(part, R: tl.constexpr, N: tl.constexpr, INTERPRET: tl.constexpr):
+    """What lies before a warp's tile, in all of its lanes."""
+    if N > 0:
         if INTERPRET:
-            found = tl.sum(tl.reshape(total, [R, LANES]), axis=1)
-            start = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
+            found = tl.sum(tl.reshape(part, [R, LANES]), axis=1)
+            part = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
         else:
             text: tl.constexpr = "redux.sync.add.s32 $0, $1, -1;"
-            start = tl.inline_asm_elementwise(text, "=r,r", [total], tl.int32, is_pure=True, pack=1)
-    else:
-        start = tl.load(sums + tile)
-    return start
+            part = tl.inline_asm_elementwise(text, "=r,r", [part], tl.int32, is_pure=True, pack=1)
+    return part
 
 
 @triton.constexpr_function
@@ -193,21 +201,30 @@ def sum_kernel(
     lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
     there = tl.minimum(row, rows - 1)
     first = tl.zeros([R * LANES], tl.float32)
+    # all senders' loads first: assembly below, the prefetches' above all, is not moved past by later loads
     for w in tl.static_range(W):
         word = (tl.load(words + tl.full((), w, tl.int64) * words_stride + there * LANES + lane),)
-        start = warp_start_of(sums + w * tiles, there >> rows_log2, lane, R, N, INTERPRET)
-        start += tl.load(before + w * rows + there)
-        exponent = tl.load(exponents + tl.full((), w, tl.int64) * exponents_stride + there).to(tl.int32)
+        part = (parts_before(sums + w * tiles, there >> rows_log2, lane, R, N),)
+        inside = (tl.load(before + w * rows + there),)
+        exponent = (tl.load(exponents + tl.full((), w, tl.int64) * exponents_stride + there).to(tl.int32),)
         base = (values + tl.full((), w, tl.int64) * values_stride,)
-        first = tl.where(exponent == 255, float("nan"), first)
-        step = (step_of(exponent, BITS, FLOOR),)
-        place = (places(word[0], start, R, INTERPRET),)
-        if PREFETCH:
-            prefetch(address(base[0], place[0], INTERPRET), INTERPRET)
         if w == 0:
-            held, at, bases, steps = word, place, base, step
+            held, parts, starts, found, bases = word, part, inside, exponent, base
         else:
-            held, at, bases, steps = held + word, at + place, bases + base, steps + step
+            held, parts, starts = held + word, parts + part, starts + inside
+            found, bases = found + exponent, bases + base
+    for w in tl.static_range(W):
+        start = together(parts[w], R, N, INTERPRET) + starts[w]
+        first = tl.where(found[w] == 255, float("nan"), first)
+        step = (step_of(found[w], BITS, FLOOR),)
+        place = (places(held[w], start, R, INTERPRET),)
+        if w == 0:
+            at, steps = place, step
+        else:
+            at, steps = at + place, steps + step
+    if PREFETCH:
+        for w in tl.static_range(W):
+            prefetch(address(bases[w], at[w], INTERPRET), INTERPRET)
     offset = (lane >> 2) * 32 + (lane & 3) * 4
     begin = row.to(tl.int64) * WIDTH
     out = total + begin + offset

@@ -41,11 +41,23 @@ def test_kernels_reproduce_the_reference(
     assert bool(total.isnan().any())
 
 
+@pytest.mark.parametrize("senders", [4, 16])
+def test_running_sums_of_many_tiles(senders: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shards of more than 2^26 values take: a kernel that makes the sums of tiles running ones."""
+    from taco_kernels.packed import launch
+
+    for name in ("TILES_TO_SUM", "TILES_TO_MOVE"):
+        monkeypatch.setattr(launch, name, 1)
+    monkeypatch.setattr(launch, "MOST_COUNTED", 32)
+    test_kernels_reproduce_the_reference(600_003, 0.2, 16, senders, 0.198)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", [5, 40_000, 65_536, 1_000_003, 16_777_216])
 def test_the_threshold_is_that_of_a_sort(kind: str, numel: int) -> None:
-    x = values(kind, numel + 1)[:, 1:]  # strided, not aligned
-    device = x.cuda()
+    device = values(kind, numel + 1).cuda()[:, 1:]  # strided, not aligned
+    x = device.cpu()
+    assert device.stride(0) == numel + 1
     for share in (0.001, 0.02, 0.2, 0.59, 1.0):
         expected = share_threshold(x, share)
         assert same(share_threshold(device, share).cpu(), expected), share

@@ -61,6 +61,20 @@ def test_channels_come_back_within_their_own_step(case: tuple) -> None:
     assert (y[:, 3] == 2.5).all(), "a constant channel is its mean"
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1e-4, 1e-3, 1e-2])
+def test_channels_alike_do_not_spoil_their_group(ratio: float) -> None:
+    """fp32 channels whose mean is thousands of times their spread, or all there is: what the mean's rounding
+    leaves is in the spread that they are divided by."""
+    layout = layout_of((515, 32, "int4", 32, "signed", "nearest", True, None))
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(515, 32, generator=g)
+    x[:, :4] = torch.tensor([0.1, 37.7, -5.3, 1e4]) * (1 + ratio * x[:, :4])
+    y = normalized.decode(normalized.encode(x, layout), layout, torch.float32)
+    others = (y - x)[:, 4:].norm() / x[:, 4:].norm()
+    assert others < 0.1, others
+    assert ((y - x)[:, :4].abs() <= (2**-8 + 0.5 * ratio) * x[:, :4].abs()).all()
+
+
 def test_what_is_not_finite_stays_in_its_channel() -> None:
     """A NaN or infinity spoils its own groups in every token, and nothing becomes finite."""
     layout = layout_of((40, 96, "int4", 32, "signed", "nearest", True, None))
@@ -111,7 +125,11 @@ def main() -> None:
         exact, wire = reference.encode(x, layout, RANDOM), launch.encode(x, layout, RANDOM)
         assert exact.shape == wire.shape
         found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
-        torch.testing.assert_close(found, right, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
+        found, right = found.view(layout.rows, -1), right.view(layout.rows, -1)
+        torch.testing.assert_close(found[0], right[0], rtol=2**-7, atol=1e-6 * float(right.abs().max()))
+        if layout.scaled:  # about the mean that was sent
+            apart = (x.double() - found[0].double()).square().mean(0).sqrt().float()
+            torch.testing.assert_close(found[1], apart, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
         y = launch.decode(exact, layout, case[-1], RANDOM)
         expected = reference.decode(exact, layout, case[-1], RANDOM)
         ulp = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[case[-1]]

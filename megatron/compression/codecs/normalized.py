@@ -60,11 +60,12 @@ class NormalizedMessage:
         if rows.dtype == torch.float16:
             rows = rows.float()  # the wire's bf16 may lie beyond fp16's range
         variance, mean = torch.var_mean(rows, dim=0, correction=0)
-        mean = mean.bfloat16()
+        exact, mean = mean.float(), mean.bfloat16()
+        variance = variance.float() + (exact - mean.float()).square()  # about the mean that is sent
         z = rows - mean.to(rows.dtype)
         statistics = [mean]
         if self.scale:
-            statistics.append(variance.float().sqrt().bfloat16())
+            statistics.append(variance.sqrt().bfloat16())
             z.mul_(_inverse(statistics[1]).to(rows.dtype))
         wire = torch.zeros(self.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
         payload = self.inner.encode(z.view(x.shape), random)
