@@ -269,83 +269,23 @@ def peel_kernel(
     while (head_0 < tail_0) | (head_1 < tail_1) | (head_2 < tail_2):
         if head_0 < tail_0:
             tail_1, tail_2, resolved = peel_queue(
-                cells,
-                pairs,
-                exponents,
-                hashes,
-                values,
-                head_0,
-                tail_0,
-                tail_1,
-                tail_2,
-                resolved,
-                first,
-                third,
-                slab,
-                block,
-                blocks,
-                0,
-                MANTISSA,
-                FLOOR,
-                BITS,
-                SHIFT,
-                WIDTH,
-                CELLS,
-            )
+                cells, pairs, exponents, hashes, values, head_0, tail_0, tail_1, tail_2, resolved,
+                first, third, slab, block, blocks, 0, MANTISSA, FLOOR, BITS, SHIFT, WIDTH, CELLS,
+            )  # fmt: skip
             head_0 = tail_0
             tl.debug_barrier()
         if head_1 < tail_1:
             tail_2, tail_0, resolved = peel_queue(
-                cells,
-                pairs,
-                exponents,
-                hashes,
-                values,
-                head_1,
-                tail_1,
-                tail_2,
-                tail_0,
-                resolved,
-                first,
-                third,
-                slab,
-                block,
-                blocks,
-                1,
-                MANTISSA,
-                FLOOR,
-                BITS,
-                SHIFT,
-                WIDTH,
-                CELLS,
-            )
+                cells, pairs, exponents, hashes, values, head_1, tail_1, tail_2, tail_0, resolved,
+                first, third, slab, block, blocks, 1, MANTISSA, FLOOR, BITS, SHIFT, WIDTH, CELLS,
+            )  # fmt: skip
             head_1 = tail_1
             tl.debug_barrier()
         if head_2 < tail_2:
             tail_0, tail_1, resolved = peel_queue(
-                cells,
-                pairs,
-                exponents,
-                hashes,
-                values,
-                head_2,
-                tail_2,
-                tail_0,
-                tail_1,
-                resolved,
-                first,
-                third,
-                slab,
-                block,
-                blocks,
-                2,
-                MANTISSA,
-                FLOOR,
-                BITS,
-                SHIFT,
-                WIDTH,
-                CELLS,
-            )
+                cells, pairs, exponents, hashes, values, head_2, tail_2, tail_0, tail_1, resolved,
+                first, third, slab, block, blocks, 2, MANTISSA, FLOOR, BITS, SHIFT, WIDTH, CELLS,
+            )  # fmt: skip
             head_2 = tail_2
             tl.debug_barrier()
     resolved = tl.sum(resolved, axis=0)
