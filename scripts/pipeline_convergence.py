@@ -17,8 +17,8 @@ import demo
 
 BASELINE = "none"
 INT4 = "--pp-compression int4 --pp-backward-compression tah-quant"
-SIGNED_32 = "--pp-scales signed --pp-group-size 32"
-SIGNED_INT4 = f"--pp-compression int4 --pp-normalize standardize {SIGNED_32}"
+SIGNED_INT4 = "--pp-compression int4 --pp-normalize standardize --pp-scales signed --pp-group-size 32"
+SIGNED_32 = f"{SIGNED_INT4} --pp-backward-compression tah-quant"
 SETTINGS = {
     BASELINE: "",
     "tah-quant": "--pp-compression tah-quant",
@@ -32,9 +32,8 @@ SETTINGS = {
     "int4 centered": f"{INT4} --pp-normalize center",
     "int4 standardized": f"{INT4} --pp-normalize standardize",
     "int4 standardized, signed": f"{INT4} --pp-normalize standardize --pp-scales signed",
-    "int4 standardized, signed, groups of 32": f"{INT4} --pp-normalize standardize {SIGNED_32}",
-    "int4 standardized, signed, groups of 32, after 80": f"{INT4} --pp-normalize standardize {SIGNED_32} "
-    "--tah-start-iteration 80",
+    "int4 standardized, signed, groups of 32": SIGNED_32,
+    "int4 standardized, signed, groups of 32, after 80": f"{SIGNED_32} --tah-start-iteration 80",
     "auto": "--pp-compression auto",
     "auto, 5 bits back": f"{SIGNED_INT4} --pp-backward-compression int5",
     "auto, 4 bits back": f"{SIGNED_INT4} --pp-backward-compression int4",

@@ -5,7 +5,6 @@ import argparse
 from megatron.training.argument_utils import ArgumentGroupFactory, _default_config_from_args
 
 from megatron.compression.config import (
-    RECOMMENDED,
     CaatNetSettings,
     CompressionConfig,
     CompressionConfigError,
@@ -15,7 +14,6 @@ from megatron.compression.config import (
     TensorParallelCompression,
 )
 from megatron.compression.data_parallel.checks import check_data_parallel
-from megatron.compression.pipeline_parallel.config import RECOMMENDED_PIPELINE
 from megatron.compression.presets import HELP_3D, HELP_VALIDATION, name_codecs, tell_none_from_absent
 from megatron.compression.tensor_parallel.caat_net_checks import check_caat_net
 
@@ -102,10 +100,6 @@ def compression_config_from_args(args: argparse.Namespace) -> CompressionConfig:
     for name in _RESOLVED:  # for checkpoints and reports
         setattr(args, name, getattr(parts["data_parallel"], name))
     config = CompressionConfig(**parts, validate_uncompressed=args.validate_uncompressed)
-    for name in RECOMMENDED:  # what auto stands for, for the checks and the report
-        setattr(args, name, getattr(config.tensor_parallel, name))
-    for name in RECOMMENDED_PIPELINE:
-        setattr(args, name, getattr(config.pipeline_parallel, name))
     if config.tensor_parallel.enabled:
         _check_tensor_parallel(args)
         _check_layers(config.tensor_parallel, args.num_layers)

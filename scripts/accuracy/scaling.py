@@ -27,6 +27,8 @@ class Line(NamedTuple):
     """Its error is the larger of two: of the common noise of a run, and of the factors of single seeds."""
     points: dict[str, tuple[float, float]]
     """By setting: the cost of its ending and that from scratch, per cent, means over the same seeds."""
+    deviation: float
+    """Of such a mean from scratch, by chance, per cent."""
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -66,15 +68,16 @@ def fit_line(records: Sequence[dict]) -> Line | None:
     single = estimate([_slope([(ending[n][seed], scratch[n][seed]) for n in names])[0] for seed in seeds])
     own = [statistics.variance([ending[n][s] for s in seeds]) / len(seeds) for n in names]
     leverage = sum((x - middle) ** 2 * v for (x, _), v in zip(points.values(), own, strict=True))
-    variance = noise.deviation**2 / len(seeds)
+    deviation = noise.deviation / math.sqrt(len(seeds))
     pooled = Estimate(
-        slope, math.sqrt(variance / square + slope**2 * leverage / square**2), len(names), noise.freedom
+        slope, math.sqrt(deviation**2 / square + slope**2 * leverage / square**2), len(names), noise.freedom
     )
     alone = Estimate(slope, single.error, len(names), single.freedom)
     width = lambda found: found.interval[1] - found.interval[0]  # noqa: E731
     offset = statistics.fmean(y for _, y in points.values()) - slope * middle
-    error = math.sqrt(variance * (1 / len(names) + middle**2 / square))
-    return Line(Estimate(offset, error, len(names), noise.freedom), max(pooled, alone, key=width), points)
+    error = deviation * math.sqrt(1 / len(names) + middle**2 / square)
+    offset = Estimate(offset, error, len(names), noise.freedom)
+    return Line(offset, max(pooled, alone, key=width), points, deviation)
 
 
 def scaling_lines(records: Sequence[dict]) -> list[str]:
@@ -91,10 +94,8 @@ def scaling_lines(records: Sequence[dict]) -> list[str]:
     ]
     quiet = [point for point in found.points.values() if point[0] < QUIET]
     if len(quiet) >= LEAST_SETTINGS:
-        noise = noise_by_stage(records, "scratch")[""]
-        seeds = len({record["seed"] for record in records if record["kind"] == "ending"})
         slope, _, square = _slope(quiet)
-        error = noise.deviation / math.sqrt(seeds * square)
+        error = found.deviation / math.sqrt(square)
         lines.append(
             f"- The {len(quiet)} settings whose endings cost less than {QUIET:g} % say nothing of it by "
             f"themselves: a factor of {slope:.1f} ± {error:.1f}."

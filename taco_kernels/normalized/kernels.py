@@ -78,7 +78,7 @@ def statistics_kernel(
         tl.store(statistics + channels + column, rms, mask=inside)
         rms = rms.to(tl.float32)
         one = tl.full([B], 1.0, tl.float32)
-        inverse = tl.where(rms == 0.0, 0.0, tl.div_rn(one, tl.where(rms == 0.0, 1.0, rms)))
+        inverse = tl.where(rms == 0.0, 0.0, tl.div_rn(one, rms))
         tl.store(inverses + column, inverse, mask=inside)
 
 

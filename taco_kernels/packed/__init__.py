@@ -49,8 +49,8 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         ValueError: wires are not of the layout, or there are none.
     """
     if (
-        not len(wires)
-        or wires.dim() != 2
+        wires.dim() != 2
+        or not len(wires)
         or wires.shape[1] != layout.wire_bytes
         or wires.dtype != torch.uint8
     ):

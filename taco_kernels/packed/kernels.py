@@ -25,6 +25,19 @@ def bits_set(word, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def over_warp(number, MAXIMUM: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32[R * 32], one element a thread: the maximum over a warp's lanes, or the sum, in all of them."""
+    if INTERPRET:
+        rows = tl.reshape(number, [R, LANES])
+        found = tl.max(rows, axis=1) if MAXIMUM else tl.sum(rows, axis=1)
+        result = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
+    else:
+        text: tl.constexpr = "redux.sync.max.s32 $0, $1, -1;" if MAXIMUM else "redux.sync.add.s32 $0, $1, -1;"
+        result = tl.inline_asm_elementwise(text, "=r,r", [number], tl.int32, is_pure=True, pack=1)
+    return result
+
+
+@triton.jit
 def as_words(keep):
     """int32[32]: the words of keep[32, 32]."""
     return tl.sum(keep.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)

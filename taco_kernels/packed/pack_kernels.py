@@ -15,6 +15,7 @@ from taco_kernels.packed.kernels import (
     kept,
     number,
     offsets,
+    over_warp,
     ranks,
     start_of,
     step_of,
@@ -87,18 +88,6 @@ def load_each_word(pointers, left, WORDS: tl.constexpr, STREAM: tl.constexpr, IN
 
 
 @triton.jit
-def largest(number, R: tl.constexpr, INTERPRET: tl.constexpr):
-    """int32: the maximum over a warp's lanes, of numbers that are not negative."""
-    if INTERPRET:
-        found = tl.max(tl.reshape(number, [R, LANES]), axis=1)
-        result = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
-    else:
-        text: tl.constexpr = "redux.sync.max.s32 $0, $1, -1;"
-        result = tl.inline_asm_elementwise(text, "=r,r", [number], tl.int32, is_pure=True, pack=1)
-    return result
-
-
-@triton.jit
 def squeeze_kernel(
     x, remainder, thresholds, codes_of_rows, counts, sums, words, exponents,
     numel, rows, tiles, x_stride, remainder_stride, words_stride, exponents_stride,
@@ -121,7 +110,7 @@ def squeeze_kernel(
     for w in tl.static_range(1, WIDTH // LANES):
         most = tl.maximum(most, values[w] & 0x7FFFFFFF)
     threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    exponent = largest(most, R, INTERPRET) >> 23
+    exponent = over_warp(most, True, R, INTERPRET) >> 23
     step = step_of(exponent, BITS, FLOOR)
     out = codes_of_rows + (shard * rows * WIDTH + begin)
     rest_at = remainder + shard * remainder_stride + begin + lane

@@ -9,7 +9,7 @@ the second one is the code behind the first one's, or that code itself where the
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.kernels import bits_set, step_of
+from taco_kernels.packed.kernels import bits_set, over_warp, step_of
 
 LANES = tl.constexpr(32)
 
@@ -44,7 +44,7 @@ def start_kernel(sums, tiles, N: tl.constexpr):
 
 @triton.jit
 def parts_before(sums, tile, lane, R: tl.constexpr, N: tl.constexpr):
-    """int32[R * 32]: what lies before a warp's tile; where N > 0, a lane's part of it (see ``together``)."""
+    """int32[R * 32]: what lies before a warp's tile; where N > 0, a lane's part of it."""
     tl.static_assert(N % 32 == 0)
     if N > 0:
         part = tl.zeros([R * LANES], tl.int32)
@@ -53,19 +53,6 @@ def parts_before(sums, tile, lane, R: tl.constexpr, N: tl.constexpr):
             part += tl.load(sums + other, mask=other < tile, other=0)
     else:
         part = tl.load(sums + tile)
-    return part
-
-
-@triton.jit
-def together(part, R: tl.constexpr, N: tl.constexpr, INTERPRET: tl.constexpr):
-    """What lies before a warp's tile, in all of its lanes."""
-    if N > 0:
-        if INTERPRET:
-            found = tl.sum(tl.reshape(part, [R, LANES]), axis=1)
-            part = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
-        else:
-            text: tl.constexpr = "redux.sync.add.s32 $0, $1, -1;"
-            part = tl.inline_asm_elementwise(text, "=r,r", [part], tl.int32, is_pure=True, pack=1)
     return part
 
 
@@ -214,7 +201,10 @@ def sum_kernel(
             held, parts, starts = held + word, parts + part, starts + inside
             found, bases = found + exponent, bases + base
     for w in tl.static_range(W):
-        start = together(parts[w], R, N, INTERPRET) + starts[w]
+        start = parts[w]
+        if N > 0:
+            start = over_warp(start, False, R, INTERPRET)
+        start += starts[w]
         first = tl.where(found[w] == 255, float("nan"), first)
         step = (step_of(found[w], BITS, FLOOR),)
         place = (places(held[w], start, R, INTERPRET),)

@@ -15,8 +15,7 @@ from megatron.compression.codecs.message import MessageCodec
 from megatron.compression.codecs.taco import TacoCodec
 from taco_kernels import Stream, normalized
 from taco_kernels.layout import ALIGNMENT
-
-NORMALIZATIONS = ("none", "center", "standardize")
+from taco_kernels.normalized.reference import inverse
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class NormalizedMessage:
         statistics = [mean]
         if self.scale:
             statistics.append(variance.sqrt().bfloat16())
-            z.mul_(_inverse(statistics[1]).to(rows.dtype))
+            z.mul_(inverse(statistics[1]).to(rows.dtype))
         wire = torch.zeros(self.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
         payload = self.inner.encode(z.view(x.shape), random)
         wire[: payload.numel()] = payload
@@ -102,8 +101,3 @@ class NormalizedMessage:
         """First byte of the means."""
         inner = self.inner.wire_bytes(shape)
         return -(-inner // ALIGNMENT) * ALIGNMENT if self._statistics(shape) else inner
-
-
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale in fp32; 0 for a channel whose values are all alike."""
-    return torch.where(scale == 0, 0.0, scale.float().reciprocal())
