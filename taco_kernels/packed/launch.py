@@ -14,9 +14,8 @@ from taco_kernels.triton.launch import device_for
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-PACK_ROWS, PACK_REGISTERS, MOVE_REGISTERS = 8, 80, 48
-"""Rows, a warp each, of a program that packs or moves codes; most registers to pack (24 warps fit, and 17
-instructions spill) and to move (40 warps fit)."""
+PACK_ROWS, MOVE_REGISTERS = 8, 32
+"""Rows, a warp each, of a program that packs or moves codes; most registers to move (all 64 warps fit)."""
 MOVED, ZEROS = 8, 16
 """Codes a lane that a program moves at a time; zeros a lane that one writes behind the last code."""
 LEAST_COUNTED, MOST_COUNTED = 32, 512
@@ -25,10 +24,8 @@ TILES_TO_SUM, TILES_TO_MOVE = 128, 2048
 """So few tiles need no running sums: a program of a sum or of a move adds them up itself."""
 STARTS, START_WARPS = 4096, 16
 """Tiles that are added up at a time, and the warps that do it."""
-SUM_ROWS, PREFETCH = 4, True
-"""Rows, a warp each, of a program that adds 16-bit values up; whether it asks for their codes ahead."""
-PACK_STREAM, SUM_STREAM = False, False
-"""Whether what is not needed again is first to leave the cache."""
+SUM_ROWS = 4
+"""Rows, a warp each, of a program that adds 16-bit values up."""
 UNROLLED = {8: 4, 16: 8, 32: 4}
 """By bits of a value, most senders that a kernel of their own adds up: more would spill."""
 
@@ -66,8 +63,6 @@ def encode(
         (x, rest, thresholds, codes_of_rows, counts, sums, words, exponents),
         (layout.numel, rows, tiles, x.stride(0), rest_stride, words.stride(0), exponents.stride(0)),
         **constants,
-        STREAM=PACK_STREAM,
-        maxnreg=PACK_REGISTERS,
     )
     few = tiles <= TILES_TO_MOVE
     if not few:
@@ -131,8 +126,6 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
             (*sizes, *strides),
             **constants,
             R=SUM_ROWS,
-            PREFETCH=PREFETCH,
-            STREAM=SUM_STREAM,
             num_warps=SUM_ROWS,
         )
     else:

@@ -39,36 +39,32 @@ def ballot(flag, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.constexpr_function
-def put_assembly(bits, stream):
-    hint = ".cs" if stream else ""
-    return (
-        f"{{\n.reg .pred p;\nsetp.gt.s32 p, $3, $4;\n@p st.global{hint}.b{bits} [$1], $2;\nmov.b32 $0, 0;\n}}"
-    )
+def put_assembly(bits):
+    return f"{{\n.reg .pred p;\nsetp.gt.s32 p, $3, $4;\n@p st.global.b{bits} [$1], $2;\nmov.b32 $0, 0;\n}}"
 
 
 @triton.jit
-def put(pointers, value, a, b, STREAM: tl.constexpr, INTERPRET: tl.constexpr):
+def put(pointers, value, a, b, INTERPRET: tl.constexpr):
     """Store where a > b, int32. In assembly, for Triton takes seconds to lay out a hundred stores."""
     if INTERPRET:
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=a > b)
     else:
-        text: tl.constexpr = put_assembly(pointers.dtype.element_ty.primitive_bitwidth, STREAM)
+        text: tl.constexpr = put_assembly(pointers.dtype.element_ty.primitive_bitwidth)
         inputs = (pointers.to(tl.int64), value.to(tl.int32, bitcast=True), a, b)
         tl.inline_asm_elementwise(text, "=r,l,r,r,r", inputs, tl.int32, is_pure=False, pack=1)
 
 
 @triton.constexpr_function
-def load_assembly(count, stream):
-    hint = ".cs" if stream else ""
+def load_assembly(count):
     lines = ["{", ".reg .pred p;"]
     for i in range(count):
         lines += [f"mov.b32 ${i}, 0;", f"setp.gt.s32 p, ${count + 1}, {32 * i};"]
-        lines.append(f"@p ld.global{hint}.b32 ${i}, [${count}+{128 * i}];")
+        lines.append(f"@p ld.global.b32 ${i}, [${count}+{128 * i}];")
     return "\n".join([*lines, "}"])
 
 
 @triton.jit
-def load_each_word(pointers, left, WORDS: tl.constexpr, STREAM: tl.constexpr, INTERPRET: tl.constexpr):
+def load_each_word(pointers, left, WORDS: tl.constexpr, INTERPRET: tl.constexpr):
     """int32 bits of fp32: what lies there, 32 values on and so forth; 0 from the ``left``-th value on."""
     if INTERPRET:
         for w in tl.static_range(WORDS):
@@ -79,7 +75,7 @@ def load_each_word(pointers, left, WORDS: tl.constexpr, STREAM: tl.constexpr, IN
             else:
                 found = found + bits
     else:
-        text: tl.constexpr = load_assembly(WORDS, STREAM)
+        text: tl.constexpr = load_assembly(WORDS)
         registers: tl.constexpr = "=&r," * WORDS + "l,r"
         kinds: tl.constexpr = (tl.int32,) * WORDS
         inputs = (pointers.to(tl.int64), left)
@@ -92,12 +88,11 @@ def squeeze_kernel(
     x, remainder, thresholds, codes_of_rows, counts, sums, words, exponents,
     numel, rows, tiles, x_stride, remainder_stride, words_stride, exponents_stride,
     KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    INTERPRET: tl.constexpr, R: tl.constexpr, STREAM: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """All of an encode but the place in the wire: a row's codes end to end at the row's own start.
 
     Reads x once; rows do not wait for those before them. A tile of R rows a program, with its sum of counts.
-    STREAM: values and remainders are first to leave the cache, for codes to stay until they are moved.
     """
     shard = tl.program_id(1).to(tl.int64)
     index = tl.arange(0, R * LANES)
@@ -105,7 +100,7 @@ def squeeze_kernel(
     begin = row.to(tl.int64) * WIDTH
     left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
     at = x + shard * x_stride + begin + lane
-    values = load_each_word(at, left, WIDTH // LANES, STREAM, INTERPRET)
+    values = load_each_word(at, left, WIDTH // LANES, INTERPRET)
     most = values[0] & 0x7FFFFFFF
     for w in tl.static_range(1, WIDTH // LANES):
         most = tl.maximum(most, values[w] & 0x7FFFFFFF)
@@ -124,10 +119,10 @@ def squeeze_kernel(
                 rest = tl.where(keep, value - number(codes) * step, value)  # exact
             else:
                 rest = tl.where(keep, 0.0, value)
-            put(rest_at + w * LANES, rest, left, w * LANES, STREAM, INTERPRET)
+            put(rest_at + w * LANES, rest, left, w * LANES, INTERPRET)
         vote = ballot(keep, lane, R, INTERPRET)
         rank = count + bits_set(vote & before, INTERPRET)
-        put(out + rank, codes, keep.to(tl.int32), 0, False, INTERPRET)
+        put(out + rank, codes, keep.to(tl.int32), 0, INTERPRET)
         word = tl.where(lane == w, vote, word)
         count += bits_set(vote, INTERPRET)
     there = row < rows

@@ -95,9 +95,8 @@ def look_up(word, place, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.constexpr_function
-def sum_assembly(senders, whole, stream):
+def sum_assembly(senders, whole):
     """PTX of ``add_four``: all senders' loads, then their sums in order, then the store."""
-    store = "st.global.cs" if stream else "st.global"
     lines = ["{", ".reg .b32 t, z;", ".reg .b64 a;", ".reg .f32 s0, s1, s2, s3, v;"]
     lines += [".reg .pred p0, p1, p2, p3;"]
     for w in range(senders):
@@ -117,18 +116,18 @@ def sum_assembly(senders, whole, stream):
         for i in range(4):
             lines.append(f"cvt.rn.f32.s32 v, c{w}{i};")
             lines.append(f"@p{i} fma.rn.f32 s{i}, v, ${7 + 2 * senders + w}, s{i};")
-    lines += ["setp.gt.s32 p0, $2, 3;", f"@p0 {store}.v4.f32 [$1+0], {{s0, s1, s2, s3}};"]
+    lines += ["setp.gt.s32 p0, $2, 3;", "@p0 st.global.v4.f32 [$1+0], {s0, s1, s2, s3};"]
     if not whole:
         lines.append("setp.lt.s32 p0, $2, 4;")
         for i in range(3):
-            lines += [f"setp.gt.and.s32 p1, $2, {i}, p0;", f"@p1 {store}.f32 [$1+{4 * i}], s{i};"]
+            lines += [f"setp.gt.and.s32 p1, $2, {i}, p0;", f"@p1 st.global.f32 [$1+{4 * i}], s{i};"]
     return "\n".join([*lines, "mov.b32 $0, 0;", "}"])
 
 
 @triton.jit
 def add_four(
     out, left, below, shift, first, words, codes, steps,
-    W: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, INTERPRET: tl.constexpr,
+    W: tl.constexpr, WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Store at ``out`` the sums of four values, of the first ``left``, and ``first``: fp32.
 
@@ -146,7 +145,7 @@ def add_four(
                 result += tl.where(member, code.to(tl.float32) * steps[w], 0.0)
             tl.store(out + i, result, mask=left > i)
     else:
-        text: tl.constexpr = sum_assembly(W, WHOLE, STREAM)
+        text: tl.constexpr = sum_assembly(W, WHOLE)
         kinds: tl.constexpr = "=r,l,r,r,r,r,f" + ",r" * W + ",l" * W + ",f" * W
         inputs = (out.to(tl.int64), left, below, (below << 2) | 3, shift, first)
         inputs = inputs + words + codes + steps
@@ -176,13 +175,11 @@ def sum_kernel(
     values, words, exponents, before, sums, total,
     numel, rows, tiles, rows_log2, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PREFETCH: tl.constexpr,
-    STREAM: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Add the values of W senders in fp32, one after the other. R rows a program of R warps.
 
     ``before`` are codes before a row in its tile of 2^rows_log2 rows; sums and N as start_of has them.
-    STREAM: sums are first to leave the cache, for the bitmaps just counted to stay.
     """
     index = tl.arange(0, R * LANES)
     lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
@@ -212,22 +209,21 @@ def sum_kernel(
             at, steps = place, step
         else:
             at, steps = at + place, steps + step
-    if PREFETCH:
-        for w in tl.static_range(W):
-            prefetch(address(bases[w], at[w], INTERPRET), INTERPRET)
+    for w in tl.static_range(W):
+        prefetch(address(bases[w], at[w], INTERPRET), INTERPRET)
     offset = (lane >> 2) * 32 + (lane & 3) * 4
     begin = row.to(tl.int64) * WIDTH
     out = total + begin + offset
     left = tl.minimum(numel - begin, WIDTH).to(tl.int32) - offset
     for s in tl.static_range(WIDTH // 256):
         add_eight(out + s * 256, left - s * 256, s * 8, lane, first, held, at, bases, steps,
-                  W, WHOLE, STREAM, INTERPRET, R)  # fmt: skip
+                  W, WHOLE, INTERPRET, R)  # fmt: skip
 
 
 @triton.jit
 def add_eight(
     out, left, word, lane, first, words, places, bases, steps,
-    W: tl.constexpr, WHOLE: tl.constexpr, STREAM: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, WHOLE: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """``add_four`` for both halves of the words from number ``word`` on, of the row's."""
     for w in tl.static_range(W):
@@ -241,4 +237,4 @@ def add_eight(
     for half in tl.static_range(2):
         below = (1 << (shift + 16 * half)) - 1
         add_four(out + 16 * half, left - 16 * half, below, shift + 16 * half, first, held, codes, steps,
-                 W, WHOLE, STREAM, INTERPRET)  # fmt: skip
+                 W, WHOLE, INTERPRET)  # fmt: skip
