@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from taco_kernels import error_feedback
+
 
 class ValueStore(Protocol):
     """How remembered values are kept: a codec that ``ErrorFeedback`` uses for its memory."""
@@ -50,28 +52,32 @@ class ErrorFeedback:
 
     def compensated(self, piece: int, values: torch.Tensor) -> torch.Tensor:
         """fp32 ``[rows, n]``: ``values`` (any float type) plus what is remembered for this piece."""
-        return self._held[piece] + values if self.store is None else self._read(piece).add_(values)
+        held = self._decoded(piece, self._held[piece])
+        return held + values if self.store is None else held.add_(values)
 
-    def remember(self, piece: int, lost: torch.Tensor) -> None:
-        """Take in the error of this piece's compression, fp32 ``[rows, n]``, which is used up."""
-        before = self._read(piece)
-        newest = lost if self.average == 1 else torch.lerp(before, lost, self.average)
-        self._held[piece] = self._kept(torch.where(torch.isfinite(newest), newest, before))
+    def remember(self, piece: int, total: torch.Tensor, decoded: torch.Tensor) -> None:
+        """Take in the error of this piece's compression: what was to be sent less what arrives, both fp32
+        ``[rows, n]``."""
+        held = self._decoded(piece, self._held[piece])
+        error_feedback.remember(held, total, decoded, 1.0 - self.average, self.average)
+        self._held[piece] = self._kept(held)
 
     def replace(self, piece: int, lost: torch.Tensor, spoiled: torch.Tensor) -> None:
         """Remember ``lost`` as it is, fp32 ``[rows, n]``, unless ``spoiled``, a bool scalar on the device."""
         self._held[piece] = torch.where(spoiled, self._held[piece], self._kept(lost))
 
-    def add(self, piece: int, row: int, lost: torch.Tensor) -> None:
-        """Take in a second error of one row, fp32 ``[n]``, after ``remember`` or ``replace``; what is not
-        finite is left out."""
-        held = self._held[piece][row : row + 1]
-        total = self._decoded(piece, held) + self.average * torch.where(torch.isfinite(lost), lost, 0.0)
-        held.copy_(self._kept(total))
+    def add(self, piece: int, row: int, total: torch.Tensor, decoded: torch.Tensor | None = None) -> None:
+        """Take in a second error of one row, of n values, after ``remember`` or ``replace``: what was to be
+        sent less what arrives, or (None) the error itself."""
+        kept = self._held[piece][row : row + 1]
+        held = self._decoded(piece, kept)
+        error_feedback.remember(held, total, decoded, 1.0, self.average)
+        if self.store is not None:
+            kept.copy_(self._kept(held))
 
     def values(self) -> torch.Tensor:
         """Everything remembered, fp32 ``[rows, shard]``."""
-        return torch.cat([self._read(piece) for piece in range(len(self._held))], dim=1)
+        return torch.cat([self._decoded(piece, held) for piece, held in enumerate(self._held)], dim=1)
 
     def set_values(self, values: torch.Tensor) -> None:
         """Replace everything, by fp32 ``[rows, shard]``."""
@@ -81,12 +87,9 @@ class ErrorFeedback:
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.store is None else self.store.encode(values)
 
-    def _read(self, piece: int) -> torch.Tensor:
-        return self._decoded(piece, self._held[piece])
-
     def _decoded(self, piece: int, held: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[rows, n]``, a copy."""
+        """fp32 ``[rows, n]``: the memory itself, or a copy where it is stored otherwise."""
         if self.store is None:
-            return held.clone()
+            return held
         out = torch.empty(len(held), self._widths[piece], device=held.device)
         return self.store.decode(held, out)

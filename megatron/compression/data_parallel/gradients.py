@@ -160,8 +160,7 @@ class CodedGradientSync:
     def _encode_with_feedback(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         total = self.feedback.compensated(number, rows)
         wires = self.last.encode(total)
-        lost = total - self.last.decode(wires, torch.empty_like(total))
-        self.feedback.remember(number, lost)
+        self.feedback.remember(number, total, self.last.decode(wires, torch.empty_like(total)))
         return wires
 
     def _encode_sum_with_feedback(self, number: int, wires: torch.Tensor) -> torch.Tensor:
@@ -170,10 +169,9 @@ class CodedGradientSync:
         begin, end = self.pieces[number]
         total = self.last.decode_sum(wires, torch.empty(1, end - begin, device=wires.device))
         own = self.last.encode(total)
-        lost = total - self.last.decode(own, torch.empty_like(total))
         topology = self.topology
         row = topology.rank // topology.local if topology.two_hops else topology.rank
-        self.feedback.add(number, row, lost[0])
+        self.feedback.add(number, row, total, self.last.decode(own, torch.empty_like(total)))
         return own
 
     def _finish_piece(self, number: int, wires: torch.Tensor) -> torch.Tensor | CompressedWork:
