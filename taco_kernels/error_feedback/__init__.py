@@ -1,4 +1,6 @@
-"""What error feedback remembers of a compression, in one pass: subtract, average, leave out what is not finite.
+"""What error feedback remembers of a compression, in one pass.
+
+Difference, average, and the choice of what is finite.
 
 A Triton kernel on CUDA tensors, ``reference.py`` elsewhere.
 """
@@ -36,7 +38,7 @@ def remember(
     ):
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != held.numel():
             raise ValueError(
-                f"{name} is {tensor.dtype}{list(tensor.shape)}; it must be {held.numel()} contiguous fp32 values"
+                f"{name} is {tensor.dtype}{list(tensor.shape)}; needs contiguous fp32[{held.numel()}]"
             )
     if held.is_cuda:
         from taco_kernels.error_feedback import launch  # a CPU-only host may have no Triton

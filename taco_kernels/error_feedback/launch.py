@@ -32,7 +32,7 @@ def remember_kernel(
 def remember(
     held: torch.Tensor, total: torch.Tensor, decoded: torch.Tensor | None, keep: float, weight: float
 ) -> torch.Tensor:
-    """See ``taco_kernels.error_feedback.remember``. What stays is not written, and not read where keep is 0."""
+    """See ``taco_kernels.error_feedback.remember``. What stays is not written, nor read if keep is 0."""
     start(
         remember_kernel,
         (ceil_div(held.numel(), TILE),),
