@@ -236,6 +236,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the gradients")
     parser.add_argument("--steps", type=int, default=20, help="of training before the gradients are taken")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--pieces", type=int, nargs="*", default=[], help="sdp4bit on one node also in so many pieces"
+    )
     options = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it under torchrun: torchrun --nproc-per-node 4 scripts/compare_gradient_hooks.py")
@@ -248,7 +251,9 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     copies = options.copies or (32 if gpus else 1)
     methods = hooks()
-    for name, settings in OURS.items():
+    pieces = {f"sdp4bit, one node, pipeline {n}": n for n in options.pieces}
+    pieces = {name: {**ON, "gradient_alltoall_pipeline": n} for name, n in pieces.items()}
+    for name, settings in {**OURS, **pieces}.items():
         size = settings.get("dp_intra_node_size", 1)
         if dist.get_world_size() % size == 0 and (size == 1 or size < dist.get_world_size()):
             methods[name] = lambda settings=settings: ours(settings)
@@ -268,7 +273,7 @@ def main() -> None:
         try:
             row = measure(name, make, gradients, copies, dtype, device, options.repeats)
         except Exception as error:
-            if name in OURS:
+            if name in OURS or name in pieces:
                 raise
             if dist.get_rank() == 0:
                 print(f"| {name} | failed: {type(error).__name__}: {str(error)[:300]!r} | | | |", flush=True)
