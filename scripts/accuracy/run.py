@@ -311,13 +311,14 @@ def launch(args: argparse.Namespace) -> None:
 
     deadline = time.time() + 60 * args.minutes - 5
     gpus = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     workers = args.workers or max(1, gpus)
     plan = plan_of(args)  # a wrong name stops here
     prepare_folders(args)
     environment, helpers = environment_of(args), []
 
     def start(module: str, arguments: Sequence[str], gpu: int = 0) -> subprocess.Popen:
-        own = environment | ({"CUDA_VISIBLE_DEVICES": str(gpu % gpus)} if gpus else {})
+        own = environment | ({"CUDA_VISIBLE_DEVICES": visible[gpu % gpus]} if gpus else {})
         command = [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments]
         return subprocess.Popen(command, env=own, cwd=ROOT)
 
