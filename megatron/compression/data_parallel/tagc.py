@@ -70,9 +70,7 @@ class TagcGradientSync:
             exact = gathered(flat, self.shares[0].exact)
             exact_work = start_all_reduce(exact, bucket)
         notes = [
-            part.take_notes(
-                torch.stack([gathered(flat, self.shares[owner].compressed) for owner in part.owners])
-            )
+            part.take_notes(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
             for part in self.parts
         ]
         sizes = [note.numel() for note in notes if note is not None]
@@ -243,13 +241,19 @@ def gathered(flat: torch.Tensor, segments: tuple[Segment, ...]) -> torch.Tensor:
     return torch.cat([flat[begin:end] for begin, end in segments])
 
 
+def rows_of(flat: torch.Tensor, segments: list[tuple[Segment, ...]]) -> torch.Tensor:
+    """``[rows, n]``: each row's segments end to end; a view where rows are pieces of ``flat`` side by side."""
+    first, size = segments[0][0][0], sum(end - begin for begin, end in segments[0])
+    if all(row == ((first + i * size, first + (i + 1) * size),) for i, row in enumerate(segments)):
+        return flat[first : first + len(segments) * size].view(len(segments), size)
+    return torch.stack([gathered(flat, row) for row in segments])
+
+
 def scattered(
     values: torch.Tensor, flat: torch.Tensor, segments: tuple[Segment, ...], scale: float = 1.0
 ) -> None:
     """Write ``values`` times ``scale`` into the segments of ``flat``."""
-    if scale != 1.0:
-        values = values * scale
     position = 0
     for begin, end in segments:
-        flat[begin:end] = values[position : position + end - begin]
+        torch.mul(values[position : position + end - begin], scale, out=flat[begin:end])
         position += end - begin
