@@ -242,7 +242,7 @@ def gathered(flat: torch.Tensor, segments: tuple[Segment, ...]) -> torch.Tensor:
 
 
 def rows_of(flat: torch.Tensor, segments: list[tuple[Segment, ...]]) -> torch.Tensor:
-    """``[rows, n]``: each row's segments end to end; a view where rows are pieces of ``flat`` side by side."""
+    """``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
     first, size = segments[0][0][0], sum(end - begin for begin, end in segments[0])
     if all(row == ((first + i * size, first + (i + 1) * size),) for i, row in enumerate(segments)):
         return flat[first : first + len(segments) * size].view(len(segments), size)
