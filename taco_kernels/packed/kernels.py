@@ -7,9 +7,12 @@ before its own hold, plus the bits below it in its word.
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.rounding import MAGIC
-
 LANES = tl.constexpr(32)
+TILE_ROWS = tl.constexpr(4)
+PREFETCH = tl.constexpr(
+    "{\n.reg .pred p;\nsetp.gt.s32 p, $2, 0;\n@p prefetch.global.L2 [$1];\nmov.b32 $0, 0;\n}"
+)
+LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
 
 
 @triton.jit
@@ -38,9 +41,28 @@ def over_warp(number, MAXIMUM: tl.constexpr, R: tl.constexpr, INTERPRET: tl.cons
 
 
 @triton.jit
-def as_words(keep):
-    """int32[32]: the words of keep[32, 32]."""
-    return tl.sum(keep.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
+def look_up(word, place, lane, PURE: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """Both of another lane of the warp, int32[R * 32], one element a thread.
+
+    Not PURE: looked up where it stands, not kept in registers for the next who needs the same.
+    """
+    if INTERPRET:
+        lane = tl.reshape(lane, [R, LANES])
+        word = tl.reshape(tl.gather(tl.reshape(word, [R, LANES]), lane, axis=1), [R * LANES])
+        place = tl.reshape(tl.gather(tl.reshape(place, [R, LANES]), lane, axis=1), [R * LANES])
+    else:
+        kinds: tl.constexpr = (tl.int32, tl.int32)
+        inputs = (word, place, lane)
+        word, place = tl.inline_asm_elementwise(LOOK_UP, "=&r,=&r,r,r,r", inputs, kinds, PURE, 1)
+    return word, place
+
+
+@triton.jit
+def prefetch(where, flag, INTERPRET: tl.constexpr):
+    """Ask for what lies there to be fetched into the L2 cache, where the int32 ``flag`` is above 0."""
+    if not INTERPRET:
+        text: tl.constexpr = PREFETCH
+        tl.inline_asm_elementwise(text, "=r,l,r", [where.to(tl.int64), flag], tl.int32, False, 1)
 
 
 @triton.jit
@@ -81,46 +103,15 @@ def step_of(exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def number(code):
-    """fp32 of int32 codes below 2^22: a sum, for conversions are slow."""
-    return (code + 0x4B400000).to(tl.float32, bitcast=True) - MAGIC
-
-
-@triton.jit
-def kept(value, threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
-    """int32 codes (the value's own bits where BITS is 32) and whether they are to be sent, [32, 32]."""
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    threshold = tl.where(exponent == 255, 0x7FFFFFFF, threshold)  # above infinity and every usual NaN
-    keep = bits >= threshold
-    if BITS < 32:
-        e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-        inverse = ((252 + BITS - e) << 23).to(tl.float32, bitcast=True)
-        codes = (value * inverse + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000  # the bits of MAGIC
-        LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
-        codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
-        keep = keep & (codes != 0)
-    else:
-        codes = value.to(tl.int32, bitcast=True)
-    return codes, keep & (exponent != 255)
-
-
-@triton.jit
-def start_of(sums, tile, N: tl.constexpr):
-    """int32: the sum of what lies before a tile. N: most tiles; 0 if ``sums`` are running sums already."""
-    if N > 0:
-        other = tl.arange(0, N)
-        start = tl.sum(tl.load(sums + other, mask=other < tile, other=0), axis=0)
-    else:
-        start = tl.load(sums + tile)
-    return start
-
-
-@triton.jit
 def sent_values(
-    values, words, exponents, start, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
+    values, words, starts, exponents, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
 ):
-    """fp32[32, 32]: what one sender has sent of a row, whose first code is number ``start``."""
+    """fp32[32, 32]: what one sender has sent of a row."""
     bitmap = tl.load(words + row * LANES + tl.arange(0, LANES))
+    first = row // TILE_ROWS * TILE_ROWS
+    index = tl.arange(0, TILE_ROWS * LANES)
+    others = tl.load(words + first * LANES + index, mask=index < (row - first) * LANES, other=0)
+    start = tl.load(starts + row // TILE_ROWS) + tl.sum(bits_set(others, INTERPRET), axis=0)
     exponent = tl.load(exponents + row).to(tl.int32)
     _, rank = ranks(bitmap, INTERPRET)
     # the others load the next value that is there, cheaper than a mask; the bitmap lies behind the last one
@@ -139,10 +130,10 @@ def sent_values(
 
 @triton.jit
 def decode_sum_kernel(
-    values, words, exponents, before, sums, total,
-    numel, rows, tiles, rows_log2, senders, values_stride, words_stride, exponents_stride,
+    values, words, starts, exponents, total,
+    numel, rows, senders, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0.
 
@@ -154,18 +145,16 @@ def decode_sum_kernel(
         for w in tl.static_range(0, W):
             at = tl.full((), w, tl.int64)
             result += sent_values(
-                values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                start_of(sums + at * tiles, row >> rows_log2, N) + tl.load(before + at * rows + row),
-                row, BITS, FLOOR, INTERPRET,
+                values + at * values_stride, words + at * words_stride, starts + at * words_stride,
+                exponents + at * exponents_stride, row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
     else:
         sender = 0
         while sender < senders:
             at = tl.full((), 0, tl.int64) + sender
             result += sent_values(
-                values + at * values_stride, words + at * words_stride, exponents + at * exponents_stride,
-                start_of(sums + at * tiles, row >> rows_log2, N) + tl.load(before + at * rows + row),
-                row, BITS, FLOOR, INTERPRET,
+                values + at * values_stride, words + at * words_stride, starts + at * words_stride,
+                exponents + at * exponents_stride, row, BITS, FLOOR, INTERPRET,
             )  # fmt: skip
             sender += 1
     tl.store(total + row * WIDTH + offsets(WIDTH), result, mask=inside(row, numel, WHOLE, WIDTH))

@@ -2,10 +2,11 @@
 
 A shard of ``numel`` values is rows of 1024. Its wire is::
 
-    values, capacity of 8, 16 or 32 bits, in order | bitmap, one bit a value | a uint8 exponent a row
+    values, capacity of 8, 16 or 32 bits, in order | bitmap, one bit a value
+    | an int32 start every 4 rows: how many values come before these | a uint8 exponent a row
 
-each part padded to a multiple of 64 bytes. 8- and 16-bit values are integers on their row's power-of-two
-grid, 32-bit ones are fp32.
+each part padded with zeros to a multiple of 64 bytes, and the values to their capacity. 8- and 16-bit values
+are integers on their row's power-of-two grid, 32-bit ones are fp32.
 """
 
 import math
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 ALIGNMENT = 64
 WIDTH = 1024
+TILE_ROWS = 4
+"""Rows a start: what comes before a row of them is counted in the bitmap of at most three."""
 
 
 def padded(size: int) -> int:
@@ -35,8 +38,8 @@ class PackedLayout:
             raise ValueError(f"numel={self.numel} must be at least 1")
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0, 1]")
-        if self.capacity >= 2**31:
-            raise ValueError(f"{self.capacity} values to send of a shard: fewer than 2^31 can be counted")
+        if self.capacity >= 2**31 - 2**15:
+            raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^15 cannot be counted")
         if self.bits not in (8, 16, 32):
             raise ValueError(f"bits={self.bits} must be 8, 16 or 32")
 
@@ -61,9 +64,19 @@ class PackedLayout:
         return padded(self.capacity * self.bits // 8)
 
     @property
+    def tiles(self) -> int:
+        """Starts, the last one perhaps of fewer rows."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def starts_at(self) -> int:
+        """Byte where the starts begin."""
+        return self.words_at + padded(4 * self.words)
+
+    @property
     def exponents_at(self) -> int:
         """Byte where the exponents begin."""
-        return self.words_at + padded(4 * self.words)
+        return self.starts_at + padded(4 * self.tiles)
 
     @property
     def wire_bytes(self) -> int:

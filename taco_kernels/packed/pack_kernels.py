@@ -1,27 +1,20 @@
-"""Triton kernels that pack sparse values, a warp a row of 1024.
+"""Triton kernel that packs sparse values in one pass, a warp a row of 1024.
 
 Tensors have one element a thread. Word w of a row's bitmap is what the lanes of its warp vote on value 32 w
-and their own number: so that what they store lies side by side. Codes are brought into place in two steps,
-first to the row's own start, then to behind those of the rows before: no row waits for another.
+and their own number: so that what they store lies side by side. Where a tile's codes begin is found by
+decoupled look-back (Merrill and Garland 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back").
 """
 
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.kernels import (
-    as_words,
-    bits_of,
-    bits_set,
-    kept,
-    number,
-    offsets,
-    over_warp,
-    ranks,
-    start_of,
-    step_of,
-)
+from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, prefetch, step_of
+from taco_kernels.triton.rounding import MAGIC
 
 LANES = tl.constexpr(32)
+# what a status word says in its lowest two bits, of the number above them; 0 before either is known
+COUNTED, REACHED = tl.constexpr(1), tl.constexpr(2)
+UNKNOWN = tl.constexpr(1 << 50)  # more than any number of codes
 BALLOT = tl.constexpr("{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}")
 
 
@@ -55,6 +48,28 @@ def put(pointers, value, a, b, INTERPRET: tl.constexpr):
 
 
 @triton.constexpr_function
+def put_code_assembly(bits):
+    """Store $2 where $3 has the lane's bit $6: $4 and the bits of $3 below it, $5, codes behind $1."""
+    lines = ["{", ".reg .pred p;", ".reg .b32 t, u;", ".reg .b64 a;"]
+    lines += ["and.b32 t, $3, $5;", "popc.b32 t, t;", "add.s32 t, t, $4;"]
+    lines += [f"mad.wide.s32 a, t, {bits // 8}, $1;", "and.b32 u, $3, $6;", "setp.ne.u32 p, u, 0;"]
+    return "\n".join([*lines, f"@p st.global.b{bits} [a], $2;", "mov.b32 $0, 0;", "}"])
+
+
+@triton.jit
+def put_code(values, code, vote, place, lane, INTERPRET: tl.constexpr):
+    """Store a lane's code where ``vote`` has its bit; the codes of a vote begin at ``place``."""
+    below = (1 << lane) - 1
+    if INTERPRET:
+        where = values + place + bits_set(vote & below, INTERPRET)
+        tl.store(where, code.to(values.dtype.element_ty), mask=((vote >> lane) & 1) != 0)
+    else:
+        text: tl.constexpr = put_code_assembly(values.dtype.element_ty.primitive_bitwidth)
+        inputs = (values.to(tl.int64), code, vote, place, below, 1 << lane)
+        tl.inline_asm_elementwise(text, "=r,l,r,r,r,r,r", inputs, tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
 def load_assembly(count):
     lines = ["{", ".reg .pred p;"]
     for i in range(count):
@@ -83,157 +98,258 @@ def load_each_word(pointers, left, WORDS: tl.constexpr, INTERPRET: tl.constexpr)
     return found
 
 
-@triton.jit
-def squeeze_kernel(
-    x, remainder, thresholds, codes_of_rows, counts, sums, words, exponents,
-    numel, rows, tiles, x_stride, remainder_stride, words_stride, exponents_stride,
-    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    INTERPRET: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """All of an encode but the place in the wire: a row's codes end to end at the row's own start.
+@triton.constexpr_function
+def vote_assembly(count):
+    """$0: in lane w, the votes on whether the magnitude of value w exceeds the lane's limit."""
+    limit, lane = f"${count + 1}", f"${count + 2}"
+    lines = ["{", ".reg .pred p, q;", ".reg .b32 v;", ".reg .f32 a;", "mov.b32 $0, 0;"]
+    for i in range(count):
+        lines += [f"mov.b32 a, ${i + 1};", "abs.f32 a, a;", f"setp.gt.f32 p, a, {limit};"]
+        lines += ["vote.sync.ballot.b32 v, p, -1;", f"setp.eq.u32 q, {lane}, {i};", "@q mov.b32 $0, v;"]
+    return "\n".join([*lines, "}"])
 
-    Reads x once; rows do not wait for those before them. A tile of R rows a program, with its sum of counts.
+
+@triton.jit
+def bitmap_of(values, limit, lane, WORDS: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """int32: in lane w, which magnitudes of ``values[w]``, bits of fp32, exceed the lanes' ``limit``."""
+    if INTERPRET:
+        word = tl.zeros([R * LANES], tl.int32)
+        for w in tl.static_range(WORDS):
+            more = tl.abs(values[w].to(tl.float32, bitcast=True)) > limit
+            word = tl.where(lane == w, ballot(more, lane, R, INTERPRET), word)
+    else:
+        text: tl.constexpr = vote_assembly(WORDS)
+        registers: tl.constexpr = "=&r" + ",r" * WORDS + ",f,r"
+        inputs = values + (limit,) + (lane,)  # noqa: RUF005 - the compiler knows no star
+        word = tl.inline_asm_elementwise(text, registers, inputs, tl.int32, is_pure=False, pack=1)
+    return word
+
+
+@triton.jit
+def limit_of(threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
+    """fp32 that magnitudes of a row must exceed to be sent, from int32 bits of a threshold of at least 1.
+
+    At or above a threshold is above the number before it. Half a step and less rounds to 0, ties to even.
+    Nothing exceeds a NaN, the limit of rows that have one or an infinity.
     """
-    shard = tl.program_id(1).to(tl.int64)
-    index = tl.arange(0, R * LANES)
-    lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
-    begin = row.to(tl.int64) * WIDTH
-    left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
-    at = x + shard * x_stride + begin + lane
-    values = load_each_word(at, left, WIDTH // LANES, INTERPRET)
-    most = values[0] & 0x7FFFFFFF
-    for w in tl.static_range(1, WIDTH // LANES):
-        most = tl.maximum(most, values[w] & 0x7FFFFFFF)
-    threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    exponent = over_warp(most, True, R, INTERPRET) >> 23
-    step = step_of(exponent, BITS, FLOOR)
-    out = codes_of_rows + (shard * rows * WIDTH + begin)
-    rest_at = remainder + shard * remainder_stride + begin + lane
-    before = (1 << lane) - 1
-    count, word = tl.zeros([R * LANES], tl.int32), tl.zeros([R * LANES], tl.int32)
-    for w in tl.static_range(WIDTH // LANES):
-        value = values[w].to(tl.float32, bitcast=True)
-        codes, keep = kept(value, threshold, exponent, BITS, FLOOR)
-        if KEEP_REMAINDER:
-            if BITS < 32:
-                rest = tl.where(keep, value - number(codes) * step, value)  # exact
-            else:
-                rest = tl.where(keep, 0.0, value)
-            put(rest_at + w * LANES, rest, left, w * LANES, INTERPRET)
-        vote = ballot(keep, lane, R, INTERPRET)
-        rank = count + bits_set(vote & before, INTERPRET)
-        put(out + rank, codes, keep.to(tl.int32), 0, INTERPRET)
-        word = tl.where(lane == w, vote, word)
-        count += bits_set(vote, INTERPRET)
-    there = row < rows
-    tl.store(words + shard * words_stride + row * LANES + lane, word, mask=there)
-    tl.store(counts + shard * rows + row, count, mask=there & (lane == 0))
-    tl.store(exponents + shard * exponents_stride + row, exponent.to(tl.uint8), mask=there & (lane == 0))
-    tl.store(sums + shard * tiles + tl.program_id(0), tl.sum(tl.where(lane == 0, count, 0), axis=0))
+    limit = threshold - 1
+    if BITS < 32:
+        e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
+        limit = tl.maximum(limit, (e + 1 - BITS) << 23)
+    return tl.where(exponent == 255, 0x7FFFFFFF, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def take_back(
-    remainder, codes, words, exponent, sent,
-    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+def code_of(value, inverse, BITS: tl.constexpr):
+    """int32 with the code in its lowest BITS bits: those of MAGIC plus the code, or of the value itself."""
+    if BITS < 32:
+        LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+        value = tl.minimum(tl.maximum(value * inverse + MAGIC, MAGIC - LARGEST), MAGIC + LARGEST)
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def sent_of(code, step, BITS: tl.constexpr):
+    """fp32 that a code of ``code_of`` stands for."""
+    value = code.to(tl.float32, bitcast=True)
+    if BITS < 32:
+        value = (value - MAGIC) * step
+    return value
+
+
+@triton.jit
+def publish(status, number, STATE: tl.constexpr):
+    """One 64-bit word holds a number and what it is of, so it needs no fence."""
+    word = (number.to(tl.int64) << 2) | STATE
+    tl.atomic_xchg(status, word, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def look_back(status, tile, index, SIZE: tl.constexpr):
+    """int64: codes of the tiles before ``tile``, or at least as many as fit.
+
+    SIZE tiles at a time, one a thread, nearest first: the counts down to the nearest tile that knows what is
+    reached behind it, and that. Waits for tiles of lower numbers only.
+    """
+    total = tl.full((), 0, tl.int64)
+    top, looking = tile, 1
+    while looking > 0:
+        other = top - 1 - index
+        word = tl.load(status + other, mask=other >= 0, other=REACHED, volatile=True)
+        state = (word & 3).to(tl.int32)
+        nearest = tl.min(tl.where(state == REACHED, index, SIZE), axis=0)
+        part = tl.where(state == 0, UNKNOWN, word >> 2)
+        part = tl.sum(tl.where(index <= nearest, part, 0), axis=0)  # the same in all threads
+        if part < UNKNOWN:
+            total += part
+            top -= SIZE
+            looking = tl.where(nearest < SIZE, 0, 1)
+    return total
+
+
+@triton.jit
+def put_codes(
+    values, codes, word, place, lane, WORDS: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """Store a row's codes, those of the word that a lane has from ``place`` on."""
+    for w in tl.static_range(WORDS):
+        vote, at = look_up(word, place, tl.full([R * LANES], w, tl.int32), False, R, INTERPRET)
+        put_code(values, codes[w], vote, at, lane, INTERPRET)
+
+
+@triton.constexpr_function
+def put_back_assembly(bits):
+    """Add a code of ``code_of``, $2, times $3, to what lies at $1, where $4 is set."""
+    lines = ["{", ".reg .pred p;", ".reg .b32 t;", ".reg .f32 r, v;", "setp.ne.u32 p, $4, 0;"]
+    if bits < 32:  # exact: the value was split without rounding; not as it was split, lest 32 of them are kept
+        lines += ["sub.s32 t, $2, 0x4B400000;", "cvt.rn.f32.s32 v, t;", "@p ld.global.f32 r, [$1];"]
+        lines += ["fma.rn.f32 r, v, $3, r;"]
+    else:
+        lines += ["mov.b32 r, $2;"]
+    return "\n".join([*lines, "@p st.global.f32 [$1], r;", "mov.b32 $0, 0;", "}"])
+
+
+@triton.jit
+def put_back(pointers, code, step, flag, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+    """What was not sent after all into the remainder, where ``flag`` is set."""
+    if INTERPRET:
+        value = code.to(tl.float32, bitcast=True)
+        if BITS < 32:
+            value = tl.load(pointers, mask=flag, other=0.0) + (value - MAGIC) * step
+        tl.store(pointers, value, mask=flag)
+    else:
+        text: tl.constexpr = put_back_assembly(BITS)
+        inputs = (pointers.to(tl.int64), code, step, flag.to(tl.int32))
+        tl.inline_asm_elementwise(text, "=r,l,r,f,r", inputs, tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def put_what_fits(
+    values, codes, word, place, lane, rest_at, step, capacity,
+    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Out of a row's bitmap and into its remainder with all codes from number ``sent`` on."""
-    lane = tl.arange(0, LANES)
-    bitmap = tl.load(words + lane)
-    tl.debug_barrier()  # other threads' loads come before these words are written
-    member = bits_of(bitmap)
-    _, rank = ranks(bitmap, INTERPRET)
-    tl.store(words + lane, as_words(member & (rank < sent)))
-    if KEEP_REMAINDER:
-        back = member & (rank >= sent)
-        code = tl.load(codes + rank, mask=back, other=0)
-        pointers = remainder + offsets(WIDTH)
-        if BITS < 32:  # exact again: the value was split without rounding
-            rest = tl.load(pointers, mask=back, other=0.0)
-            value = rest + number(code.to(tl.int32)) * step_of(exponent, BITS, FLOOR)
-        else:
-            value = code.to(tl.float32, bitcast=True)
-        tl.store(pointers, value, mask=back)
+    """``put_codes`` below ``capacity``; what has no room goes back into the remainder. Returns the words."""
+    fit = tl.zeros([R * LANES], tl.int32)
+    for w in tl.static_range(WORDS):
+        vote, at = look_up(word, place, tl.full([R * LANES], w, tl.int32), False, R, INTERPRET)
+        at += bits_set(vote & ((1 << lane) - 1), INTERPRET)
+        member = ((vote >> lane) & 1) != 0
+        sent = member & (at < capacity)
+        put(values + at, codes[w], sent.to(tl.int32), 0, INTERPRET)
+        fit = tl.where(lane == w, ballot(sent, lane, R, INTERPRET), fit)
+        if KEEP_REMAINDER:
+            back = member & (at >= capacity)
+            put_back(rest_at + w * LANES, codes[w], step, back, BITS, INTERPRET)
+    return fit
 
 
 @triton.jit
-def move_kernel(
-    remainder, codes_of_rows, counts, sums, values, words, exponents,
-    rows, tiles, capacity, room, remainder_stride, values_stride, words_stride, exponents_stride,
-    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    INTERPRET: tl.constexpr, R: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Rows' codes to behind those of the rows before; ``sums`` are of tiles of R rows, N as start_of has it.
+def zero_behind(
+    values, starts, exponents, rows, used, room, this, programs, index, SIZE: tl.constexpr, Z: tl.constexpr
+):
+    """Write zeros behind ``used`` codes, up to ``room``, and behind starts and exponents."""
+    zero = tl.zeros([SIZE], tl.int32).to(values.dtype.element_ty)
+    place = used + this * (Z * SIZE)
+    while place < room:
+        for z in tl.static_range(Z):
+            at = place + z * SIZE + index
+            tl.store(values + at, zero, mask=at < room)
+        place += programs * (Z * SIZE)
+    if this == 0:
+        pad = tl.arange(0, 64)
+        tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+        tl.store(starts + tiles + pad, tl.zeros([64], tl.int32), mask=tiles + pad < (tiles + 15) // 16 * 16)
+        tl.store(exponents + rows + pad, tl.zeros([64], tl.uint8), mask=rows + pad < (rows + 63) // 64 * 64)
 
-    What the capacity has no room for is taken back. Programs from ``tiles`` on write zeros behind the last
-    code, up to ``room``, Z times 32 R a program, and behind the exponents. K codes a lane are under way.
+
+@triton.jit
+def pack_kernel(
+    x, remainder, thresholds, status, values, words, starts, exponents,
+    numel, rows, tiles, capacity, room, zeroing,
+    x_stride, remainder_stride, values_stride, words_stride, exponents_stride,
+    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr, Z: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """An encode. A tile of R rows a program; ``status``, a word a tile, is zero at first.
+
+    The programs behind the tiles, ``zeroing`` of them, write zeros behind the last code, up to ``room``, Z
+    times 32 R at a time, and behind starts and exponents. Programs wait for those of lower numbers, of their
+    shard; they end because blocks are started in the order of their numbers, the first axis first, and
+    whatever runs stays on its multiprocessor until it ends.
+
+    Args:
+        AHEAD: tiles on whose values are fetched into the L2 cache; 0: none.
     """
-    shard = tl.program_id(1).to(tl.int64)
+    shard, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    status += shard * tiles
     values += shard * values_stride
+    starts += shard * words_stride
     exponents += shard * exponents_stride
-    counts += shard * rows
-    sums += shard * tiles
     index = tl.arange(0, R * LANES)
     lane = index & 31
-    if tl.program_id(0) < tiles:
-        first = tl.program_id(0) * R
-        row = first + (index >> 5)
-        count = tl.load(counts + row, mask=row < rows, other=0)
-        start = tl.zeros([R * LANES], tl.int32)
-        for r in tl.static_range(R - 1):
-            size = tl.load(counts + first + r, mask=first + r < rows, other=0)
-            start += tl.where(first + r < row, size, 0)
-        start_of_tile = start_of(sums, tl.program_id(0), N)  # behind the other loads: it waits for its own
-        start += start_of_tile
-        sent = tl.maximum(tl.minimum(capacity - start, count), 0)
-        source = codes_of_rows + (shard * rows + row) * WIDTH + lane
-        target = values + start.to(tl.int64) + lane
-        left = sent - lane
-        at = 0
-        most = tl.max(sent, axis=0)
-        while at < most:
-            for k in tl.static_range(K):
-                code = (tl.load(source + k * LANES, mask=left > k * LANES, other=0),)
-                if k == 0:
-                    held = code
-                else:
-                    held = held + code
-            for k in tl.static_range(K):
-                tl.store(target + k * LANES, held[k], mask=left > k * LANES)
-            source += K * LANES
-            target += K * LANES
-            left -= K * LANES
-            at += K * LANES
-        if tl.max(count - sent, axis=0) > 0:
-            start_of_this = start_of_tile
-            this = first.to(tl.int64)
-            last = tl.minimum(this + R, rows)
-            while this < last:
-                found = tl.load(counts + this)
-                fit = tl.maximum(capacity - start_of_this, 0)
-                if found > fit:
-                    take_back(
-                        remainder + shard * remainder_stride + this * WIDTH,
-                        codes_of_rows + (shard * rows + this) * WIDTH,
-                        words + shard * words_stride + this * LANES,
-                        tl.load(exponents + this).to(tl.int32), fit,
-                        KEEP_REMAINDER, BITS, FLOOR, WIDTH, INTERPRET,
-                    )  # fmt: skip
-                start_of_this += found
-                this += 1
+    if tile < tiles:
+        WORDS: tl.constexpr = WIDTH // LANES
+        row = tile * R + (index >> 5)
+        there = row < rows
+        begin = row.to(tl.int64) * WIDTH
+        left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
+        of_shard = x + shard * x_stride
+        found = load_each_word(of_shard + begin + lane, left, WORDS, INTERPRET)
+        threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        if AHEAD > 0:
+            later = begin + (AHEAD * R * WIDTH + lane * LANES)
+            prefetch(of_shard + later, (later < numel).to(tl.int32), INTERPRET)
+        most = found[0] & 0x7FFFFFFF
+        for w in tl.static_range(1, WORDS):
+            most = tl.maximum(most, found[w] & 0x7FFFFFFF)
+        exponent = over_warp(most, True, R, INTERPRET) >> 23
+        limit = limit_of(threshold, exponent, BITS, FLOOR)
+        word = bitmap_of(found, limit, lane, WORDS, R, INTERPRET)
+        size = bits_set(word, INTERPRET)
+        count = tl.sum(size, axis=0)
+        publish(status + tile, count, COUNTED)
+        # what others need is told: the rest runs while they, and the tiles before, get on
+        words_at = words + (shard * words_stride + row * LANES + lane)
+        tl.store(words_at, word, mask=there)
+        tl.store(exponents + row, exponent.to(tl.uint8), mask=there & (lane == 0))
+        # 0 that only shows once the count is there: the compiler would do what follows before it is told, and
+        # keep the remainders, codes and comparisons of all words in registers meanwhile
+        zero = (count >> 31).to(tl.int32)
+        exponent, left, threshold = exponent + zero, left + zero, threshold + zero
+        limit = limit_of(threshold, exponent, BITS, FLOOR)
+        step = step_of(exponent, BITS, FLOOR)
+        inverse = ((252 + BITS - tl.minimum(tl.maximum(exponent, FLOOR), 254)) << 23).to(
+            tl.float32, bitcast=True
+        )
+        rest_at = remainder + shard * remainder_stride + begin + lane
+        for w in tl.static_range(WORDS):
+            value = found[w].to(tl.float32, bitcast=True)
+            code = (code_of(value, inverse, BITS),)
+            if KEEP_REMAINDER:
+                rest = value - sent_of(code[0], step, BITS)  # exact
+                rest = tl.where(tl.abs(value) > limit, rest, value)
+                put(rest_at + w * LANES, rest, left, w * LANES, INTERPRET)
+            if w == 0:
+                codes = code
+            else:
+                codes = codes + code
+        place = tl.cumsum(size, axis=0) - size
+        before = look_back(status, tile, index, R * LANES)
+        reached = before + count
+        publish(status + tile, tl.minimum(reached, capacity), REACHED)
+        place += tl.minimum(before, capacity).to(tl.int32)
+        tl.store(
+            starts + row // TILE_ROWS,
+            tl.minimum(place, capacity),
+            mask=there & (lane == 0) & (row % TILE_ROWS == 0),
+        )
+        if reached > capacity:
+            word = put_what_fits(values, codes, word, place, lane, rest_at, step, capacity,
+                                 KEEP_REMAINDER, BITS, WORDS, R, INTERPRET)  # fmt: skip
+            tl.store(words_at, word, mask=there)
+        else:
+            put_codes(values, codes, word, place, lane, WORDS, R, INTERPRET)
     else:
-        tile = tl.program_id(0) - tiles
-        used = start_of(sums, tiles - 1, N)
-        last = (tiles - 1) * R
-        for r in tl.static_range(R):
-            used += tl.load(counts + last + r, mask=last + r < rows, other=0)
-        used = tl.minimum(used, capacity)
-        SIZE: tl.constexpr = Z * R * LANES
-        if (tile + 1) * SIZE > used:
-            place = tile * SIZE + tl.arange(0, SIZE)
-            zero = tl.zeros([SIZE], tl.int32).to(values.dtype.element_ty)
-            tl.store(values + place, zero, mask=(place >= used) & (place < room))
-        if tile == 0:
-            pad = rows + tl.arange(0, 64)
-            tl.store(exponents + pad, tl.zeros([64], tl.uint8), mask=pad < (rows + 63) // 64 * 64)
+        used = tl.minimum(look_back(status, tiles, index, R * LANES), capacity).to(tl.int32)
+        zero_behind(values, starts, exponents, rows, used, room, tile - tiles, zeroing, index, R * LANES, Z)

@@ -4,7 +4,7 @@ import torch
 
 from taco_kernels.homomorphic.layout import EXPONENT_FLOOR, NON_FINITE
 from taco_kernels.homomorphic.reference import magnitude_bits, power_of_two, threshold_bits, wrap32
-from taco_kernels.packed.layout import WIDTH, PackedLayout
+from taco_kernels.packed.layout import TILE_ROWS, WIDTH, PackedLayout
 
 _CODES = {8: torch.int8, 16: torch.int16, 32: torch.float32}
 
@@ -56,10 +56,13 @@ def encode(
     packed[shard, position[shard, at]] = codes.view(shards, width)[shard, at]
     weights = torch.ones(32, dtype=torch.int64, device=x.device) << torch.arange(32, device=x.device)
     words = wrap32((keep.view(shards, layout.words, 32) * weights).sum(2))
+    counts = keep.view(shards, layout.rows, WIDTH).sum(2)
+    starts = (counts.cumsum(1) - counts)[:, ::TILE_ROWS].int()
     wires = torch.zeros((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
     for begin, part in (
         (0, packed.view(torch.uint8)),
         (layout.words_at, words.view(torch.uint8)),
+        (layout.starts_at, starts.clone(memory_format=torch.contiguous_format).view(torch.uint8)),
         (layout.exponents_at, exponents.to(torch.uint8)),
     ):
         wires[:, begin : begin + part.shape[1]] = part

@@ -9,51 +9,9 @@ the second one is the code behind the first one's, or that code itself where the
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.kernels import bits_set, over_warp, step_of
+from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, prefetch, step_of
 
 LANES = tl.constexpr(32)
-
-
-@triton.jit
-def count_kernel(
-    words, before, sums, rows, tiles, words_stride,
-    WIDTH: tl.constexpr, INTERPRET: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """Values that each sender has sent before every row, in its tile of T rows, and in all of a tile."""
-    sender = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * T + tl.arange(0, T)
-    number = row[:, None] * (WIDTH // LANES) + tl.arange(0, WIDTH // LANES)[None, :]
-    word = tl.load(words + sender * words_stride + number, mask=(row < rows)[:, None], other=0)
-    count = tl.sum(bits_set(word, INTERPRET), axis=1)
-    tl.store(before + sender * rows + row, tl.cumsum(count, axis=0) - count, mask=row < rows)
-    tl.store(sums + sender * tiles + tl.program_id(0), tl.sum(count, axis=0))
-
-
-@triton.jit
-def start_kernel(sums, tiles, N: tl.constexpr):
-    """Sums of tiles to running sums, each without its own; a program a sender, N tiles at a time."""
-    sums += tl.program_id(0).to(tl.int64) * tiles
-    total, first = 0, 0
-    while first < tiles:
-        tile = first + tl.arange(0, N)
-        size = tl.load(sums + tile, mask=tile < tiles, other=0)
-        tl.store(sums + tile, total + tl.cumsum(size, axis=0) - size, mask=tile < tiles)
-        total += tl.sum(size, axis=0)
-        first += N
-
-
-@triton.jit
-def parts_before(sums, tile, lane, R: tl.constexpr, N: tl.constexpr):
-    """int32[R * 32]: what lies before a warp's tile; where N > 0, a lane's part of it."""
-    tl.static_assert(N % 32 == 0)
-    if N > 0:
-        part = tl.zeros([R * LANES], tl.int32)
-        for i in tl.static_range(N // LANES):
-            other = i * LANES + lane
-            part += tl.load(sums + other, mask=other < tile, other=0)
-    else:
-        part = tl.load(sums + tile)
-    return part
 
 
 @triton.constexpr_function
@@ -75,23 +33,6 @@ def places(word, start, R: tl.constexpr, INTERPRET: tl.constexpr):
         text: tl.constexpr = scan_assembly()
         result = tl.inline_asm_elementwise(text, "=r,r,r", [word, start], tl.int32, is_pure=True, pack=1)
     return result
-
-
-LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
-
-
-@triton.jit
-def look_up(word, place, lane, R: tl.constexpr, INTERPRET: tl.constexpr):
-    """Both of another lane of the warp."""
-    if INTERPRET:
-        lane = tl.reshape(lane, [R, LANES])
-        word = tl.reshape(tl.gather(tl.reshape(word, [R, LANES]), lane, axis=1), [R * LANES])
-        place = tl.reshape(tl.gather(tl.reshape(place, [R, LANES]), lane, axis=1), [R * LANES])
-    else:
-        kinds: tl.constexpr = (tl.int32, tl.int32)
-        inputs = (word, place, lane)
-        word, place = tl.inline_asm_elementwise(LOOK_UP, "=&r,=&r,r,r,r", inputs, kinds, is_pure=True, pack=1)
-    return word, place
 
 
 @triton.constexpr_function
@@ -163,23 +104,33 @@ def address(base, place, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def prefetch(where, INTERPRET: tl.constexpr):
-    """Ask for what lies there: a row's codes are looked for in many small loads."""
-    if not INTERPRET:
-        text: tl.constexpr = "prefetch.global.L2 [$1];\nmov.b32 $0, 0;"
-        tl.inline_asm_elementwise(text, "=r,l", [where], tl.int32, is_pure=False, pack=1)
+def before_in_tile(words, row, lane, back: tl.constexpr):
+    """int32: a lane's word of the row ``back`` rows before, 0 if that is of another tile."""
+    return tl.load(words + (row - back) * LANES + lane, mask=row % TILE_ROWS >= back, other=0)
+
+
+@triton.jit
+def fetch_later(values, words, starts, index, tile, tiles, R: tl.constexpr, INTERPRET: tl.constexpr):
+    """Prefetch a sender's codes and words of R rows that begin with ``tile``: lines of 128 bytes."""
+    first = tl.load(starts + tl.minimum(tile, tiles - 1))
+    end = tl.load(starts + tl.minimum(tile + R // TILE_ROWS, tiles - 1))
+    codes: tl.constexpr = 64  # a line's
+    there = tl.where(tile < tiles, end - first + codes, 0)
+    prefetch(values + first + index * codes, there - index * codes, INTERPRET)
+    prefetch(words + (tile * TILE_ROWS + index) * LANES, tl.where(tile < tiles, R, 0) - index, INTERPRET)
 
 
 @triton.jit
 def sum_kernel(
-    values, words, exponents, before, sums, total,
-    numel, rows, tiles, rows_log2, values_stride, words_stride, exponents_stride,
+    values, words, starts, exponents, total,
+    numel, rows, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Add the values of W senders in fp32, one after the other. R rows a program of R warps.
 
-    ``before`` are codes before a row in its tile of 2^rows_log2 rows; sums and N as start_of has them.
+    Args:
+        AHEAD: programs on whose codes and words are fetched into the L2 cache; 0: none.
     """
     index = tl.arange(0, R * LANES)
     lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
@@ -187,21 +138,29 @@ def sum_kernel(
     first = tl.zeros([R * LANES], tl.float32)
     # all senders' loads first: assembly below, the prefetches' above all, is not moved past by later loads
     for w in tl.static_range(W):
-        word = (tl.load(words + tl.full((), w, tl.int64) * words_stride + there * LANES + lane),)
-        part = (parts_before(sums + w * tiles, there >> rows_log2, lane, R, N),)
-        inside = (tl.load(before + w * rows + there),)
+        of_sender = words + tl.full((), w, tl.int64) * words_stride
+        word = (tl.load(of_sender + there * LANES + lane),)
+        one = (before_in_tile(of_sender, there, lane, 1),)
+        two = (before_in_tile(of_sender, there, lane, 2),)
+        three = (before_in_tile(of_sender, there, lane, 3),)
+        inside = (tl.load(starts + tl.full((), w, tl.int64) * words_stride + there // TILE_ROWS),)
         exponent = (tl.load(exponents + tl.full((), w, tl.int64) * exponents_stride + there).to(tl.int32),)
         base = (values + tl.full((), w, tl.int64) * values_stride,)
         if w == 0:
-            held, parts, starts, found, bases = word, part, inside, exponent, base
+            held, ones, twos, threes, begins = word, one, two, three, inside
+            found, bases = exponent, base
         else:
-            held, parts, starts = held + word, parts + part, starts + inside
+            held, ones, twos, threes, begins = (
+                held + word,
+                ones + one,
+                twos + two,
+                threes + three,
+                begins + inside,
+            )
             found, bases = found + exponent, bases + base
     for w in tl.static_range(W):
-        start = parts[w]
-        if N > 0:
-            start = over_warp(start, False, R, INTERPRET)
-        start += starts[w]
+        part = bits_set(ones[w], INTERPRET) + bits_set(twos[w], INTERPRET) + bits_set(threes[w], INTERPRET)
+        start = begins[w] + over_warp(part, False, R, INTERPRET)
         first = tl.where(found[w] == 255, float("nan"), first)
         step = (step_of(found[w], BITS, FLOOR),)
         place = (places(held[w], start, R, INTERPRET),)
@@ -210,7 +169,12 @@ def sum_kernel(
         else:
             at, steps = at + place, steps + step
     for w in tl.static_range(W):
-        prefetch(address(bases[w], at[w], INTERPRET), INTERPRET)
+        prefetch(address(bases[w], at[w], INTERPRET), tl.full([R * LANES], 1, tl.int32), INTERPRET)
+    if AHEAD > 0:
+        later, tiles = (tl.program_id(0) + AHEAD) * (R // TILE_ROWS), (rows + TILE_ROWS - 1) // TILE_ROWS
+        for w in tl.static_range(W):
+            sender = tl.full((), w, tl.int64) * words_stride
+            fetch_later(bases[w], words + sender, starts + sender, index, later, tiles, R, INTERPRET)
     offset = (lane >> 2) * 32 + (lane & 3) * 4
     begin = row.to(tl.int64) * WIDTH
     out = total + begin + offset
@@ -227,7 +191,7 @@ def add_eight(
 ):  # fmt: skip
     """``add_four`` for both halves of the words from number ``word`` on, of the row's."""
     for w in tl.static_range(W):
-        found, place = look_up(words[w], places[w], word + (lane >> 2), R, INTERPRET)
+        found, place = look_up(words[w], places[w], word + (lane >> 2), True, R, INTERPRET)
         one, code = (found,), (address(bases[w], place, INTERPRET),)
         if w == 0:
             held, codes = one, code
