@@ -14,7 +14,6 @@ from taco_kernels.triton.rounding import MAGIC
 LANES = tl.constexpr(32)
 # what a status word says in its lowest two bits, of the number above them; 0 before either is known
 COUNTED, REACHED = tl.constexpr(1), tl.constexpr(2)
-UNKNOWN = tl.constexpr(1 << 50)  # more than any number of codes
 BALLOT = tl.constexpr("{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}")
 
 
@@ -177,13 +176,13 @@ def look_back(status, tile, index, SIZE: tl.constexpr):
         other = top - 1 - index
         word = tl.load(status + other, mask=other >= 0, other=REACHED, volatile=True)
         state = (word & 3).to(tl.int32)
-        nearest = tl.min(tl.where(state == REACHED, index, SIZE), axis=0)
-        part = tl.where(state == 0, UNKNOWN, word >> 2)
-        part = tl.sum(tl.where(index <= nearest, part, 0), axis=0)  # the same in all threads
-        if part < UNKNOWN:
-            total += part
+        end = tl.where(state == REACHED, 2 * index + 1, 2 * SIZE)
+        end = tl.min(tl.where(state == 0, 2 * index, end), axis=0)  # the same in all threads
+        if (end & 1) + (end // (2 * SIZE)) > 0:  # nothing that is not known yet comes first
+            part = tl.sum(tl.where(index <= end // 2, (word >> 2).to(tl.int32), 0), axis=0)
+            total += part.to(tl.uint32, bitcast=True).to(tl.int64)  # below 2^31 + 2^23
             top -= SIZE
-            looking = tl.where(nearest < SIZE, 0, 1)
+            looking = tl.where(end < 2 * SIZE, 0, 1)
     return total
 
 
@@ -201,7 +200,9 @@ def put_codes(
 def put_back_assembly(bits):
     """Add a code of ``code_of``, $2, times $3, to what lies at $1, where $4 is set."""
     lines = ["{", ".reg .pred p;", ".reg .b32 t;", ".reg .f32 r, v;", "setp.ne.u32 p, $4, 0;"]
-    if bits < 32:  # exact: the value was split without rounding; not as it was split, lest 32 of them are kept
+    if (
+        bits < 32
+    ):  # exact: the value was split without rounding; not as it was split, lest 32 of them are kept
         lines += ["sub.s32 t, $2, 0x4B400000;", "cvt.rn.f32.s32 v, t;", "@p ld.global.f32 r, [$1];"]
         lines += ["fma.rn.f32 r, v, $3, r;"]
     else:
