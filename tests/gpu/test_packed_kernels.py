@@ -18,7 +18,10 @@ from tests.unit.test_order_kernels import KINDS, same, values
         (2_000_000, 0.4, 8, 4, 0.396),
         (500_000, 1.0, 16, 2, 0.99),
         (700_003, 0.3, 16, 8, 0.5),  # more than there is room for
-        (17_000_002, 0.2, 16, 2, 0.198),  # tiles so many that a kernel of its own makes their running sums
+        (800_001, 0.1, 8, 3, 0.6),
+        (900_002, 0.05, 32, 2, 0.4),
+        (1_500, 0.3, 16, 2, 0.2),  # fewer rows than a program takes
+        (17_000_002, 0.2, 16, 2, 0.198),  # more tiles than fit on the GPU at once
     ],
 )
 def test_kernels_reproduce_the_reference(
@@ -27,7 +30,9 @@ def test_kernels_reproduce_the_reference(
     layout = packed.PackedLayout(numel, share, bits)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
-    x[0, 70_000] = float("nan")
+    x[0, numel * 7 // 10] = float("nan")
+    x[1, ::5] *= 2.0**-120  # below the smallest exponent, where rows have nothing else
+    x[1, :2048] *= 2.0**-120
     thresholds = share_threshold(x, keep)
     device = x.cuda()
     rest, expected_rest = device.clone(), torch.empty_like(x)
@@ -41,15 +46,42 @@ def test_kernels_reproduce_the_reference(
     assert bool(total.isnan().any())
 
 
-@pytest.mark.parametrize("senders", [4, 16])
-def test_running_sums_of_many_tiles(senders: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shards of more than 2^26 values take: a kernel that makes the sums of tiles running ones."""
-    from taco_kernels.packed import launch
+@pytest.mark.parametrize("keep", [0.198, 0.3])
+def test_tiles_wait_for_those_before(keep: float) -> None:
+    """Shards of thousands of tiles, again and again: look-back has many ways to go, and one result."""
+    numel, shards = 2**25 + 1234, 3
+    layout = packed.PackedLayout(numel, 0.2)
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(shards, numel, generator=g, device="cuda")
+    thresholds = share_threshold(x, keep)
+    rest = torch.empty_like(x)
+    wires = packed.encode(x, thresholds, layout, rest)
+    expected_rest = torch.empty_like(x)
+    assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest))
+    assert torch.equal(rest, expected_rest)
+    for i in range(50):
+        again = torch.full_like(x, float("nan")) if i % 2 else None
+        assert torch.equal(packed.encode(x, thresholds, layout, again), wires), i
+        assert again is None or torch.equal(again, rest), i
 
-    for name in ("TILES_TO_SUM", "TILES_TO_MOVE"):
-        monkeypatch.setattr(launch, name, 1)
-    monkeypatch.setattr(launch, "MOST_COUNTED", 32)
-    test_kernels_reproduce_the_reference(600_003, 0.2, 16, senders, 0.198)
+
+def test_packing_beside_other_work() -> None:
+    """Streams that share the GPU: none has all of it, and none waits for what has no place to run."""
+    numel = 2**24
+    layout = packed.PackedLayout(numel, 0.2)
+    x = torch.randn(4, 1, numel, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    thresholds = share_threshold(x[0], 0.198)
+    expected = [packed.encode(part, thresholds, layout) for part in x]
+    streams = [torch.cuda.Stream() for _ in x]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for part, stream in zip(x, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(packed.encode(part, thresholds, layout))
+    torch.cuda.synchronize()
+    for i, wires in enumerate(found):
+        assert torch.equal(wires, expected[i % len(x)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -102,6 +102,9 @@ WARP_OPERATIONS = OPERATIONS | {
     "cvt.rp.f16.f32": _half_towards(np.inf),
     "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.gt.f32": lambda a, b: a.view(np.float32) > b.view(np.float32),
+    "abs.f32": lambda a: a & np.uint32(0x7FFFFFFF),
+    "mad.wide.s32": lambda a, b, c: a * b + c,
     "setp.eq.f32": lambda a, b: a.view(np.float32) == b.view(np.float32),
     "setp.lt.and.f32": lambda a, b, p: (a.view(np.float32) < b.view(np.float32)) & p,
     "setp.lt.f32": lambda a, b: a.view(np.float32) < b.view(np.float32),
@@ -192,6 +195,12 @@ def run(text: str, registers: dict[str, np.ndarray], memory: np.ndarray) -> dict
             word = (registers[address] + np.uint32(distance)) // 4
             for i, value in enumerate(values.split(", ")):
                 memory[word[active] + i] = read(value)[active]
+        elif operation == "st.global.f32" and "+" not in rest:
+            address, value = re.fullmatch(r"\[(\S+)\], (\S+)", rest).groups()
+            memory[registers[address][active] // 4] = read(value)[active]
+        elif operation == "ld.global.f32":
+            target, address = re.fullmatch(r"(\S+), \[(\S+)\]", rest).groups()
+            registers[target] = memory[np.where(active, registers[address], 0) // 4]
         elif operation == "st.global.f32":
             address, distance, value = re.fullmatch(r"\[(\S+?)\+(\d+)\], (\S+)", rest).groups()
             memory[(registers[address] + np.uint32(distance))[active] // 4] = read(value)[active]

@@ -10,7 +10,7 @@ from megatron.compression.data_parallel.tagc_parts import PackedPart, Sum, TagcS
 from taco_kernels import packed
 from taco_kernels.homomorphic import SketchConfig
 from taco_kernels.homomorphic.selection import share_threshold
-from tests.unit.interpreter import output_interpreted
+from tests.unit.interpreter import output_interpreted, speed_up
 
 
 def gradients(senders: int, numel: int) -> torch.Tensor:
@@ -68,7 +68,8 @@ def test_non_finite_values_show_in_their_row() -> None:
 
 def test_bytes() -> None:
     layout = packed.PackedLayout(10_000_000, 0.2)
-    assert 8 * layout.wire_bytes / layout.numel == pytest.approx(0.2 * 16 + 1 + 8 / 1024, abs=0.01)
+    bits = 0.2 * 16 + 1 + 32 / 4096 + 8 / 1024
+    assert 8 * layout.wire_bytes / layout.numel == pytest.approx(bits, abs=0.001)
     with pytest.raises(ValueError, match="share"):
         packed.PackedLayout(10, 0.0)
     with pytest.raises(ValueError, match="x is"):
@@ -103,45 +104,65 @@ def test_a_union_without_room_keeps_the_largest() -> None:
     assert waits.max() <= union[sent].abs().min() * 1.01, "not those at the end"
 
 
+def test_starts() -> None:
+    """How many values come before every fourth row, of those that are sent."""
+    layout = packed.PackedLayout(30_000, 0.1)
+    x = gradients(2, 30_000)
+    rest = torch.empty_like(x)
+    wires = packed.encode(x, torch.tensor([1.0, 8.0]), layout, rest)
+    starts = wires[:, layout.starts_at :].view(torch.int32)[:, : layout.tiles]
+    sent = torch.nn.functional.pad(x != rest, (0, 2 * 4096)).view(2, -1)
+    for tile in range(layout.tiles):
+        assert torch.equal(starts[:, tile], sent[:, : 4096 * tile].sum(1).int())
+    assert starts[0, -1] == layout.capacity > starts[1, -1] > 0
+
+
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "6 cases"
+    assert output_interpreted(__file__) == "20 cases"
 
 
-def main() -> None:
-    """Both widths, sizes that divide nothing, a NaN, too many values; a traceback on a difference."""
+def reference_cases() -> None:
+    """Sizes that divide nothing, a NaN, too many values, fewer rows than a tile: numel, share, bits, kept."""
     from taco_kernels.packed import launch, reference
-    from tests.unit.interpreter import speed_up
 
-    speed_up()
-    # several tiles, and several steps over them, even here
-    launch.PACK_ROWS, launch.LEAST_COUNTED, launch.STARTS, launch.SUM_ROWS, launch.ZEROS = 2, 2, 2, 2, 4
+    # several tiles, and several steps behind them, even here
+    launch.PACK_ROWS, launch.SUM_ROWS, launch.ZEROS, launch.ZEROING = 2, 2, 1, 3
     cases = 0
     for numel, share, bits, keep in (
         (5_000, 0.2, 16, 0.19),
         (3_003, 0.1, 32, 0.1),
         (4_096, 0.3, 16, 0.5),
         (3_074, 0.4, 8, 0.4),
-        (3_005, 0.3, 16, 0.2),
         (7_170, 0.2, 16, 0.3),
+        (5_125, 0.05, 8, 0.5),  # no room for most tiles
+        (4_103, 0.03, 32, 0.9),
+        (2_050, 1.0, 16, 1.0),
+        (700, 0.3, 16, 0.2),
+        (1, 0.5, 16, 1.0),
     ):
-        # running sums by a kernel of their own, or not
-        launch.MOST_COUNTED, launch.TILES_TO_MOVE = (512, 2048) if numel < 5_000 else (2, 1)
-        launch.TILES_TO_SUM = 32 if numel < 5_000 else 1
         layout = packed.PackedLayout(numel, share, bits)
         x = gradients(3, numel)
-        x[0, 5] = 1e-40
-        x[1, 3000] = float("nan") if numel % 2 else 3e38
+        x[0, numel // 2] = 1e-40
+        x[1, numel // 3] = float("nan") if numel % 2 else 3e38
+        x[2, :1024] *= 2.0**-120  # below the smallest exponent
         thresholds = share_threshold(x.nan_to_num(0), keep)
-        rest, expected_rest = x.clone(), torch.empty_like(x)
-        wires = launch.encode(rest, thresholds, layout, rest)
-        assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest))
-        torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
-        total, expected = launch.decode_sum(wires, layout), reference.decode_sum(wires, layout)
-        torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
+        thresholds[2] = -0.0 if numel % 4 == 2 else thresholds[2]
+        expected_rest = torch.empty_like(x)
+        expected = reference.encode(x, thresholds, layout, expected_rest)
+        strided = torch.empty(3, numel + 3)[:, :numel]
+        for rest in (x.clone(), strided if cases % 4 else None):  # in place, elsewhere, not kept
+            source = x if rest is strided or rest is None else rest
+            wires = launch.encode(source, thresholds, layout, rest)
+            assert torch.equal(wires, expected)
+            if rest is not None:
+                torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+            cases += 1
+        total, expected_total = launch.decode_sum(wires, layout), reference.decode_sum(wires, layout)
+        torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
         assert bool(total.isnan().any()) == bool(numel % 2)
-        cases += 1
     print(cases, "cases")
 
 
 if __name__ == "__main__":
-    main()
+    speed_up()
+    reference_cases()
