@@ -38,8 +38,8 @@ class PackedLayout:
             raise ValueError(f"numel={self.numel} must be at least 1")
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0, 1]")
-        if self.capacity >= 2**31 - 2**15:
-            raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^15 cannot be counted")
+        if self.capacity >= 2**31 - 2**20:
+            raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^20 cannot be counted")
         if self.bits not in (8, 16, 32):
             raise ValueError(f"bits={self.bits} must be 8, 16 or 32")
 

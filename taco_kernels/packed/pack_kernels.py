@@ -2,18 +2,17 @@
 
 Tensors have one element a thread. Word w of a row's bitmap is what the lanes of its warp vote on value 32 w
 and their own number: so that what they store lies side by side. Where a tile's codes begin is found by
-decoupled look-back (Merrill and Garland 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back").
+look_back.py.
 """
 
 import triton
 import triton.language as tl
 
 from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, prefetch, step_of
+from taco_kernels.packed.look_back import COUNTED, REACHED, look_back, publish
 from taco_kernels.triton.rounding import MAGIC
 
 LANES = tl.constexpr(32)
-# what a status word says in its lowest two bits, of the number above them; 0 before either is known
-COUNTED, REACHED = tl.constexpr(1), tl.constexpr(2)
 BALLOT = tl.constexpr("{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, -1;\n}")
 
 
@@ -157,36 +156,6 @@ def sent_of(code, step, BITS: tl.constexpr):
 
 
 @triton.jit
-def publish(status, number, STATE: tl.constexpr):
-    """One 64-bit word holds a number and what it is of, so it needs no fence."""
-    word = (number.to(tl.int64) << 2) | STATE
-    tl.atomic_xchg(status, word, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def look_back(status, tile, index, SIZE: tl.constexpr):
-    """int64: codes of the tiles before ``tile``, or at least as many as fit.
-
-    SIZE tiles at a time, one a thread, nearest first: the counts down to the nearest tile that knows what is
-    reached behind it, and that. Waits for tiles of lower numbers only.
-    """
-    total = tl.full((), 0, tl.int64)
-    top, looking = tile, 1
-    while looking > 0:
-        other = top - 1 - index
-        word = tl.load(status + other, mask=other >= 0, other=REACHED, volatile=True)
-        state = (word & 3).to(tl.int32)
-        end = tl.where(state == REACHED, 2 * index + 1, 2 * SIZE)
-        end = tl.min(tl.where(state == 0, 2 * index, end), axis=0)  # the same in all threads
-        if (end & 1) + (end // (2 * SIZE)) > 0:  # nothing that is not known yet comes first
-            part = tl.sum(tl.where(index <= end // 2, (word >> 2).to(tl.int32), 0), axis=0)
-            total += part.to(tl.uint32, bitcast=True).to(tl.int64)  # below 2^31 + 2^23
-            top -= SIZE
-            looking = tl.where(end < 2 * SIZE, 0, 1)
-    return total
-
-
-@triton.jit
 def put_codes(
     values, codes, word, place, lane, WORDS: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr
 ):
@@ -272,7 +241,7 @@ def pack_kernel(
     KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
     INTERPRET: tl.constexpr, R: tl.constexpr, Z: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """An encode. A tile of R rows a program; ``status``, a word a tile, is zero at first.
+    """An encode. A tile of R rows a program; ``status`` is a word a tile, see look_back.py, zero at first.
 
     The programs behind the tiles, ``zeroing`` of them, write zeros behind the last code, up to ``room``, Z
     times 32 R at a time, and behind starts and exponents. Programs wait for those of lower numbers, of their
