@@ -1,5 +1,6 @@
 """Packed sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +119,45 @@ def test_starts() -> None:
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "20 cases"
+    assert output_interpreted(__file__, "sizes") == "20 cases"
+
+
+def test_kernels_send_what_the_reference_sends() -> None:
+    assert output_interpreted(__file__, "edges") == "3 cases"
+
+
+def edge_cases() -> None:
+    """Where a value is just sent or just not: half a step, the threshold itself, the smallest exponent."""
+    from taco_kernels.packed import launch, reference
+
+    launch.PACK_ROWS = 2
+    for bits in (8, 16, 32):
+        layout = packed.PackedLayout(9 * 1024, 1.0, bits)
+        x = torch.zeros(9, 1024)
+        ranks = torch.arange(1023) - 511.0
+        for row, exponent in enumerate((0, 1, -94, -95, -96, 120, 127)):
+            largest = 2.0**exponent
+            step = largest * 2.0 ** (2 - min(bits, 16))
+            x[row, 0] = largest * (2 - 2.0**-20)  # rounds up, past the largest code
+            halves = ranks[:1022] * step / 2
+            x[row, 1:1023] = halves
+            x[row, 700:800] = torch.nextafter(halves[700:800], halves[700:800] * 2)
+            x[row, 800:900] = torch.nextafter(halves[800:900], torch.zeros(100))
+            x[row, 512:522] = torch.tensor([0.5, -0.5]).repeat(5) * step
+            x[row, 514:518] = torch.nextafter(x[row, 514:518], torch.zeros(4))
+            x[row, 518:522] = torch.nextafter(x[row, 518:522], x[row, 518:522] * 2)
+        x[7, :1023] = ranks * 1e-43  # denormal numbers
+        x[8, :1023] = ranks
+        x[8, 3] = -torch.inf
+        x = x.view(1, -1).repeat(5, 1)
+        x[4, -1] = torch.nan
+        thresholds = torch.tensor([0.0, -0.0, float(x[0, 5]), 2.0**-15, torch.inf]).abs()
+        thresholds[1] = -0.0
+        rest, expected_rest = x.clone(), torch.empty_like(x)
+        wires = launch.encode(rest, thresholds, layout, rest)
+        assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest)), bits
+        torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+    print("3 cases")
 
 
 def reference_cases() -> None:
@@ -165,4 +204,4 @@ def reference_cases() -> None:
 
 if __name__ == "__main__":
     speed_up()
-    reference_cases()
+    {"sizes": reference_cases, "edges": edge_cases}[sys.argv[1]]()
