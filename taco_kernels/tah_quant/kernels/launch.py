@@ -41,6 +41,8 @@ CHOSEN = 16384
 """Most units that a program of choose_kernel holds at a time."""
 MOVED = 512
 """Tiles of a program of compact_kernel."""
+LOADED = 16
+"""Bytes of a load of the encoder's."""
 SLOTTED = 1024
 """Most units of a program of slots_kernel."""
 
@@ -165,6 +167,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         return wire
     check_tiles(layout)
     x = x.contiguous()
+    if x.data_ptr() % LOADED:
+        x = x.clone()
     device, tuning = device_for(x), tuning_of("encode", config, x.dtype)
     spec = spec_of(layout, tuning.tiles, tuning.stages, device.interpret)
     mixed = config.extra_bits > 0
