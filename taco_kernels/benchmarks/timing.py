@@ -22,6 +22,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> fl
     the host's launch time out; the median is over ``repeats`` replays, after 20 ms of them for full clocks.
     """
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the calls read may still be on its way
     with torch.cuda.stream(stream):
         calls[0]()
     stream.synchronize()

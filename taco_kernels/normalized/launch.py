@@ -17,13 +17,13 @@ from taco_kernels.triton.launch import (
 )
 from taco_kernels.triton.spec import make_flags
 
-TILE_TOKENS, TILE_CHANNELS = 64, 128
+TILE_TOKENS, TILE_CHANNELS = 128, 64
 """Values whose partial statistics a program finds: it holds them all."""
-TILES = 32
+TILES = 64
 """Tiles that a program puts together at a time."""
-JOINED_CHANNELS = 32
+JOINED_CHANNELS = 16
 """Channels that it does that for: few, so that enough programs run at once."""
-TUNING = {"encode": Tuning(4096, 4, 1, 5, registers=96), "decode": Tuning(4096, 4, 1, 6, registers=80)}
+TUNING = {"encode": Tuning(4096, 4, 1, 40, registers=80), "decode": Tuning(2048, 4, 1, 8, registers=64)}
 """No pipeline over tiles: it would hold the statistics of every value in shared memory, too."""
 
 

@@ -9,9 +9,7 @@ import triton.language as tl
 
 LANES = tl.constexpr(32)
 TILE_ROWS = tl.constexpr(4)
-PREFETCH = tl.constexpr(
-    "{\n.reg .pred p;\nsetp.gt.s32 p, $2, 0;\n@p prefetch.global.L2 [$1];\nmov.b32 $0, 0;\n}"
-)
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
 LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
 
 
@@ -58,11 +56,11 @@ def look_up(word, place, lane, PURE: tl.constexpr, R: tl.constexpr, INTERPRET: t
 
 
 @triton.jit
-def prefetch(where, flag, INTERPRET: tl.constexpr):
-    """Ask for what lies there to be fetched into the L2 cache, where the int32 ``flag`` is above 0."""
+def prefetch(where, INTERPRET: tl.constexpr):
+    """Ask for what lies there to be fetched into the L2 cache."""
     if not INTERPRET:
         text: tl.constexpr = PREFETCH
-        tl.inline_asm_elementwise(text, "=r,l,r", [where.to(tl.int64), flag], tl.int32, False, 1)
+        tl.inline_asm_elementwise(text, "=r,l", [where.to(tl.int64)], tl.int32, False, 1)
 
 
 @triton.jit

@@ -13,14 +13,12 @@ from taco_kernels.triton.launch import device_for
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-PACK_ROWS, PACK_REGISTERS = 8, 64
+PACK_ROWS, PACK_REGISTERS = 4, 64
 """Rows, a warp each, of a program that packs; most registers of a thread (half of all warps fit)."""
 ZEROS, ZEROING = 16, 64
 """Zeros a lane that a program writes at a time behind the last code; most programs that do so."""
 SUM_ROWS = 4
 """Rows, a warp each, of a program that adds 16-bit values up."""
-PACK_AHEAD, SUM_AHEAD = 0, 0
-"""Programs on, whose input is fetched into the L2 cache."""
 UNROLLED = {8: 4, 16: 8, 32: 4}
 """By bits of a value, most senders that a kernel of their own adds up: more would spill."""
 
@@ -60,7 +58,6 @@ def encode(
         INTERPRET=device_for(x).interpret,
         R=PACK_ROWS,
         Z=ZEROS,
-        AHEAD=PACK_AHEAD,
         num_warps=PACK_ROWS,
         maxnreg=PACK_REGISTERS,
     )
@@ -91,7 +88,6 @@ def decode_sum(wires: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
             (layout.numel, rows, *strides),
             **constants,
             R=SUM_ROWS,
-            AHEAD=SUM_AHEAD,
             num_warps=SUM_ROWS,
         )
     else:

@@ -8,7 +8,7 @@ look_back.py.
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, prefetch, step_of
+from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, step_of
 from taco_kernels.packed.look_back import COUNTED, REACHED, look_back, publish
 from taco_kernels.triton.rounding import MAGIC
 
@@ -169,9 +169,7 @@ def put_codes(
 def put_back_assembly(bits):
     """Add a code of ``code_of``, $2, times $3, to what lies at $1, where $4 is set."""
     lines = ["{", ".reg .pred p;", ".reg .b32 t;", ".reg .f32 r, v;", "setp.ne.u32 p, $4, 0;"]
-    if (
-        bits < 32
-    ):  # exact: the value was split without rounding; not as it was split, lest 32 of them are kept
+    if bits < 32:  # exact: the value was split without rounding; not as it was split, lest 32 are kept
         lines += ["sub.s32 t, $2, 0x4B400000;", "cvt.rn.f32.s32 v, t;", "@p ld.global.f32 r, [$1];"]
         lines += ["fma.rn.f32 r, v, $3, r;"]
     else:
@@ -239,7 +237,7 @@ def pack_kernel(
     numel, rows, tiles, capacity, room, zeroing,
     x_stride, remainder_stride, values_stride, words_stride, exponents_stride,
     KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    INTERPRET: tl.constexpr, R: tl.constexpr, Z: tl.constexpr, AHEAD: tl.constexpr,
+    INTERPRET: tl.constexpr, R: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     """An encode. A tile of R rows a program; ``status`` is a word a tile, see look_back.py, zero at first.
 
@@ -247,9 +245,6 @@ def pack_kernel(
     times 32 R at a time, and behind starts and exponents. Programs wait for those of lower numbers, of their
     shard; they end because blocks are started in the order of their numbers, the first axis first, and
     whatever runs stays on its multiprocessor until it ends.
-
-    Args:
-        AHEAD: tiles on whose values are fetched into the L2 cache; 0: none.
     """
     shard, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
     status += shard * tiles
@@ -267,9 +262,6 @@ def pack_kernel(
         of_shard = x + shard * x_stride
         found = load_each_word(of_shard + begin + lane, left, WORDS, INTERPRET)
         threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        if AHEAD > 0:
-            later = begin + (AHEAD * R * WIDTH + lane * LANES)
-            prefetch(of_shard + later, (later < numel).to(tl.int32), INTERPRET)
         most = found[0] & 0x7FFFFFFF
         for w in tl.static_range(1, WORDS):
             most = tl.maximum(most, found[w] & 0x7FFFFFFF)

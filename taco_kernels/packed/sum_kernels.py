@@ -110,28 +110,13 @@ def before_in_tile(words, row, lane, back: tl.constexpr):
 
 
 @triton.jit
-def fetch_later(values, words, starts, index, tile, tiles, R: tl.constexpr, INTERPRET: tl.constexpr):
-    """Prefetch a sender's codes and words of R rows that begin with ``tile``: lines of 128 bytes."""
-    first = tl.load(starts + tl.minimum(tile, tiles - 1))
-    end = tl.load(starts + tl.minimum(tile + R // TILE_ROWS, tiles - 1))
-    codes: tl.constexpr = 64  # a line's
-    there = tl.where(tile < tiles, end - first + codes, 0)
-    prefetch(values + first + index * codes, there - index * codes, INTERPRET)
-    prefetch(words + (tile * TILE_ROWS + index) * LANES, tl.where(tile < tiles, R, 0) - index, INTERPRET)
-
-
-@triton.jit
 def sum_kernel(
     values, words, starts, exponents, total,
     numel, rows, values_stride, words_stride, exponents_stride,
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRET: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Add the values of W senders in fp32, one after the other. R rows a program of R warps.
-
-    Args:
-        AHEAD: programs on whose codes and words are fetched into the L2 cache; 0: none.
-    """
+    """Add the values of W senders in fp32, one after the other. R rows a program of R warps."""
     index = tl.arange(0, R * LANES)
     lane, row = index & 31, tl.program_id(0) * R + (index >> 5)
     there = tl.minimum(row, rows - 1)
@@ -169,12 +154,7 @@ def sum_kernel(
         else:
             at, steps = at + place, steps + step
     for w in tl.static_range(W):
-        prefetch(address(bases[w], at[w], INTERPRET), tl.full([R * LANES], 1, tl.int32), INTERPRET)
-    if AHEAD > 0:
-        later, tiles = (tl.program_id(0) + AHEAD) * (R // TILE_ROWS), (rows + TILE_ROWS - 1) // TILE_ROWS
-        for w in tl.static_range(W):
-            sender = tl.full((), w, tl.int64) * words_stride
-            fetch_later(bases[w], words + sender, starts + sender, index, later, tiles, R, INTERPRET)
+        prefetch(address(bases[w], at[w], INTERPRET), INTERPRET)
     offset = (lane >> 2) * 32 + (lane & 3) * 4
     begin = row.to(tl.int64) * WIDTH
     out = total + begin + offset

@@ -71,7 +71,7 @@ def compiled(kernel, warps: int, constants: dict, registers: int | None = None):
     """``kernel`` for 16 bits, whole rows and 1024 values a row, for sm_90."""
     pointers = dict.fromkeys(("words", "starts"), "*i32") | {"values": "*i16", "exponents": "*u8"}
     pointers |= dict.fromkeys(("x", "remainder", "thresholds", "total"), "*fp32") | {"status": "*i64"}
-    constants = dict(BITS=16, FLOOR=32, WIDTH=1024, INTERPRET=False, AHEAD=0) | constants
+    constants = dict(BITS=16, FLOOR=32, WIDTH=1024, INTERPRET=False) | constants
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
