@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron.compression.arguments import add_compression_arguments, compressio
 from megatron.compression.config import CompressionConfigError, DataParallelCompression
 from megatron.compression.data_parallel.bucket import ParameterSpan
 from megatron.compression.data_parallel.checks import _REFUSED, check_data_parallel, idle_reason
+from megatron.compression.data_parallel.codecs import data_parallel_codecs
 from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
 from megatron.compression.data_parallel.tagc_layers import is_compressed
 from megatron.compression.data_parallel.topology import group_by_node, nodes_by_size, nodes_by_views
@@ -111,7 +113,7 @@ def test_flags_of_the_authors() -> None:
         ({"wq_group_size": 2048, "quantized_gradients": True}, "is off; add --dp-compression"),
         ({**ON, "weight_quantization_bits": 6}, "--weight-quantization-bits 6 must be 4 or 8"),
         ({**ON, "gq_group_size_inter": 100}, "--gq-group-size-inter 100 is not possible"),
-        ({**ON, "gradient_alltoall_pipeline": 0}, "--gradient-alltoall-pipeline 0 must be"),
+        ({**ON, "gradient_alltoall_pipeline": -1}, "--gradient-alltoall-pipeline -1 must be"),
         (
             {**TAGC, "gradients_quantization_start_iteration": -1},
             "--gradients-quantization-start-iteration -1 must be an integer >= 0",
@@ -258,3 +260,18 @@ def test_nodes_by_the_size_that_each_rank_knows(sizes: list[int], nodes: list[in
 )
 def test_nodes_by_what_ranks_say_and_the_names_of_their_hosts(sizes, hosts, nodes) -> None:
     assert nodes_by_views(sizes, list(hosts)) == nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "given", "pieces"),
+    [(2, 2, 0, 8), (1, 4, 0, 1), (4, 1, 0, 1), (1, 4, 3, 3), (2, 2, 2, 2)],
+)
+def test_pieces_of_a_bucket(nodes: int, local: int, given: int, pieces: int) -> None:
+    """Several by default where one exchange can run behind another."""
+    topology = SimpleNamespace(
+        nodes=nodes, local=local, world_size=nodes * local, two_hops=nodes > 1 and local > 1
+    )
+    numel = 4 * 24 * 4096
+    bucket = SimpleNamespace(topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel))
+    factory, _ = data_parallel_codecs(DataParallelCompression(**ON, gradient_alltoall_pipeline=given))
+    assert len(factory(bucket).pieces) == pieces

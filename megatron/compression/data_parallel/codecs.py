@@ -46,6 +46,10 @@ def data_parallel_codecs(
     return gradients, weights
 
 
+PIECES = 8
+"""Of a bucket where there is an exchange inside nodes and one between them."""
+
+
 def sdp4bit_gradients(settings: DataParallelCompression) -> GradientSyncFactory:
     """Builds SDP4Bit's gradient sums."""
     hadamard = settings.hadamard_transform
@@ -57,7 +61,8 @@ def sdp4bit_gradients(settings: DataParallelCompression) -> GradientSyncFactory:
     )
 
     def build(bucket: GradientBucket) -> CodedGradientSync:
-        pieces = settings.gradient_alltoall_pipeline
+        # with one exchange inside or between nodes there is no other link to use meanwhile
+        pieces = settings.gradient_alltoall_pipeline or (PIECES if bucket.topology.two_hops else 1)
         return CodedGradientSync(bucket, intra, inter, pieces, error_feedback(settings))
 
     return build

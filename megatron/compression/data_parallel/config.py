@@ -64,9 +64,9 @@ class DataParallelCompression:
     """Rotate every 32 gradient values by a Hadamard transform before quantising them, so that one outlier
     does not decide its group's grid."""
 
-    gradient_alltoall_pipeline: int = 8
+    gradient_alltoall_pipeline: int = 0
     """Pieces in which a bucket's gradients travel, so that the exchange between nodes runs behind the one
-    inside the node. Small buckets take fewer."""
+    inside the node; 0 takes 8 where there are both, else 1. Small buckets take fewer."""
 
     gradients_quantization_start_iteration: int | None = None
     """Iterations whose gradients go uncompressed before their compression starts; by default none with
@@ -129,7 +129,7 @@ class DataParallelCompression:
                     f"from 64 to 4096: {', '.join(map(str, GROUP_SIZES))}"
                 )
         for name, lowest in (
-            ("gradient_alltoall_pipeline", 1),
+            ("gradient_alltoall_pipeline", 0),
             ("gradients_quantization_start_iteration", 0),
             ("dp_intra_node_size", 1),
             ("dp_communicators", 0),
