@@ -273,5 +273,6 @@ def test_pieces_of_a_bucket(nodes: int, local: int, given: int, pieces: int) -> 
     )
     numel = 4 * 24 * 4096
     bucket = SimpleNamespace(topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel))
-    factory, _ = data_parallel_codecs(DataParallelCompression(**ON, gradient_alltoall_pipeline=given))
+    settings = {**ON, "quantized_gradients": True, "gradient_alltoall_pipeline": given}
+    factory, _ = data_parallel_codecs(DataParallelCompression(**settings))
     assert len(factory(bucket).pieces) == pieces
