@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of training before the gradients are taken")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
-        "--pieces", type=int, nargs="*", default=[], help="sdp4bit on one node also in so many pieces"
+        "--pieces", type=int, nargs="*", default=[], help="sdp4bit's rows also in so many pieces"
     )
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -251,8 +251,12 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     copies = options.copies or (32 if gpus else 1)
     methods = hooks()
-    pieces = {f"sdp4bit, one node, pipeline {n}": n for n in options.pieces}
-    pieces = {name: {**ON, "gradient_alltoall_pipeline": n} for name, n in pieces.items()}
+    pieces = {
+        f"{name}, pipeline {n}": {**settings, "gradient_alltoall_pipeline": n}
+        for name, settings in OURS.items()
+        if settings["dp_compression"] == "sdp4bit"
+        for n in options.pieces
+    }
     for name, settings in {**OURS, **pieces}.items():
         size = settings.get("dp_intra_node_size", 1)
         if dist.get_world_size() % size == 0 and (size == 1 or size < dist.get_world_size()):

@@ -1,7 +1,5 @@
 """What error feedback remembers of a compression, in one pass.
 
-Difference, average, and the choice of what is finite.
-
 A Triton kernel on CUDA tensors, ``reference.py`` elsewhere.
 """
 

@@ -7,8 +7,10 @@ before its own hold, plus the bits below it in its word.
 import triton
 import triton.language as tl
 
+from taco_kernels.packed import layout
+
 LANES = tl.constexpr(32)
-TILE_ROWS = tl.constexpr(4)
+TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
 PREFETCH = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
 LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
 

@@ -36,7 +36,7 @@ def look_back(status, tile, index, SIZE: tl.constexpr):
         end = tl.min(tl.where(state == 0, 2 * index, end), axis=0)  # the same in all threads
         if (end & 1) + (end // (2 * SIZE)) > 0:  # nothing that is not known yet comes first
             part = tl.sum(tl.where(index <= end // 2, (word >> 2).to(tl.int32), 0), axis=0)
-            total += part.to(tl.uint32, bitcast=True).to(tl.int64)  # below 2^31 + 2^23
+            total += part.to(tl.uint32, bitcast=True).to(tl.int64)  # a capacity and SIZE tiles: below 2^32
             top -= SIZE
             looking = tl.where(end < 2 * SIZE, 0, 1)
     return total

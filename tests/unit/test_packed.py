@@ -130,7 +130,6 @@ def edge_cases() -> None:
     """Where a value is just sent or just not: half a step, the threshold itself, the smallest exponent."""
     from taco_kernels.packed import launch, reference
 
-    launch.PACK_ROWS = 2
     for bits in (8, 16, 32):
         layout = packed.PackedLayout(9 * 1024, 1.0, bits)
         x = torch.zeros(9, 1024)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels.packed import kernels, pack_kernels, sum_kernels
+from taco_kernels.packed import kernels, launch, pack_kernels, sum_kernels
 
 LANES = np.arange(32)
 ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
@@ -87,7 +87,8 @@ def compiled(kernel, warps: int, constants: dict, registers: int | None = None):
 @pytest.mark.parametrize("senders", [1, 4, 8])
 def test_sum_has_one_element_a_thread(senders: int) -> None:
     """What the assembly takes for granted: thread i of a program has element i of a tensor."""
-    kernel = compiled(sum_kernels.sum_kernel, 4, dict(W=senders, WHOLE=True, R=4))
+    rows = launch.SUM_ROWS
+    kernel = compiled(sum_kernels.sum_kernel, rows, dict(W=senders, WHOLE=True, R=rows))
     layouts = set(re.findall(r"#ttg\.\w+<{.*?}>", kernel.asm["ttgir"]))
     assert layouts == {ONE_EACH} and kernel.metadata.shared == 0
     assert kernel.asm["ptx"].count("ld.global.nc.s16") == 32 * senders
@@ -95,11 +96,13 @@ def test_sum_has_one_element_a_thread(senders: int) -> None:
 
 def test_pack_tells_its_count_first() -> None:
     """A word a thread, too; the count is published before anything is stored, and read each time anew."""
-    kernel = compiled(pack_kernels.pack_kernel, 8, dict(KEEP_REMAINDER=True, R=8, Z=16), 64)
+    rows, registers = launch.PACK_ROWS, launch.PACK_REGISTERS
+    constants = dict(KEEP_REMAINDER=True, R=rows, Z=launch.ZEROS)
+    kernel = compiled(pack_kernels.pack_kernel, rows, constants, registers)
     ttgir, ptx = kernel.asm["ttgir"], kernel.asm["ptx"]
-    inputs = re.findall(r"tt\.elementwise_inline_asm.*-> (?:tensor<256x\w+, )?.*?#(\w+)>", ttgir)
+    inputs = re.findall(r"tt\.elementwise_inline_asm.*-> (?:tensor<\d+x\w+, )?.*?#(\w+)>", ttgir)
     layouts = {re.search(rf"#{name} = (#ttg.*?}}>)", ttgir)[1] for name in inputs}
-    assert layouts == {ONE_EACH.replace("[4]", "[8]")}
+    assert layouts == {ONE_EACH.replace("[4]", f"[{rows}]")}
     told = ptx.index("atom.global.gpu.relaxed.exch.b64")
     assert "st.global" not in ptx[ptx.index("redux.sync.max") : told]
     assert ptx.count("ld.volatile.global.b64") == 2, "a loop of tiles, and one of what is behind them"

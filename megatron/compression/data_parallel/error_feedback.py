@@ -82,7 +82,7 @@ class ErrorFeedback:
     def set_values(self, values: torch.Tensor) -> None:
         """Replace everything, by fp32 ``[rows, shard]``."""
         parts = values.split(self._widths, dim=1)
-        self._held = [self._kept(part.contiguous()) for part in parts]
+        self._held = [self._kept(part.clone(memory_format=torch.contiguous_format)) for part in parts]
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.store is None else self.store.encode(values)
