@@ -70,6 +70,7 @@ STAGES = {
         1,
         _tests(
             "codec_kernels",
+            "error_feedback_kernels",
             "fast_launch",
             "fused_adam",
             "pipeline_codecs",
