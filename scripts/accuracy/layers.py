@@ -7,7 +7,7 @@ The partial products are the real ones: rank w holds slice w of the weight's par
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from scripts.accuracy.exchange import Exchange
 
@@ -17,7 +17,7 @@ _bound: list[Exchange] = []
 
 def _operator(name: str):
     """Decorator: an operator of this library that changes none of its arguments."""
-    return torch.library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
+    return library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
 
 
 def bind(exchange: Exchange) -> None:

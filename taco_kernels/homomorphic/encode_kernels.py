@@ -110,14 +110,14 @@ def exponent_kernel(x, exponents, numel, rows, x_stride, WIDTH: tl.constexpr, T:
 
 
 @triton.jit
-def _within(exponent, FLOOR: tl.constexpr):
+def grid_exponent(exponent, FLOOR: tl.constexpr):
     """The exponent that decides a row's grid."""
     return tl.minimum(tl.maximum(exponent, FLOOR), 254)
 
 
 @triton.jit
-def _threshold(thresholds, shard):
-    """reference.threshold_bits."""
+def threshold_bits(thresholds, shard):
+    """reference.threshold_bits of a shard's threshold."""
     return tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -196,13 +196,13 @@ def sketch_kernel(
     sum_c = sum_a
     sum_d = sum_a
     members = 0
-    bits = _threshold(thresholds, shard)
+    bits = threshold_bits(thresholds, shard)
     entry = tl.load(heads + sketch_row)
     value, exponent, successor = _member(x, exponents, links, entry, j, numel, WIDTH)
     while entry != 0:
         ahead = _member(x, exponents, links, successor, j, numel, WIDTH)
         threshold = _threshold_of(exponent, bits)
-        inverse = ((253 + MANTISSA - _within(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
+        inverse = ((253 + MANTISSA - grid_exponent(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
         inverse = tl.where((entry >> 42) != 0, -inverse, inverse)
         a, b, c, d = _four(_rounded(value, inverse, threshold, MANTISSA).to(tl.int32, bitcast=True))
         swap = ((entry >> 32) & 1) != 0
@@ -252,8 +252,8 @@ def encode_kernel(
     valid = place < numel
     value = tl.load(x + shard * x_stride + place, mask=valid, other=0.0)
     exponent = tl.load(exponents + shard * rows + row, mask=inside, other=0).to(tl.int32)
-    threshold = _threshold_of(exponent, _threshold(thresholds, shard))
-    exponent = _within(exponent, FLOOR)
+    threshold = _threshold_of(exponent, threshold_bits(thresholds, shard))
+    exponent = grid_exponent(exponent, FLOOR)
     inverse = ((253 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
     q = _rounded(value, inverse[:, None], threshold[:, None], MANTISSA) - MAGIC
     if KEEP_REMAINDER:

@@ -7,6 +7,7 @@ before its own hold, plus the bits below it in its word.
 import triton
 import triton.language as tl
 
+from taco_kernels.homomorphic.encode_kernels import grid_exponent
 from taco_kernels.packed import layout
 
 LANES = tl.constexpr(32)
@@ -98,8 +99,7 @@ def inside(row, numel, WHOLE: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def step_of(exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
     """fp32 grid step of a row with this int32 exponent, of integer values."""
-    e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-    return ((e + 2 - BITS) << 23).to(tl.float32, bitcast=True)
+    return ((grid_exponent(exponent, FLOOR) + 2 - BITS) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

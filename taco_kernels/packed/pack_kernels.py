@@ -8,6 +8,7 @@ look_back.py.
 import triton
 import triton.language as tl
 
+from taco_kernels.homomorphic.encode_kernels import grid_exponent, threshold_bits
 from taco_kernels.packed.kernels import TILE_ROWS, bits_set, look_up, over_warp, step_of
 from taco_kernels.packed.look_back import COUNTED, REACHED, look_back, publish
 from taco_kernels.triton.rounding import MAGIC
@@ -132,8 +133,7 @@ def limit_of(threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
     """
     limit = threshold - 1
     if BITS < 32:
-        e = tl.minimum(tl.maximum(exponent, FLOOR), 254)
-        limit = tl.maximum(limit, (e + 1 - BITS) << 23)
+        limit = tl.maximum(limit, (grid_exponent(exponent, FLOOR) + 1 - BITS) << 23)
     return tl.where(exponent == 255, 0x7FFFFFFF, limit).to(tl.float32, bitcast=True)
 
 
@@ -261,7 +261,7 @@ def pack_kernel(
         left = tl.maximum(tl.minimum(numel - begin, WIDTH), 0).to(tl.int32) - lane
         of_shard = x + shard * x_stride
         found = load_each_word(of_shard + begin + lane, left, WORDS, INTERPRET)
-        threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        threshold = threshold_bits(thresholds, shard)
         most = found[0] & 0x7FFFFFFF
         for w in tl.static_range(1, WORDS):
             most = tl.maximum(most, found[w] & 0x7FFFFFFF)
@@ -281,9 +281,7 @@ def pack_kernel(
         exponent, left, threshold = exponent + zero, left + zero, threshold + zero
         limit = limit_of(threshold, exponent, BITS, FLOOR)
         step = step_of(exponent, BITS, FLOOR)
-        inverse = ((252 + BITS - tl.minimum(tl.maximum(exponent, FLOOR), 254)) << 23).to(
-            tl.float32, bitcast=True
-        )
+        inverse = ((252 + BITS - grid_exponent(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
         rest_at = remainder + shard * remainder_stride + begin + lane
         for w in tl.static_range(WORDS):
             value = found[w].to(tl.float32, bitcast=True)
