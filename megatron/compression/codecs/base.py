@@ -1,98 +1,114 @@
-"""The codec contract."""
+"""The codec contract: rows of values to payloads of bytes, and back."""
 
+from __future__ import annotations
+
+import abc
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from taco_kernels import Stream
+from megatron.compression.codecs.registry import CODECS
+
+if TYPE_CHECKING:
+    from taco_kernels.taco import CodecConfig
+
+Shape = Sequence[int]
 
 
-class Codec(Protocol):
-    """Turns tensors into contiguous uint8 payloads of a size that is known beforehand, and back.
+class Codec(abc.ABC):
+    """Turns each row of a tensor into a uint8 payload of a size that is known beforehand, and back.
 
     A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a CUDA
-    graph. It takes any number of values (0 too, and sizes that divide nothing: it pads inside). A group that
-    holds a NaN or Inf decodes to non-finite values.
-
-    A tensor is encoded in ``chunks`` equal pieces, one a destination rank; piece c holds the values
-    ``[c * chunk_numel, (c + 1) * chunk_numel)`` of the tensor in row-major order, zero padded.
-
-    A codec that rounds at random (``rounds_randomly``) takes the address of its random numbers, a
-    ``taco_kernels.Stream``: element i of the tensor uses number ``offset + i`` of the stream, so that a
-    decoder, a recomputation and a resumed run draw the same ones. Others ignore it.
+    graph. Subclasses are frozen dataclasses, entered with ``@register_codec``; three methods are enough
+    (``payload_bytes``, ``encode``, ``decode``), the others have slower definitions here. A row has any shape
+    and any number of values (a codec pads inside). Values that share a scale with a NaN or an infinity decode
+    to numbers that are not finite.
     """
 
-    name: str
-    """Short name for logs, with the settings that matter."""
+    sees_shape: ClassVar[bool] = False
+    """Whether a payload depends on the row's shape (tokens, channels), and not on its values in order alone:
+    collectives then cut tensors along the first dimension only."""
 
-    rounds_randomly: bool
-    """Whether ``encode`` needs random numbers."""
+    block: int = 1
+    """Values that are encoded together; collectives cut flat tensors at its multiples."""
 
-    def chunk_numel(self, numel: int, chunks: int = 1) -> int:
-        """Values in each of ``chunks`` pieces of a tensor of ``numel`` values, padding included."""
-        ...
+    @property
+    def name(self) -> str:
+        """The spec that parses back to this codec."""
+        return CODECS.spec(self)
 
-    def wire_bytes(self, numel: int) -> int:
-        """Exact payload bytes for one piece of ``numel`` values."""
-        ...
+    @property
+    def hops(self) -> tuple[Codec, Codec]:
+        """What encodes in the first and in the second exchange of a collective.
 
-    def encode(self, x: torch.Tensor, chunks: int = 1, random: Stream | None = None) -> torch.Tensor:
-        """Encode ``x`` (any shape and stride; bf16, fp16, fp32).
-
-        Returns:
-            uint8 ``[chunks, wire_bytes(chunk_numel(x.numel(), chunks))]``, contiguous.
+        All-reduce: partial sums, their sum. Data parallelism over nodes: inside a node, between nodes.
         """
-        ...
+        return self, self
 
+    @property
+    def backward(self) -> Codec:
+        """What encodes the gradients of what this codec encodes, where nobody chooses another one."""
+        return self
+
+    @property
+    def fused_config(self) -> CodecConfig | None:
+        """The settings under which ``taco_kernels.symmetric_memory`` does this codec's collectives in one
+        kernel; None: it cannot."""
+        return None
+
+    @abc.abstractmethod
+    def payload_bytes(self, shape: Shape) -> int:
+        """Exact bytes of the payload of one row of ``shape``."""
+
+    @abc.abstractmethod
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[rows, payload_bytes(shape)]``, contiguous, of ``x [rows, *shape]`` (bf16, fp16, fp32; any
+        strides)."""
+
+    @abc.abstractmethod
     def decode(
-        self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        random: Stream | None = None,
-        out: torch.Tensor | None = None,
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Invert ``encode``: uint8 ``[chunks, bytes]`` to ``shape`` and ``dtype``, in ``out`` if given."""
-        ...
+        """``[rows, *shape]`` of ``dtype`` from uint8 ``[rows, bytes]``; in ``out`` if given (its dtype)."""
+
+    def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[a, b, bytes]`` of ``x [a, b, n]``: rows that lie apart in memory."""
+        return torch.stack([self.encode(rows) for rows in x])
 
     def decode_sum(
         self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
+        payloads: torch.Tensor,
+        shape: Shape,
         dtype: torch.dtype,
-        random: Stream | None = None,
+        scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum the same piece from W senders, uint8 ``[W, bytes]``, in fp32 in the order of the rows.
+        """``scale`` times the sum over S of uint8 ``[S, rows, bytes]``: ``[rows, *shape]``.
 
-        ``random`` is sender 0's; sender w's stream is ``random.stream + w``. The result is ``out`` if given.
+        Summed in fp32 in the order of S, then scaled, then rounded to ``dtype`` (or that of ``out``).
         """
-        ...
+        total = self.decode(payloads[0], shape, torch.float32)
+        for sender in payloads[1:]:
+            total = total + self.decode(sender, shape, torch.float32)
+        if scale != 1.0:
+            total = total * scale
+        return total.to(dtype) if out is None else out.copy_(total)
 
-    def decode_sum_encode(
-        self,
-        wires: torch.Tensor,
-        numel: int,
-        random_in: Stream | None = None,
-        random_out: Stream | None = None,
-    ) -> torch.Tensor:
-        """The middle of a two-shot all-reduce: the sum of uint8 ``[W, bytes]``, as hop 2 encodes it.
+    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
+        """The sum over S of uint8 ``[S, rows, bytes]``, as ``into`` encodes it: uint8 ``[rows, bytes']``."""
+        return into.encode(self.decode_sum(payloads, shape, torch.float32))
 
-        Args:
-            numel: values in the piece (what ``chunk_numel`` gave).
-            random_in, random_out: the senders' (as in ``decode_sum``), and the one that encodes the sum.
+    def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[bytes]`` of what turns ``old`` into ``new``, both ``[n]``; subtracted in fp32."""
+        return self.encode((new.float() - old.float())[None])[0]
 
-        Returns:
-            uint8 ``[bytes]``.
-        """
-        ...
+    def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Add differences, uint8 ``[rows, bytes]``, to ``weights [rows, n]`` in place; added in fp32."""
+        change = self.decode(payloads, weights.shape[1:], torch.float32)
+        return weights.copy_(weights.float() + change)
 
-
-def hop_codecs(codec: Codec) -> tuple[Codec, Codec]:
-    """What encodes first (partial sums: all-reduce, reduce-scatter) and second (their sum; gathered slices).
-
-    The codec itself twice, unless it has ``hops`` of its own (``TacoCodec``). The pieces of both are equally
-    long.
-    """
-    return getattr(codec, "hops", (codec, codec))
+    def bits_per_value(self, shape: Shape = (2**20,)) -> float:
+        """What a value of a row of ``shape`` costs, scales and padding included."""
+        return 8 * self.payload_bytes(shape) / math.prod(shape)

@@ -1,75 +1,38 @@
-"""No compression: the values themselves, as bytes. The control that tests the collectives around a codec."""
+"""No compression: the values themselves, as bytes. The control that tests everything around a codec."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
 
-from taco_kernels import Stream
+from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.registry import register_codec
 
 
+@register_codec("identity")
 @dataclass(frozen=True)
-class IdentityCodec:
-    """Sends fp32 values: exact for bf16, fp16 and fp32 input, and sums without an intermediate rounding."""
+class IdentityCodec(Codec):
+    """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate rounding."""
 
-    name: str = "identity"
-    rounds_randomly: bool = False
-
-    def chunk_numel(self, numel: int, chunks: int = 1) -> int:
-        """Values in each of ``chunks`` pieces."""
-        return -(-numel // chunks)
-
-    def wire_bytes(self, numel: int) -> int:
+    def payload_bytes(self, shape: Shape) -> int:
         """Four bytes a value."""
-        return 4 * numel
+        return 4 * math.prod(shape)
 
-    def encode(self, x: torch.Tensor, chunks: int = 1, random: Stream | None = None) -> torch.Tensor:
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Codec.encode``."""
-        size = self.chunk_numel(x.numel(), chunks)
-        values = x.new_zeros(chunks * size, dtype=torch.float32)
-        values[: x.numel()] = x.reshape(-1)
-        return values.view(chunks, size).view(torch.uint8).view(chunks, 4 * size)
+        return x.float().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
 
     def decode(
-        self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        random: Stream | None = None,
-        out: torch.Tensor | None = None,
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``Codec.decode``."""
-        numel = torch.Size(shape).numel()
-        values = wires.reshape(-1).view(torch.float32)[:numel].reshape(shape)
+        values = payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape)
         return values.to(dtype) if out is None else out.copy_(values)
 
-    def decode_sum(
-        self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        random: Stream | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode_sum``."""
-        numel = torch.Size(shape).numel()
-        total = self._sum(wires)[:numel].reshape(shape)
-        return total.to(dtype) if out is None else out.copy_(total)
+    def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """The new values: a difference of bf16 values need not be exact in fp32."""
+        return self.encode(new[None])[0]
 
-    def decode_sum_encode(
-        self,
-        wires: torch.Tensor,
-        numel: int,
-        random_in: Stream | None = None,
-        random_out: Stream | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``."""
-        return self._sum(wires)[:numel].view(torch.uint8)
-
-    @staticmethod
-    def _sum(wires: torch.Tensor) -> torch.Tensor:
-        values = wires.contiguous().view(torch.float32)
-        total = values[0].clone()
-        for row in values[1:]:
-            total += row
-        return total
+    def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The new values in place of the old ones."""
+        return self.decode(payloads, weights.shape[1:], weights.dtype, weights)

@@ -1,91 +1,36 @@
-"""TACO: groups of values rotated by a Hadamard transform, adaptively scaled, and rounded to 8 bits or fewer.
+"""TACO: groups rotated by a Hadamard transform, adaptively scaled, rounded to FP8 (arXiv 2604.24088)."""
 
-Source: TACO (arXiv 2604.24088). The arithmetic is ``taco_kernels``: Triton on CUDA tensors, plain torch
-elsewhere.
-"""
+from dataclasses import dataclass
+from functools import cached_property
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import torch
-
-import taco_kernels
-from taco_kernels import CodecConfig, Stream
+from megatron.compression.codecs.grouped import GroupedCodec
+from megatron.compression.codecs.registry import register_codec
+from taco_kernels.taco import CodecConfig
 
 
+@register_codec("taco")
 @dataclass(frozen=True)
-class TacoCodec:
-    """The codec contract over ``taco_kernels``."""
+class TacoCodec(GroupedCodec):
+    """TACO (arXiv 2604.24088): FP8 after an adaptive-scale Hadamard transform, with dual scales."""
 
-    config: CodecConfig = field(default_factory=CodecConfig)
-    second: CodecConfig | None = None
-    """Of the second hop, where it is another one; its groups are those of ``config``."""
+    format: str = "fp8-e4m3"
+    """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4."""
 
-    @property
-    def name(self) -> str:
-        """Formats, group size, scales and roundings."""
-        hops = self.config, self.second or self.config
-        formats, roundings = (
-            " then ".join(dict.fromkeys(getattr(hop, field) for hop in hops))
-            for field in ("format", "rounding")
-        )
-        name = f"taco {formats} group {self.config.group_size} {self.config.scales} scale"
-        return name if roundings == "nearest" else f"{name}, {roundings} rounding"
+    group: int = 128
+    """Values that share one transform and one pair of scales: 32, 64, 128, 256 or 512."""
 
-    @property
-    def hops(self) -> "tuple[TacoCodec, TacoCodec]":
-        """See ``base.hop_codecs``."""
-        if self.second is None:
-            return self, self
-        return TacoCodec(self.config), TacoCodec(self.second)
+    scales: str = "dual"
+    """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
 
-    @property
-    def rounds_randomly(self) -> bool:
-        """See ``Codec.rounds_randomly``."""
-        return any(hop.rounding != "nearest" for hop in (self.config, self.second or self.config))
+    hadamard: bool = True
+    """off leaves the transform out: plain group scaling, a control."""
 
-    def chunk_numel(self, numel: int, chunks: int = 1) -> int:
-        """See ``Codec.chunk_numel``: a multiple of the group size."""
-        return self.config.chunk_numel(numel, chunks)
+    def __post_init__(self) -> None:
+        if self.scales == "signed":
+            raise ValueError(f"scales=signed belongs to the int codecs; give int6, or scales=single")
+        _ = self.config
 
-    def wire_bytes(self, numel: int) -> int:
-        """See ``Codec.wire_bytes``: payload, then the groups' scales."""
-        return self.config.wire_bytes(numel)
-
-    def encode(self, x: torch.Tensor, chunks: int = 1, random: Stream | None = None) -> torch.Tensor:
-        """See ``Codec.encode``."""
-        return taco_kernels.encode(x, self.config, chunks, random)
-
-    def decode(
-        self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        random: Stream | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode``."""
-        return taco_kernels.decode(wires, self.config, shape, dtype, random, out)
-
-    def decode_sum(
-        self,
-        wires: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        random: Stream | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode_sum``; summed in the Hadamard domain, one inverse transform."""
-        return taco_kernels.decode_sum(wires, self.config, shape, dtype, random, out)
-
-    def decode_sum_encode(
-        self,
-        wires: torch.Tensor,
-        numel: int,
-        random_in: Stream | None = None,
-        random_out: Stream | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``; never leaves the Hadamard domain."""
-        return taco_kernels.decode_sum_encode(
-            wires, self.config, numel, random_in, random_out, config_out=self.second
-        )
+    @cached_property
+    def config(self) -> CodecConfig:
+        """See ``GroupedCodec.config``."""
+        return CodecConfig(self.format, self.group, self.scales, hadamard=self.hadamard)

@@ -1,43 +1,67 @@
-"""TAH-Quant: tiles of activations in 3 and 4 bits by entropy, outliers rotated away.
+"""TAH-Quant: 3 and 4 bits by entropy, outliers rotated away (arXiv 2506.01352)."""
 
-Source: TAH-Quant (arXiv 2506.01352). The arithmetic is ``taco_kernels.tah_quant``.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from taco_kernels import Stream, tah_quant
+from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.integer import IntCodec
+from megatron.compression.codecs.registry import register_codec
+from taco_kernels import tah_quant
 from taco_kernels.tah_quant import TahConfig, layout_of
 
 
+@register_codec("tah-quant")
 @dataclass(frozen=True)
-class TahQuantCodec:
-    """``MessageCodec`` over ``taco_kernels.tah_quant``."""
+class TahQuantCodec(Codec):
+    """TAH-Quant (arXiv 2506.01352): tiles of activations in 3 and 4 bits by entropy; gradients in 6."""
 
-    config: TahConfig = field(default_factory=TahConfig)
-    rounds_randomly: ClassVar[bool] = False
+    tile: int = 64
+    """Consecutive channels that share a scale and a zero point: 32, 64 or 128."""
+
+    high: int = 4
+    """Bits of activations of high entropy, 2 to 8."""
+
+    low: int = 3
+    """Bits of the others, 2 to high."""
+
+    ratio: float = 0.8
+    """Share of tokens (or tiles) that get the high bits, 0 to 1."""
+
+    allocation: str = "token"
+    """What the entropy gives its bits to: token = whole tokens, inside each sequence (the paper's first
+    version); tile = tiles, inside each 256 consecutive ones (its second)."""
+
+    transform: str = "pivot-hadamard"
+    """Tiles with one outlier are rotated after a pivot swap; none = the control without."""
+
+    sees_shape = True
+
+    def __post_init__(self) -> None:
+        _ = self.config
+
+    @cached_property
+    def config(self) -> TahConfig:
+        """What the kernels take."""
+        return TahConfig(self.tile, self.high, self.low, self.ratio, self.allocation, self.transform)
 
     @property
-    def name(self) -> str:
-        """Bits, tile and what the bits are given to."""
-        config = self.config
-        name = f"tah-quant int{config.low_bits}/int{config.high_bits} by {config.allocation}"
-        name += f", tile {config.tile_size}"
-        return name if config.transform != "none" else f"{name}, no transform"
+    def backward(self) -> Codec:
+        """See ``Codec.backward``: plain fixed point of 6 bits, tile 32, as in the paper."""
+        return IntCodec(6, group=32, scales="single", hadamard=False)
 
-    def wire_bytes(self, shape: Sequence[int]) -> int:
-        """See ``MessageCodec.wire_bytes``."""
+    def payload_bytes(self, shape: Shape) -> int:
+        """See ``Codec.payload_bytes``."""
         return layout_of(self.config, tuple(shape)).wire_bytes
 
-    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
-        """See ``MessageCodec.encode``."""
-        return tah_quant.encode(x, self.config)
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode``; a row is ``[tokens, ..., channels]``."""
+        return torch.stack([tah_quant.encode(row, self.config) for row in x])
 
     def decode(
-        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``MessageCodec.decode``."""
-        return tah_quant.decode(wire, self.config, shape, dtype)
+        """See ``Codec.decode``."""
+        rows = torch.stack([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
+        return rows if out is None else out.copy_(rows)

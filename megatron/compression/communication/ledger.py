@@ -8,9 +8,7 @@ payload.
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import torch
-
-CHANNELS = (
+TRAFFIC = (
     *("tp.forward", "tp.backward", "tp.other"),
     *("dp.gradient", "dp.weight"),
     *("pp.forward", "pp.backward", "pp.other"),
@@ -84,14 +82,14 @@ class Ledger:
         """Count one transport call.
 
         Args:
-            channel: one of ``CHANNELS``.
+            channel: one of ``TRAFFIC``.
             kind: one of ``KINDS``.
             operation: a key of ``TRANSPORT_FACTORS``.
             sent: bytes this rank sends in this call.
             plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
             link: one of ``LINKS``.
         """
-        if channel not in CHANNELS or kind not in KINDS or link not in LINKS:
+        if channel not in TRAFFIC or kind not in KINDS or link not in LINKS:
             raise KeyError(f"unknown ledger channel, kind or link: {channel!r}, {kind!r}, {link!r}")
         phase = "eval" if self.evaluating else "train"
         self.tallies[phase, channel, kind, operation, link].add(sent, plain)
@@ -110,7 +108,7 @@ class Ledger:
 
     def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
         """``{channel: {kind: (sent, plain)}}`` since the start, all channels and kinds present."""
-        totals = {channel: dict.fromkeys(KINDS, (0, 0)) for channel in CHANNELS}
+        totals = {channel: dict.fromkeys(KINDS, (0, 0)) for channel in TRAFFIC}
         for (tally_phase, channel, kind, _, _), tally in self.tallies.items():
             if tally_phase == phase:
                 sent, plain = totals[channel][kind]
@@ -119,7 +117,7 @@ class Ledger:
 
     def between_nodes(self, phase: str = "train") -> dict[str, tuple[int, int]]:
         """``{channel: (sent, plain)}`` of what is known to have crossed nodes since the start."""
-        totals = dict.fromkeys(CHANNELS, (0, 0))
+        totals = dict.fromkeys(TRAFFIC, (0, 0))
         for (tally_phase, channel, _, _, link), tally in self.tallies.items():
             if tally_phase == phase and link == "inter":
                 sent, plain = totals[channel]
@@ -141,62 +139,3 @@ class Ledger:
             }
             for (phase, channel, kind, operation, link), tally in sorted(self.tallies.items())
         ]
-
-
-@dataclass
-class _ErrorSum:
-    error_squares: torch.Tensor | None = None
-    signal_squares: torch.Tensor | None = None
-    samples: int = 0
-
-    def add(self, error_squares: torch.Tensor, signal_squares: torch.Tensor) -> None:
-        if self.error_squares is None:
-            self.error_squares, self.signal_squares = error_squares, signal_squares
-        else:
-            self.error_squares = self.error_squares + error_squares
-            self.signal_squares = self.signal_squares + signal_squares
-        self.samples += 1
-
-
-@dataclass
-class ErrorProbe:
-    """Relative L2 error of the compressed collectives, per site and direction.
-
-    Sums stay on the device until ``rows`` is called, so that observing never synchronises with the host.
-    """
-
-    interval: int = 0
-    """Observe in every ``interval``-th iteration; 0 never."""
-    sums: dict[tuple[str, str], _ErrorSum] = field(default_factory=dict)
-    _last_seen: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def due(self, site: str, channel: str, iteration: int) -> bool:
-        """Whether this call is the one to observe: the site's first in an iteration that is due."""
-        if (
-            not self.interval
-            or iteration % self.interval
-            or self._last_seen.get((site, channel)) == iteration
-        ):
-            return False
-        self._last_seen[site, channel] = iteration
-        return True
-
-    def observe(self, site: str, channel: str, exact: torch.Tensor, approximate: torch.Tensor) -> None:
-        """Add one pair of tensors (any dtype, same shape); the error is taken in fp32."""
-        exact = exact.float()
-        difference = approximate.float() - exact
-        self.sums.setdefault((site, channel), _ErrorSum()).add(
-            difference.square().sum(dtype=torch.float64), exact.square().sum(dtype=torch.float64)
-        )
-
-    def rows(self) -> list[dict]:
-        """JSON-ready rows in the order of first observation; synchronises with the device."""
-        rows = []
-        for (site, channel), sums in self.sums.items():
-            signal = float(sums.signal_squares)
-            error = float(sums.error_squares)
-            relative = (error / signal) ** 0.5 if signal > 0 else 0.0 if error == 0 else float("inf")
-            rows.append(
-                {"site": site, "channel": channel, "relative_error": relative, "samples": sums.samples}
-            )
-        return rows

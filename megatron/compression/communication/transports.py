@@ -7,30 +7,30 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.compression.collectives.groups import new_groups
-from megatron.compression.collectives.symmetric import CopyTransport, SymmetricTransport
-from megatron.compression.collectives.transport import OnSend, TorchTransport
+from megatron.compression.communication.groups import new_groups
+from megatron.compression.communication.symmetric import SymmetricTransport
+from megatron.compression.communication.transport import OnSend, TorchTransport
+from megatron.compression.errors import CompressionConfigError
 
 TCP_COMMUNICATORS = 2  # measured: docs/benchmarks.md
 
 
-class TransportError(RuntimeError):
-    """``--taco-transport symmetric`` or ``copies`` cannot be honoured."""
+class TransportError(CompressionConfigError):
+    """``--compression-transport symmetric`` cannot be honoured."""
 
 
 class Transports:
     """Which transport each process group uses; asked for by every site.
 
     Args:
-        choice: the flag ``--taco-transport``; config.py lists what it may be.
-        communicators: how many share each payload over torch.distributed, the flag ``--taco-communicators``;
-            0 lets ``prepare`` decide.
+        choice: the flag ``--compression-transport``: auto, collective or symmetric.
+        communicators: how many share each payload over torch.distributed, the flag
+            ``--compression-communicators``; 0 lets ``prepare`` decide.
     """
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
         self.choice, self.communicators = choice, communicators
         self._symmetric: dict[dist.ProcessGroup, object | None] = {}
-        self._copies: dict[dist.ProcessGroup, object] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
     def prepare(self, groups: Iterable[dist.ProcessGroup]) -> list[str]:
@@ -56,9 +56,9 @@ class Transports:
             if reason is None:
                 lines.append(line)
                 continue
-            if self.choice in ("symmetric", "copies"):
+            if self.choice == "symmetric":
                 raise TransportError(
-                    f"--taco-transport {self.choice} is not possible: {reason}; use --taco-transport auto"
+                    f"--compression-transport symmetric is not possible: {reason}; use auto"
                 )
             count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
@@ -71,32 +71,27 @@ class Transports:
 
     def _share_memory(self, group: dist.ProcessGroup) -> tuple[str | None, str | None]:
         """A line for the log, or the reason why it failed, the same on every rank of the group."""
-        from taco_kernels.symmetric_memory import CopyExchanges, SymmetricGroup, SymmetricMemoryError
+        from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError
 
         try:
             self._symmetric[group] = SymmetricGroup(group)
         except SymmetricMemoryError as error:
             return None, str(error)
-        behind = ""
-        if self.choice == "copies":
-            self._copies[group] = CopyExchanges(group)
-            behind = ", behind GEMMs by copy engines"
+        line = f"payloads travel over symmetric memory between {group.size()} ranks of one host"
         if self.communicators > 1:
-            behind += f"; --taco-communicators {self.communicators} has nothing to share there"
-        return f"payloads travel over symmetric memory between {group.size()} ranks of one host{behind}", None
+            line += f"; --compression-communicators {self.communicators} has nothing to share there"
+        return line, None
 
     def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
         """The transport of a group; torch.distributed where ``prepare`` was not called."""
         symmetric = self._symmetric.get(group)
         if symmetric is None:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
-        if self.choice == "copies":
-            return CopyTransport(symmetric, self._copies[group], on_send)
         return SymmetricTransport(symmetric, on_send)
 
     def _why_collective(self, group: dist.ProcessGroup) -> str | None:
         if self.choice == "collective":
-            return "--taco-transport collective"
+            return "--compression-transport collective"
         if not torch.cuda.is_available():
             return "no CUDA device"
         if os.environ.get("NCCL_P2P_DISABLE") == "1":

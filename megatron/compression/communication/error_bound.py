@@ -1,4 +1,4 @@
-"""The error guard: measures what the codec does to each site's traffic and takes out what it hurts.
+"""The error bound: measures what the codec does to each site's traffic and takes out what it hurts.
 
 Each rank measures its own tensors, on the device, in the iteration before a log line; at the log line the
 ranks that share the site add their measures up and decide alike. Nothing waits for the host in between.
@@ -10,21 +10,20 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.compression.codecs import Codec, hop_codecs
-from taco_kernels import Stream
+from megatron.compression.codecs import Codec
 
 SAMPLE_VALUES = 2**18
 """At most so many values of a tensor are measured: whole groups at equal distances."""
 
-SiteChannel = tuple[str, str]
-"""(name of the site, channel)."""
+SiteTraffic = tuple[str, str]
+"""(name of the site, traffic class)."""
 
 
-class ErrorGuard:
-    """Relative L2 error of one encoding by site and channel, and the sites that passed the bound.
+class ErrorBound:
+    """Relative L2 error of one encoding by site and traffic class, and the sites that passed the bound.
 
     Args:
-        bound: ``--taco-error-bound``; a site's channel whose error is larger goes uncompressed from then on.
+        bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed from then on.
         group_size: values that the codec encodes together.
         interval: measure in the last of this many iterations (``--log-interval``); 0 never.
     """
@@ -33,20 +32,20 @@ class ErrorGuard:
         self.bound = bound
         self.group_size = group_size
         self.interval = interval
-        self.tripped: dict[SiteChannel, float] = {}
+        self.tripped: dict[SiteTraffic, float] = {}
         """What goes uncompressed, with the error that decided it."""
-        self._measures: dict[SiteChannel, torch.Tensor] = {}
+        self._measures: dict[SiteTraffic, torch.Tensor] = {}
 
-    def due(self, site: str, channel: str, iteration: int) -> bool:
-        """Whether to measure this call: the first of the site's channel before a log line.
+    def due(self, site: str, traffic: str, iteration: int) -> bool:
+        """Whether to measure this call: the first of the site's traffic before a log line.
 
         Args:
             iteration: zero-based training iteration.
         """
         last = self.interval and (iteration + 1) % self.interval == 0
-        return bool(last) and (site, channel) not in self._measures
+        return bool(last) and (site, traffic) not in self._measures
 
-    def measure(self, site: str, channel: str, tensor: torch.Tensor, codec: Codec, key: int = 0) -> None:
+    def measure(self, site: str, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Encode and decode a sample of ``tensor`` and keep the squared error and signal.
 
         Groups with a NaN or Inf are left out: an overflow of fp16, which the loss scaler handles, is no fault
@@ -55,20 +54,18 @@ class ErrorGuard:
         Args:
             tensor: what the site is about to encode; bf16, fp16 or fp32.
             codec: what encodes it. Of two hops that differ, the one with the larger error counts.
-            key: seed of a randomly rounding codec's numbers.
         """
         sample = self._sample(tensor)
-        random = Stream(key, 0)
         exact = sample.double()
         finite = exact.isfinite().all(dim=-1, keepdim=True)
         signal = torch.where(finite, exact, 0.0).square().sum()
         errors = []
-        for hop in dict.fromkeys(hop_codecs(codec)):
-            decoded = hop.decode(hop.encode(sample, 1, random), sample.shape, sample.dtype, random)
+        for hop in dict.fromkeys(codec.hops):
+            decoded = hop.decode(hop.encode(sample[None]), sample.shape, sample.dtype)[0]
             errors.append(torch.where(finite, decoded.double() - exact, 0.0).square().sum())
-        self._measures[site, channel] = torch.stack([torch.stack(errors).amax(), signal])
+        self._measures[site, traffic] = torch.stack([torch.stack(errors).amax(), signal])
 
-    def decide(self, group: dist.ProcessGroup | None = None) -> dict[SiteChannel, float]:
+    def decide(self, group: dist.ProcessGroup | None = None) -> dict[SiteTraffic, float]:
         """Reduce the measures over the ranks that hold the same sites, and take out what passed the bound.
 
         Synchronises with the device. Call it at every log line, on all ranks.
@@ -100,7 +97,7 @@ class ErrorGuard:
 
     def restore(self, state: Sequence[Sequence]) -> None:
         """Continue with the decisions that ``state`` gave."""
-        self.tripped = {(site, channel): error for site, channel, error in state}
+        self.tripped = {(site, traffic): error for site, traffic, error in state}
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         """Whole groups ``[n, group_size]`` at equal distances; a tensor smaller than a group as one row."""

@@ -3,18 +3,18 @@
 import torch
 import torch.distributed as dist
 
-from megatron.compression.collectives.work import CompressedWork
+from megatron.compression.communication.work import Work
 
 
 def uncompressed_all_reduce(
     x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> CompressedWork:
+) -> Work:
     """Start to sum ``x`` over the group in its own dtype, into ``out`` if given; ``x`` is left as it is."""
     total = x.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(x)
-    return CompressedWork(dist.all_reduce(total, group=group, async_op=True), lambda: total)
+    return Work(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
-def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
+def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
 
     Two-shot: the addends travel as they are, an owner adds them up in fp32 and rounds the sum once,
@@ -32,26 +32,26 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork
     received = torch.empty_like(pieces)
     work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
 
-    def sum_own_piece() -> CompressedWork:
+    def sum_own_piece() -> Work:
         own = received.view(world_size, piece).sum(dim=0, dtype=torch.float32).to(x.dtype)
         gathered = own.new_empty(world_size * piece)
         work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
-        return CompressedWork(work, lambda: gathered[: x.numel()].view(x.shape))
+        return Work(work, lambda: gathered[: x.numel()].view(x.shape))
 
-    return CompressedWork(work, sum_own_piece, exchanges=2)
+    return Work(work, sum_own_piece, exchanges=2)
 
 
 def uncompressed_reduce_scatter(
     x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> CompressedWork:
+) -> Work:
     """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
-    return CompressedWork(work, lambda: shard)
+    return Work(work, lambda: shard)
 
 
-def uncompressed_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> CompressedWork:
+def uncompressed_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``."""
     full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
-    return CompressedWork(work, lambda: full)
+    return Work(work, lambda: full)

@@ -1,0 +1,88 @@
+"""Groups of values that share a scale, rotated by a Hadamard transform or not, over ``taco_kernels.taco``."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megatron.compression.codecs.base import Codec, Shape
+from taco_kernels import taco
+from taco_kernels.taco import CodecConfig
+
+
+class GroupedCodec(Codec):
+    """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch elsewhere.
+
+    Sums are taken in the Hadamard domain, in fp32, with one inverse transform at the end.
+    """
+
+    config: CodecConfig
+    """What the kernels take."""
+
+    @property
+    def block(self) -> int:
+        """See ``Codec.block``: a group."""
+        return self.config.group_size
+
+    @property
+    def fused_config(self) -> CodecConfig | None:
+        """See ``Codec.fused_config``."""
+        return self.config
+
+    def payload_bytes(self, shape: Shape) -> int:
+        """See ``Codec.payload_bytes``: codes, then the groups' scales."""
+        return self.config.wire_bytes(math.prod(shape))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode``."""
+        rows, values = x.shape[0], x.shape[1:].numel()
+        if rows > 1 and values % self.block:  # the kernels pad a tensor's end, not that of every row
+            x = F.pad(x.reshape(rows, values), (0, -values % self.block))
+        return taco.encode(x, self.config, rows)
+
+    def decode(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``Codec.decode``."""
+        rows, values = len(payloads), math.prod(shape)
+        if rows == 1 or values % self.block == 0:
+            dtype = dtype if out is None else out.dtype
+            return taco.decode(payloads, self.config, (rows, *shape), dtype, out=out)
+        padded = taco.decode(payloads, self.config, (rows, values + -values % self.block), dtype)
+        result = padded[:, :values].reshape(rows, *shape)
+        return result if out is None else out.copy_(result)
+
+    def decode_sum(
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``Codec.decode_sum``."""
+        if payloads.shape[1] > 1:
+            rows = [self.decode_sum(payloads[:, r : r + 1], shape, dtype, scale) for r in range(payloads.shape[1])]
+            total = torch.cat(rows)
+            return total if out is None else out.copy_(total)
+        shape = (1, *shape)
+        if scale == 1.0:
+            dtype = dtype if out is None else out.dtype
+            return taco.decode_sum(payloads[:, 0], self.config, shape, dtype, out=out)
+        total = taco.decode_sum(payloads[:, 0], self.config, shape, torch.float32).mul_(scale)
+        return total.to(dtype) if out is None else out.copy_(total)
+
+    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
+        """See ``Codec.decode_sum_encode``; does not leave the Hadamard domain where both have the same."""
+        values = math.prod(shape)
+        same = isinstance(into, GroupedCodec) and into.fused_config is not None and (
+            into.config.group_size,
+            into.config.hadamard,
+        ) == (self.config.group_size, self.config.hadamard)
+        if not same:
+            return super().decode_sum_encode(payloads, shape, into)
+        rows = [
+            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
+            for row in range(payloads.shape[1])
+        ]
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)

@@ -1,0 +1,125 @@
+"""Integers in groups: a uniform grid, more accurate than FP8 for the same bits once values are rotated."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.grouped import GroupedCodec
+from megatron.compression.codecs.registry import register_codec
+from taco_kernels import channel_norm
+from taco_kernels.channel_norm import ChannelNormLayout
+from taco_kernels.taco import CodecConfig
+
+
+@register_codec("int8", bits=8)
+@register_codec("int6", bits=6)
+@register_codec("int5", bits=5)
+@register_codec("int4", bits=4)
+@dataclass(frozen=True)
+class IntCodec(GroupedCodec):
+    """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group.
+
+    With ``normalize`` each row is a message of tokens: every channel is centred (and divided by its root mean
+    square) over the row's tokens first, whose statistics travel along, bf16. Early in training nearly all of
+    what a pipeline stage sends is a mean that the tokens share.
+    """
+
+    bits: int
+    group: int = 128
+    """Values that share a scale (and a transform): 32, 64, 128, 256 or 512."""
+
+    scales: str = "signed"
+    """single = one bf16 a group, signed = the same with a sign that says at which end the group's extreme
+    lies: all codes are used, a finer grid for the same bytes."""
+
+    hadamard: bool | None = None
+    """Rotate each group first, so that one outlier does not decide its grid; by default on, and off with
+    normalize."""
+
+    normalize: Literal["none", "center", "standardize"] = "none"
+    """What is done to each channel over a message's tokens before it is encoded: center = subtract the mean,
+    standardize = divide by the root mean square as well. For messages between pipeline stages."""
+
+    def __post_init__(self) -> None:
+        if self.scales == "dual":
+            raise ValueError("scales=dual belongs to taco; give taco:format=int..., or scales=single or signed")
+        if self.normalize not in ("none", "center", "standardize"):
+            raise ValueError(f"normalize={self.normalize} must be none, center or standardize")
+        if self.normalize != "none" and self.hadamard:
+            raise ValueError("normalize works on channels, which the transform mixes; drop hadamard=on")
+        if self.hadamard == (self.normalize == "none"):
+            object.__setattr__(self, "hadamard", None)  # the default: one name for one codec
+        _ = self.config
+
+    @cached_property
+    def config(self) -> CodecConfig:
+        """See ``GroupedCodec.config``."""
+        rotated = self.normalize == "none" if self.hadamard is None else self.hadamard
+        return CodecConfig(f"int{self.bits}", self.group, self.scales, hadamard=rotated)
+
+    @property
+    def sees_shape(self) -> bool:
+        """See ``Codec.sees_shape``."""
+        return self.normalize != "none"
+
+    @property
+    def backward(self) -> Codec:
+        """See ``Codec.backward``: gradients have no mean worth the statistics."""
+        return replace(self, normalize="none", hadamard=False) if self.sees_shape else self
+
+    @property
+    def fused_config(self) -> CodecConfig | None:
+        """See ``Codec.fused_config``."""
+        return None if self.sees_shape else self.config
+
+    def payload_bytes(self, shape: Shape) -> int:
+        """See ``Codec.payload_bytes``."""
+        layout = self._layout(shape)
+        return super().payload_bytes(shape) if layout is None else layout.wire_bytes
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode``."""
+        layout = self._layout(x.shape[1:])
+        if layout is None:
+            return super().encode(x)
+        rows = x.reshape(len(x), layout.tokens, layout.channels)
+        return torch.stack([channel_norm.encode(row, layout) for row in rows])
+
+    def decode(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``Codec.decode``."""
+        layout = self._layout(shape)
+        if layout is None:
+            return super().decode(payloads, shape, dtype, out)
+        values = torch.stack([channel_norm.decode(row, layout, dtype) for row in payloads])
+        values = values.view(len(payloads), *shape)
+        return values if out is None else out.copy_(values)
+
+    def decode_sum(
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``Codec.decode_sum``."""
+        plain = Codec if self.sees_shape else GroupedCodec
+        return plain.decode_sum(self, payloads, shape, dtype, scale, out)
+
+    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
+        """See ``Codec.decode_sum_encode``."""
+        plain = Codec if self.sees_shape else GroupedCodec
+        return plain.decode_sum_encode(self, payloads, shape, into)
+
+    def _layout(self, shape: Shape) -> ChannelNormLayout | None:
+        """Of a message of normalised channels; None of an empty one, and without ``normalize``."""
+        if not self.sees_shape or not math.prod(shape):
+            return None
+        scaled = self.normalize == "standardize"
+        return ChannelNormLayout(math.prod(shape[:-1]), shape[-1], self.config, scaled)

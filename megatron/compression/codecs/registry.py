@@ -1,0 +1,229 @@
+"""Codecs by name: one grammar for flags, Python, scripts, reports and tables.
+
+    NAME[:SETTING=VALUE,...]     int6    taco:format=fp8-e5m2,group=256    tah-quant:ratio=0.5
+    FIRST/SECOND                 two codecs: for the first and the second exchange of a collective
+    MODULE:CLASS[:SETTING=...]   a codec of one's own that nothing has registered
+
+A codec is a frozen dataclass whose fields are its settings; a string under a field documents it. A package
+registers codecs of its own by an entry point (group ``megatron_taco.codecs`` or
+``megatron_taco.gradient_compressors``, the name of the codec to ``module:Class``), or with the decorator.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from megatron.compression.errors import CompressionConfigError
+
+_ON = {"on": True, "true": True, "off": False, "false": False}
+
+
+class Registry:
+    """Dataclasses by name, and the strings that describe their instances.
+
+    Args:
+        what: what errors call an entry.
+        entry_points: the group of entry points that other packages register theirs under.
+        modules: packages of ours; every module in them is imported before the first look-up.
+    """
+
+    def __init__(self, what: str, entry_points: str, modules: tuple[str, ...]) -> None:
+        self.what, self._entry_points, self._modules = what, entry_points, modules
+        self._entries: dict[str, tuple[type, dict[str, Any]]] = {}
+        self._loaded = False
+
+    def register(self, name: str, **fixed: Any) -> Callable[[type], type]:
+        """A decorator that enters a frozen dataclass under ``name``.
+
+        Args:
+            name: in specs; what ``--...-compression`` takes.
+            fixed: values of fields that the name stands for (``bits=6`` of ``int6``): no settings then.
+
+        Raises:
+            CompressionConfigError: another class has the name.
+        """
+
+        def enter(cls: type) -> type:
+            held = self._entries.get(name)
+            if held is not None and (held[0].__module__, held[0].__qualname__) != (
+                cls.__module__,
+                cls.__qualname__,
+            ):
+                raise CompressionConfigError(
+                    f"the {self.what} {name!r} is {held[0].__qualname__} already; choose another name"
+                )
+            self._entries[name] = (cls, fixed)
+            return cls
+
+        return enter
+
+    def names(self) -> list[str]:
+        """Every name that can be given."""
+        self._load()
+        return sorted(self._entries)
+
+    def entry(self, name: str) -> tuple[type, dict[str, Any]] | None:
+        """The class of a name and the fields that the name fixes; None: unknown."""
+        self._load()
+        return self._entries.get(name)
+
+    def parse(self, text: str) -> Any:
+        """The instance that a spec describes.
+
+        Raises:
+            CompressionConfigError: an unknown name or setting, or a value that the class refuses.
+        """
+        name, _, settings = text.partition(":")
+        found = self.entry(name)
+        if found is None and settings and "=" not in settings.partition(":")[0]:
+            name, settings = text.rsplit(":", 1) if text.count(":") > 1 else (text, "")
+            found = self._import(text, name), {}
+        if found is None:
+            raise CompressionConfigError(
+                f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, or MODULE:CLASS"
+            )
+        cls, fixed = found
+        values = {}
+        for part in filter(None, settings.split(",")):
+            key, equals, value = part.partition("=")
+            open_settings = settings_of(cls, fixed)
+            if key not in open_settings or not equals:
+                choice = ", ".join(open_settings) or "none"
+                raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}")
+            values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
+        try:
+            return cls(**fixed, **values)
+        except (ValueError, TypeError) as error:
+            raise CompressionConfigError(f"{text}: {error}") from None
+
+    def spec(self, entry: Any) -> str:
+        """The canonical text of an instance: parses back to an equal one."""
+        self._load()
+        for name, (cls, fixed) in self._entries.items():
+            if type(entry) is cls and all(getattr(entry, key) == value for key, value in fixed.items()):
+                break
+        else:
+            name, fixed = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
+        changed = [
+            f"{field.name}={_text(getattr(entry, field.name))}"
+            for field in settings_of(type(entry), fixed).values()
+            if getattr(entry, field.name) != field.default
+        ]
+        return name + (":" + ",".join(changed) if changed else "")
+
+    def _import(self, text: str, path: str) -> type:
+        module, _, name = path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise CompressionConfigError(f"{self.what} {text!r}: {error}") from None
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        for package in map(importlib.import_module, self._modules):
+            for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
+                importlib.import_module(module.name)
+        for point in importlib.metadata.entry_points(group=self._entry_points):
+            if point.name not in self._entries:
+                self.register(point.name)(point.load())
+
+
+CODECS = Registry("codec", "megatron_taco.codecs", ("megatron.compression.codecs",))
+GRADIENT_COMPRESSORS = Registry(
+    "gradient compressor", "megatron_taco.gradient_compressors", ("megatron.compression.tagc",)
+)
+
+register_codec = CODECS.register
+"""``@register_codec("name")`` on a frozen dataclass that is a ``Codec``."""
+
+register_gradient_compressor = GRADIENT_COMPRESSORS.register
+"""``@register_gradient_compressor("name")`` on a frozen dataclass that is a ``GradientCompressor``."""
+
+
+@functools.cache
+def parse_codec(text: str):
+    """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
+
+    Raises:
+        CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
+    """
+    from megatron.compression.codecs.base import Codec
+    from megatron.compression.codecs.two_hops import TwoHops
+
+    if "/" in text:
+        first, _, second = text.partition("/")
+        return TwoHops(parse_codec(first), parse_codec(second))
+    codec = CODECS.parse(text)
+    if not isinstance(codec, Codec):
+        raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
+    return codec
+
+
+def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dataclasses.Field]:
+    """The settings of a registered dataclass by name, without the fields that its name fixes."""
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init and field.name not in (fixed or {})]
+    for field in fields:
+        field.type = hints[field.name]
+    return {field.name: field for field in fields}
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, its parents' too, on one line each."""
+    docs: dict[str, str] = {}
+    for parent in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(parent):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and is_text and isinstance(text.value.value, str):
+                docs[field.target.id] = " ".join(text.value.value.split())
+    return docs
+
+
+def describe(registry: Registry = CODECS) -> str:
+    """Every name with its settings, their defaults and what they mean, as Markdown."""
+    lines = []
+    for name in registry.names():
+        cls, fixed = registry.entry(name)
+        lines.append(f"`{name}`: {' '.join((cls.__doc__ or '').split()).partition('. ')[0].rstrip('.')}.")
+        docs = field_docs(cls)
+        for key, field in settings_of(cls, fixed).items():
+            lines.append(f"- `{key}={_text(field.default)}`: {docs.get(key, '')}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _value(where: str, kind: Any, text: str) -> Any:
+    """``text`` as a field's type says."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kinds = [one for one in typing.get_args(kind) if one is not type(None)]
+        if text == "None":
+            return None
+        (kind,) = kinds
+    try:
+        if kind is bool:
+            return _ON[text]
+        return kind(text) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        wanted = "on or off" if kind is bool else {int: "a whole number", float: "a number"}[kind]
+        raise CompressionConfigError(f"{where}={text} must be {wanted}") from None

@@ -1,0 +1,104 @@
+"""SDP4Bit: group-quantised integers with an fp32 step (arXiv 2410.15526)."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.registry import register_codec
+from taco_kernels import sdp4bit
+from taco_kernels.sdp4bit import GroupFormat
+
+
+@register_codec("sdp4bit")
+@dataclass(frozen=True)
+class Sdp4bitCodec(Codec):
+    """SDP4Bit (arXiv 2410.15526): integers after a 32-point Hadamard transform, 8 bits inside a node and 4
+    between nodes. Sums stay in the transform's domain until the last one.
+    """
+
+    intra: int = 8
+    """Bits inside a node, where on one node all exchanges are; and of a collective's first exchange: 4 or 8."""
+
+    inter: int = 4
+    """Bits between nodes, and of a collective's second exchange: 4 or 8."""
+
+    group: int = 128
+    """Values that share one fp32 step: a power of two from 64 to 4096."""
+
+    hadamard: bool = True
+    """Rotate every 32 values first, so that one outlier does not decide its group's grid."""
+
+    def __post_init__(self) -> None:
+        for hop in self.hops:
+            _ = hop.format
+
+    @cached_property
+    def format(self) -> GroupFormat:
+        """What the kernels take: of the first hop."""
+        return GroupFormat(self.intra, self.group, self.hadamard)
+
+    @property
+    def block(self) -> int:
+        """See ``Codec.block``: a group."""
+        return self.group
+
+    @property
+    def hops(self) -> tuple[Codec, Codec]:
+        """See ``Codec.hops``."""
+        if self.intra == self.inter:
+            return self, self
+        return replace(self, inter=self.intra), replace(self, intra=self.inter)
+
+    def payload_bytes(self, shape: Shape) -> int:
+        """See ``Codec.payload_bytes``."""
+        return self.format.wire_bytes(math.prod(shape))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode``."""
+        if x.dim() > 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            x = x.reshape(len(x), -1).contiguous()
+        return sdp4bit.quantize(x, self.format)
+
+    def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode_grid``."""
+        return sdp4bit.quantize(x, self.format).view(*x.shape[:2], -1)
+
+    def decode(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``Codec.decode``."""
+        return self.decode_sum(payloads[None], shape, dtype, 1.0, out)
+
+    def decode_sum(
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``Codec.decode_sum``."""
+        rows, values = payloads.shape[1], math.prod(shape)
+        if out is not None and out.shape == (rows, values) and (values < 2 or out.stride(-1) == 1):
+            return sdp4bit.sum_dequantize(payloads, self.format, out, scale)
+        dtype = dtype if out is None else out.dtype
+        total = torch.empty(rows, values, dtype=dtype, device=payloads.device)
+        total = sdp4bit.sum_dequantize(payloads, self.format, total, scale).view(rows, *shape)
+        return total if out is None else out.copy_(total)
+
+    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
+        """See ``Codec.decode_sum_encode``."""
+        if not isinstance(into, Sdp4bitCodec) or into.hadamard != self.hadamard:
+            return super().decode_sum_encode(payloads, shape, into)
+        return sdp4bit.sum_requantize(payloads, self.format, math.prod(shape), into.format)
+
+    def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.encode_difference``."""
+        return sdp4bit.quantize_difference(new, old, self.format)[0]
+
+    def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See ``Codec.add_decoded``."""
+        return sdp4bit.add_dequantized(payloads, self.format, weights)

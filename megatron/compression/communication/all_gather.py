@@ -1,0 +1,47 @@
+"""All-gather along the first dimension over a codec."""
+
+import torch
+
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.work import Work
+
+
+def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work:
+    """Start to concatenate every rank's ``x`` along the first dimension; one quantisation.
+
+    The own slice is decoded from its payload too, so that all ranks hold the same bits.
+
+    Args:
+        x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
+        codec: its second hop encodes.
+        transport: carries the payload.
+
+    Returns:
+        ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
+    """
+    if transport.world_size == 1 or x.numel() == 0:
+        return Work.completed(x.reshape(transport.world_size * x.shape[0], *x.shape[1:]))
+    return all_gather_encoded(encode_slice(x, codec), x.shape, x.dtype, codec, transport)
+
+
+def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """This rank's payload for ``all_gather_encoded``: uint8 ``[1, bytes]``."""
+    return codec.hops[1].encode(x[None])
+
+
+def all_gather_encoded(
+    payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec, transport: TorchTransport
+) -> Work:
+    """Start to all-gather a tensor that is already encoded.
+
+    Args:
+        payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
+        shape, dtype: of this rank's tensor, not empty.
+        codec, transport: as in ``all_gather``.
+    """
+    codec = codec.hops[1]
+    if transport.fuses(codec):
+        return transport.fused_all_gather(payload, shape, dtype, codec)
+    gathered, pending = transport.all_gather(payload.view(-1))
+    return Work(pending, lambda: codec.decode(gathered, shape, dtype).flatten(0, 1))

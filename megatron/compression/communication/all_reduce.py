@@ -1,0 +1,52 @@
+"""Two-shot all-reduce over a codec."""
+
+import torch
+
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.cutting import cut, joined
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.work import Work
+
+
+def all_reduce(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
+) -> Work:
+    """Start to sum ``x`` over the ranks of the transport's group.
+
+    Encode one piece a destination, all-to-all, decode + sum + encode the own piece, all-gather, decode. Each
+    rank decodes its own piece from the payload like everybody else's, so every rank ends with the same bits,
+    and the sum runs in rank order, so the result does not depend on timing. Any world size, any number of
+    values.
+
+    Args:
+        x: any shape and stride; bf16, fp16 or fp32. Left as it is.
+        codec: its first hop encodes the pieces, its second the sums.
+        transport: carries the payloads.
+        out: where to put the result: contiguous, of ``x``'s shape and dtype.
+
+    Returns:
+        ``wait`` gives the sum, of ``x``'s shape and dtype.
+    """
+    if transport.world_size == 1 or x.numel() == 0:
+        return Work.completed(x if out is None else out.copy_(x))
+    if transport.fuses(codec):
+        return transport.fused_all_reduce(x, codec, out)
+    first, second = codec.hops
+    shape, dtype = x.shape, x.dtype
+    pieces = cut(x, transport.world_size, codec)
+    piece = pieces.shape[1:]
+    received, pending = transport.all_to_all(first.encode(pieces))
+
+    def sum_own_piece() -> Work:
+        own = first.decode_sum_encode(received[:, None], piece, second)
+        gathered, pending = transport.all_gather(own[0])
+
+        def decode() -> torch.Tensor:
+            fits = out is not None and out.numel() == len(gathered) * piece.numel()
+            rows = out.view(len(gathered), *piece) if fits else None
+            total = joined(second.decode(gathered, piece, dtype, rows), shape)
+            return total if out is None or fits else out.copy_(total)
+
+        return Work(pending, decode)
+
+    return Work(pending, sum_own_piece, exchanges=2)

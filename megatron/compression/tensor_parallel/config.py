@@ -1,0 +1,198 @@
+"""Settings of tensor parallelism: which codec, for which messages."""
+
+import functools
+import math
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.communication.policy import Rule
+from megatron.compression.errors import CompressionConfigError
+
+RECOMMENDED = "int6"
+"""What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
+
+NAMED_LAYERS = ("embedding", "output")
+"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones."""
+
+GATHERED_BY_MEGATRON = {
+    "mtp_num_layers": "the input of each multi-token-prediction layer",
+    "distribute_saved_activations": "the inputs of recomputed layers",
+}
+"""Flags that make megatron-core communicate activations in a way that no site covers."""
+
+_NOT_COVERED = (
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_path",
+    "use_kitchen",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelConfig:
+    """Compression of the activations and their gradients that tensor parallelism sends."""
+
+    compression: str = "none"
+    """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed."""
+
+    backward: str | None = None
+    """Codec of the gradients; None: that of ``compression``."""
+
+    min_mb: float = 8.0
+    """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
+    than it saves. 0 compresses everything."""
+
+    layers: str = "all"
+    """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding and output name
+    the layers outside. The others go uncompressed."""
+
+    chunks: int = 1
+    """Pieces of the sequence in which a row-parallel layer computes and sends its output, and a
+    column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 2 pays over
+    PCIe."""
+
+    def __post_init__(self) -> None:
+        if self.compression == "auto":
+            object.__setattr__(self, "compression", RECOMMENDED)
+        if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
+            raise CompressionConfigError(f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0")
+        if self.chunks < 1:
+            raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
+        parse_layers(self.layers)
+        for text in (self.compression, self.backward):
+            if text not in (None, "none"):
+                parse_codec(text)
+        changed = [
+            flag
+            for flag, given in {
+                "--tp-backward-compression": self.backward is not None,
+                "--tp-compression-min-mb": self.min_mb != 8.0,
+                "--tp-compression-layers": self.layers != "all",
+                "--tp-compression-chunks": self.chunks != 1,
+            }.items()
+            if given
+        ]
+        if changed and not self.enabled:
+            raise CompressionConfigError(
+                f"{', '.join(changed)} given, but tensor-parallel compression is off; add --taco or "
+                "--tp-compression"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any tensor-parallel traffic is to be compressed."""
+        return self.compression != "none" or self.backward not in (None, "none")
+
+    @property
+    def forward_codec(self) -> Codec | None:
+        """Of the activations; None: uncompressed."""
+        return None if self.compression == "none" else parse_codec(self.compression)
+
+    @property
+    def backward_codec(self) -> Codec | None:
+        """Of the gradients; None: uncompressed."""
+        if self.backward is None:
+            return self.forward_codec
+        return None if self.backward == "none" else parse_codec(self.backward)
+
+    def rules(self, start_iteration: int) -> dict[str, Rule]:
+        """For the policy."""
+        shared = {
+            "min_bytes": math.ceil(self.min_mb * 2**20),
+            "layers": parse_layers(self.layers),
+            "start_iteration": start_iteration,
+        }
+        return {
+            "tp.forward": Rule(self.forward_codec, **shared),
+            "tp.backward": Rule(self.backward_codec, **shared),
+        }
+
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave some of the traffic silently uncompressed.
+
+        Args:
+            args: Megatron's validated flags.
+
+        Raises:
+            CompressionConfigError: with the flag, the reason and the fix.
+        """
+        if not self.enabled:
+            return
+        if args.transformer_impl != "local":
+            raise CompressionConfigError(
+                f"--tp-compression compresses the layers of --transformer-impl local, not of "
+                f"{args.transformer_impl}, which communicates inside its own kernels; use --transformer-impl "
+                "local or drop --taco"
+            )
+        if args.num_experts is not None:
+            raise CompressionConfigError(
+                "--tp-compression does not cover expert and router traffic; drop --num-experts or --taco"
+            )
+        if args.cuda_graph_impl != "none":
+            raise CompressionConfigError(
+                "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
+                "graph leaves out; drop --cuda-graph-impl or --taco"
+            )
+        for name, what in GATHERED_BY_MEGATRON.items():
+            if getattr(args, name, None):
+                raise CompressionConfigError(
+                    f"--{name.replace('_', '-')} gathers {what} over the tensor-parallel ranks, which "
+                    "--tp-compression does not compress; drop one of the two"
+                )
+        for name in _NOT_COVERED:
+            if getattr(args, name, None):
+                raise CompressionConfigError(
+                    f"--tp-compression covers the dense GPT layers, not --{name.replace('_', '-')}; drop one "
+                    "of the two"
+                )
+        numbers = [layer for layer in parse_layers(self.layers) or () if isinstance(layer, int)]
+        if max(numbers, default=0) >= args.num_layers:
+            raise CompressionConfigError(
+                f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
+                f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
+            )
+
+    def idle_reason(self, ranks: int) -> str | None:
+        """Why an enabled compression has nothing to do on so many tensor-parallel ranks, or None."""
+        if self.enabled and ranks == 1:
+            return (
+                "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
+                "tensor-parallel traffic to compress"
+            )
+        return None
+
+    def describe(self) -> str:
+        """For the log: what travels how."""
+        line = f"tensor parallelism uses {self.compression}, messages of at least {self.min_mb:g} MiB"
+        if self.backward is not None:
+            line += f", gradients {self.backward}"
+        if self.layers != "all":
+            line += f", layers {self.layers}"
+        return line
+
+
+@functools.cache
+def parse_layers(text: str) -> frozenset[int | str] | None:
+    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
+
+    Raises:
+        CompressionConfigError: something else than numbers, ranges, embedding, output.
+    """
+    if text == "all":
+        return None
+    layers: set[int | str] = set()
+    for part in text.split(","):
+        part = part.strip()
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
+        if part in NAMED_LAYERS:
+            layers.add(part)
+        elif found and int(found[1]) <= int(found[2] or found[1]):
+            layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        else:
+            raise CompressionConfigError(
+                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such as "
+                "2-29, embedding and output, separated by commas, or all"
+            )
+    return frozenset(layers)
