@@ -1,4 +1,4 @@
-"""Codecs between pipeline stages: normalised channels, odd shapes; payloads stay alive while they are sent."""
+"""Codecs between pipeline stages: normalised channels, odd shapes, payloads that outlive their sending."""
 
 import weakref
 from types import SimpleNamespace
