@@ -3,8 +3,7 @@
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron.host.adam_state import prime
-from megatron.host.fused_adam import fuse, fuse_torch_adam
+from megatron.compression.patches.optimizer import fuse, fuse_torch_adam, prime
 
 
 class OnGpu(torch.nn.Parameter):
