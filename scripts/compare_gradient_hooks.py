@@ -35,7 +35,7 @@ from megatron.compression.data_parallel.bucket import GradientBucket, ParameterS
 from megatron.compression.data_parallel.codecs import data_parallel_codecs  # noqa: E402
 from megatron.compression.data_parallel.config import DataParallelCompression  # noqa: E402
 from megatron.compression.data_parallel.topology import find_topology  # noqa: E402
-from megatron.compression.telemetry import Ledger, bytes_sent  # noqa: E402
+from megatron.compression.communication.ledger import Ledger, bytes_sent  # noqa: E402
 
 ON = {"dp_compression": "sdp4bit", "quantized_gradients": True}
 OURS = {

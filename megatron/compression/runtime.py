@@ -9,7 +9,8 @@ from megatron.compression.collectives.choice import Transports
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, WeightCodec
 from megatron.compression.data_parallel.codecs import data_parallel_codecs
-from megatron.compression.telemetry import ErrorProbe, Ledger
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.tensor_parallel.guard import ErrorGuard
 
 

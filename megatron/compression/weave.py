@@ -4,7 +4,7 @@ from argparse import Namespace
 from functools import partial
 
 from megatron.core import parallel_state
-from megatron.training import get_tensorboard_writer, print_rank_0
+from megatron.training import print_rank_0
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.compression import seams
@@ -20,10 +20,16 @@ from megatron.compression.data_parallel.checkpoint import GradientState
 from megatron.compression.data_parallel.checks import idle_reason as data_parallel_idle_reason
 from megatron.compression.data_parallel.codecs import describe_data_parallel
 from megatron.compression.data_parallel.replicas import align_gradients
+from megatron.compression.data_parallel.tagc_monitor import SketchDiagnostic
 from megatron.compression.data_parallel.weights import copy_masters
 from megatron.compression.pipeline_parallel.codecs import describe_pipeline
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
-from megatron.compression.reporter import Reporter, check_report_directory
+from megatron.compression.report import (
+    Reporter,
+    check_report_directory,
+    megatron_seconds,
+    megatron_writers,
+)
 from megatron.compression.resumed import say_changed_settings
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.tensor_parallel.bind import bind_compression
@@ -57,12 +63,19 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
         model_config.transformer_layer_spec = gpt_layer_spec
     model_config.pre_wrap_hooks.append(partial(bind_compression, runtime=runtime))
     model_config.post_wrap_hooks.append(partial(bind_data_parallel, runtime=runtime))
+    threshold = config.tensor_parallel.taco_min_message_mb
+    monitor = getattr(runtime.gradient_sync, "monitor", None)
     reporter = Reporter(
-        runtime,
+        runtime.ledger,
+        runtime.probe,
         log_interval=args.log_interval,
-        train_iters=args.train_iters,
         settings=_settings(args),
-        tensorboard=get_tensorboard_writer(),
+        directory=config.report.compression_report,
+        train_iters=lambda: args.train_iters,
+        writers=megatron_writers,
+        small_hint=f"--taco-min-message-mb {threshold:g}" if runtime.tensor_parallel_codec else None,
+        diagnostics=[] if monitor is None else [SketchDiagnostic(monitor, runtime.gradient_kind)],
+        clock=megatron_seconds,
     )
     _install_seams(runtime, reporter, args)
     for line in _announcement(args, config, runtime, model_config):

@@ -8,7 +8,7 @@ from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync, ExactGradientCodec
 from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
 from megatron.compression.data_parallel.topology import Topology, find_topology
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 from taco_kernels.sdp4bit import GroupFormat
 
 NUMEL, STEPS = 20_000, 8

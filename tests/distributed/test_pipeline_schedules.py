@@ -132,12 +132,12 @@ def check_identity(results: list[dict], case: Case) -> None:
         assert plain["gradients"] and plain["gradients"] == identity["gradients"]
         assert plain["losses"] == identity["losses"] and plain["evaluation"] == identity["evaluation"]
         check_sends_in_flight(identity)
-        sent = {(row["channel"], row["phase"]): row for row in plain["ledger"]}
+        sent = {(row["traffic"], row["phase"]): row for row in plain["ledger"]}
         payloads = [row for row in identity["ledger"] if row["operation"] == "send"]
         assert len(payloads) == len(sent) > 0
         for row in payloads:  # fp32 values in fp32 payloads: the same bytes, in as many messages
             assert row["kind"] == "compressed"
-            uncompressed = sent[row["channel"], row["phase"]]
+            uncompressed = sent[row["traffic"], row["phase"]]
             assert (row["calls"], row["sent_bytes"]) == (uncompressed["calls"], uncompressed["sent_bytes"])
 
 
@@ -161,7 +161,7 @@ def check_bits(results: list[dict], case: Case) -> None:
             losses[codec] += rank[case.name][codec]["losses"]
         totals = {}
         for row in run["ledger"]:
-            key = row["channel"], row["phase"]
+            key = row["traffic"], row["phase"]
             sent, plain = totals.get(key, (0, 0))
             totals[key] = sent + row["sent_bytes"], plain + row["plain_bytes"]
         assert totals
@@ -248,7 +248,8 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     from megatron.compression import seams
     from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
     from megatron.compression.pipeline_parallel.exchange import PipelineExchange
-    from megatron.compression.telemetry import ErrorProbe, Ledger
+    from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.communication.probe import ErrorProbe
 
     random = dict(pp_compression="int8", pp_rounding="stochastic", pp_backward_rounding="stochastic")
     settings = {"tah-quant": dict(pp_compression="tah-quant"), "random": random, "repeated": random}

@@ -8,7 +8,8 @@ import torch
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.report import write_report
 from megatron.compression.reporter import check_report_directory, log_line, read_history, tensorboard_scalars
-from megatron.compression.telemetry import ErrorProbe, Ledger, bytes_sent
+from megatron.compression.communication.ledger import Ledger, bytes_sent
+from megatron.compression.communication.probe import ErrorProbe
 
 
 @pytest.mark.parametrize(

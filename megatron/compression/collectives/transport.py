@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.compression.telemetry import bytes_sent
+from megatron.compression.communication.ledger import bytes_sent
 
 OnSend = Callable[[str, int], None]
 """Called with (operation, bytes this rank sends) for every call handed to the backend."""

@@ -11,7 +11,7 @@ from megatron.compression.data_parallel.replicas import Replicas, replicated_ran
 from megatron.compression.data_parallel.topology import Topology, find_topology
 from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights
 from megatron.compression.runtime import CompressionRuntime
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 
 
 def bind_data_parallel(chunks: list, runtime: CompressionRuntime) -> list:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.data_parallel.bucket import ParameterSpan
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 
 
 class Replicas:

@@ -14,7 +14,7 @@ import torch
 from megatron.compression.collectives.work import CompressedWork
 from megatron.compression.data_parallel.bucket import WeightCodec, transport_for
 from megatron.compression.data_parallel.topology import Topology
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 
 ATTRIBUTE = "compressed_weights"
 """Where a bucket of Megatron's keeps its ``BucketWeights``."""

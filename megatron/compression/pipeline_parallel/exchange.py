@@ -19,7 +19,8 @@ from megatron.compression.pipeline_parallel.codecs import backward_codec, forwar
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 from megatron.compression.pipeline_parallel.in_flight import Send, SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
-from megatron.compression.telemetry import ErrorProbe, Ledger
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
 from taco_kernels import Stream
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"

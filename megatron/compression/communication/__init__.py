@@ -1,0 +1,1 @@
+"""What travels between ranks: how it is counted, and how far off it is."""

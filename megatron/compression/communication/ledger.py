@@ -1,0 +1,163 @@
+"""The byte ledger: what was really sent.
+
+Bytes follow the convention of nccl-tests: what one rank of a group of W sends. All-reduce 2 (W-1)/W of the
+buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)/W; send and broadcast the
+payload.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+TRAFFIC = {
+    "tp.forward": "tensor parallelism: activations",
+    "tp.backward": "tensor parallelism: gradients of activations",
+    "tp.other": "tensor parallelism: loss terms, the batch's broadcast, gradients of norms and biases",
+    "dp.gradient": "data parallelism: gradients of the weights",
+    "dp.weight": "data parallelism: updated weights",
+    "pp.forward": "pipeline parallelism: activations between stages",
+    "pp.backward": "pipeline parallelism: gradients between stages",
+    "pp.other": "pipeline parallelism: the sum of tied embeddings' gradients",
+    "cp.forward": "context parallelism: keys and values",
+    "cp.backward": "context parallelism: gradients of keys and values",
+    "ep.forward": "expert parallelism: tokens on their way to experts and back",
+    "ep.backward": "expert parallelism: gradients of those tokens",
+}
+"""Classes of traffic: which dimension of parallelism sends, what, and in which direction."""
+
+DIMENSIONS = {
+    "tensor parallel": "tp.",
+    "data parallel": "dp.",
+    "pipeline parallel": "pp.",
+    "expert parallel": "ep.",
+    "context parallel": "cp.",
+}
+"""How the names of a dimension's traffic begin."""
+
+KINDS = {
+    "compressed": "a codec's payload",
+    "small": "uncompressed: the message is under the size threshold",
+    "warmup": "uncompressed: before the first compressed iteration",
+    "excluded": "uncompressed: a layer that is left out by choice",
+    "guarded": "uncompressed: the site's error passed the bound",
+    "evaluation": "uncompressed: evaluation with --validate-uncompressed",
+    "off": "uncompressed: no codec chosen",
+    "exact": "uncompressed by design",
+    "probe": "the error probe's own reference, sent only where a report is written",
+}
+"""Why bytes travel as they do."""
+
+LINKS = ("", "intra", "inter")
+"""Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""
+
+TRANSPORT_FACTORS = {
+    "all_reduce": lambda world: (2 * (world - 1), world),
+    "all_gather": lambda world: (world - 1, world),
+    "reduce_scatter": lambda world: (world - 1, world),
+    "all_to_all": lambda world: (world - 1, world),
+    "broadcast": lambda world: (1, 1),
+    "send": lambda world: (1, 1),
+}
+
+
+def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
+    """Bytes that one rank sends in one call.
+
+    Args:
+        operation: a key of ``TRANSPORT_FACTORS``.
+        buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
+            reduce-scatter the input).
+        world_size: ranks in the group.
+    """
+    if world_size == 1:
+        return 0
+    numerator, denominator = TRANSPORT_FACTORS[operation](world_size)
+    return buffer_bytes * numerator // denominator
+
+
+@dataclass
+class Tally:
+    """Calls, bytes sent, and the bytes that the uncompressed operation would have sent."""
+
+    calls: int = 0
+    sent: int = 0
+    plain: int = 0
+
+    def add(self, sent: int, plain: int, calls: int = 1) -> None:
+        self.calls += calls
+        self.sent += sent
+        self.plain += plain
+
+
+class Ledger:
+    """Counts bytes handed to the transport, by phase, traffic, kind, operation and link.
+
+    A compressed operation is recorded in parts: each transport call with what it sends (``plain=0``), then
+    once what the uncompressed operation would have sent (``record_plain``).
+    """
+
+    def __init__(self) -> None:
+        self.tallies: dict[tuple[str, str, str, str, str], Tally] = defaultdict(Tally)
+        self.evaluating = False
+        """Set during evaluation: its traffic is kept apart from the training iterations'."""
+
+    def record(self, traffic: str, kind: str, operation: str, sent: int, plain: int, link: str = "") -> None:
+        """Count one transport call.
+
+        Args:
+            traffic: one of ``TRAFFIC``.
+            kind: one of ``KINDS``.
+            operation: a key of ``TRANSPORT_FACTORS``.
+            sent: bytes this rank sends in this call.
+            plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
+            link: one of ``LINKS``.
+        """
+        if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
+            raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
+        phase = "eval" if self.evaluating else "train"
+        self.tallies[phase, traffic, kind, operation, link].add(sent, plain)
+
+    def record_uncompressed(
+        self, traffic: str, kind: str, operation: str, buffer_bytes: int, world_size: int
+    ) -> None:
+        """Count one uncompressed transport call over a buffer of ``buffer_bytes``."""
+        sent = bytes_sent(operation, buffer_bytes, world_size)
+        self.record(traffic, kind, operation, sent, sent)
+
+    def record_plain(self, traffic: str, operation: str, buffer_bytes: int, world_size: int) -> None:
+        """Say what the uncompressed operation would have sent for a compressed one."""
+        plain = bytes_sent(operation, buffer_bytes, world_size)
+        self.record(traffic, "compressed", f"instead_of_{operation}", 0, plain)
+
+    def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
+        """``{traffic: {kind: (sent, plain)}}`` since the start, all classes and kinds present."""
+        totals = {traffic: dict.fromkeys(KINDS, (0, 0)) for traffic in TRAFFIC}
+        for (tally_phase, traffic, kind, _, _), tally in self.tallies.items():
+            if tally_phase == phase:
+                sent, plain = totals[traffic][kind]
+                totals[traffic][kind] = (sent + tally.sent, plain + tally.plain)
+        return totals
+
+    def between_nodes(self, phase: str = "train") -> dict[str, tuple[int, int]]:
+        """``{traffic: (sent, plain)}`` of what is known to have crossed nodes since the start."""
+        totals = dict.fromkeys(TRAFFIC, (0, 0))
+        for (tally_phase, traffic, _, _, link), tally in self.tallies.items():
+            if tally_phase == phase and link == "inter":
+                sent, plain = totals[traffic]
+                totals[traffic] = (sent + tally.sent, plain + tally.plain)
+        return totals
+
+    def rows(self) -> list[dict]:
+        """Every tally as a JSON-ready row."""
+        return [
+            {
+                "phase": phase,
+                "traffic": traffic,
+                "kind": kind,
+                "operation": operation,
+                "link": link,
+                "calls": tally.calls,
+                "sent_bytes": tally.sent,
+                "plain_bytes": tally.plain,
+            }
+            for (phase, traffic, kind, operation, link), tally in sorted(self.tallies.items())
+        ]
