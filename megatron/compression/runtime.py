@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from megatron.compression.codecs import Codec, build_codec
 from megatron.compression.collectives.choice import Transports
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.config import CompressionConfig, TensorParallelCompression
 from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, WeightCodec
 from megatron.compression.data_parallel.codecs import data_parallel_codecs
-from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.tensor_parallel.guard import ErrorGuard
 
 

@@ -246,10 +246,10 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.compression import seams
-    from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
-    from megatron.compression.pipeline_parallel.exchange import PipelineExchange
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.probe import ErrorProbe
+    from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
+    from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 
     random = dict(pp_compression="int8", pp_rounding="stochastic", pp_backward_rounding="stochastic")
     settings = {"tah-quant": dict(pp_compression="tah-quant"), "random": random, "repeated": random}

@@ -37,12 +37,12 @@ def make_sync(
     sharded: bool, dtype: torch.dtype, cell_bits: int = 16, node_size: int | None = None, wire: str = "sketch"
 ):
     """A sync over a made-up bucket, and its ledger and monitor."""
+    from megatron.compression.communication.ledger import Ledger
     from megatron.compression.data_parallel import tagc, tagc_layers
     from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
     from megatron.compression.data_parallel.error_feedback import ErrorFeedback
     from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
     from megatron.compression.data_parallel.topology import find_topology
-    from megatron.compression.communication.ledger import Ledger
 
     tagc_layers.SMALLEST = 8192
     spans, start = [], 0

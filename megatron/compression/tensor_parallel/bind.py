@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import print_rank_0
 
 from megatron.compression.collectives import TransportError
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.config import CompressionConfigError
 from megatron.compression.runtime import CompressionRuntime
-from megatron.compression.communication.ledger import Ledger
 from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
 from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 from megatron.compression.tensor_parallel.layers import (

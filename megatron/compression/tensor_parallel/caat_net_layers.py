@@ -6,8 +6,8 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.config import CaatNetSettings, CompressionConfigError
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.config import CaatNetSettings, CompressionConfigError
 from megatron.compression.tensor_parallel.caat_net import (
     copy_to_streams,
     linear_putting_off,
