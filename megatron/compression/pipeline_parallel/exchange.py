@@ -14,12 +14,13 @@ import torch
 from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron.compression.codecs import MessageCodec
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.config_errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 from megatron.compression.pipeline_parallel.in_flight import Send, SendsInFlight
 from megatron.compression.pipeline_parallel.streams import MessageStreams
-from megatron.compression.telemetry import ErrorProbe, Ledger
 from taco_kernels import Stream
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
