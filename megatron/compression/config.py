@@ -74,8 +74,18 @@ class CompressionConfig:
         """A setting that would silently do nothing."""
         activations = self.tensor_parallel.enabled or self.pipeline_parallel.enabled
         for given, needed, flag, fix in (
-            (self.validate_uncompressed, activations, "--validate-uncompressed", "--taco or --pp-compression"),
-            (self.error_bound is not None, self.tensor_parallel.enabled, "--compression-error-bound", "--taco"),
+            (
+                self.validate_uncompressed,
+                activations,
+                "--validate-uncompressed",
+                "--taco or --pp-compression",
+            ),
+            (
+                self.error_bound is not None,
+                self.tensor_parallel.enabled,
+                "--compression-error-bound",
+                "--taco",
+            ),
             (self.start_iteration, self.enabled, "--compression-start-iteration", "--taco"),
             (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", "--taco"),
             (self.communicators, self.enabled, "--compression-communicators", "--taco"),
@@ -139,7 +149,9 @@ class CompressionConfig:
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
-            lines.append(f"tensor parallelism compresses while a layer's error is at most {self.error_bound:g}")
+            lines.append(
+                f"tensor parallelism compresses while a layer's error is at most {self.error_bound:g}"
+            )
         if self.validate_uncompressed:
             sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
                 self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1

@@ -29,8 +29,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
         "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
     )
-    add("--tp-compression", metavar="SPEC", help=f"Tensor-parallel activations and gradients: {spec}; auto = "
-        "the recommended codec.")
+    add(
+        "--tp-compression",
+        metavar="SPEC",
+        help=f"Tensor-parallel activations and gradients: {spec}; auto = the recommended codec.",
+    )
     add("--tp-backward-compression", metavar="SPEC", help="Another codec for tensor-parallel gradients.")
     add(
         "--tp-compression-min-mb",
@@ -51,8 +54,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         default=TensorParallelConfig.chunks,
         help="Pieces of the sequence whose exchange runs behind the next piece's GEMM; 2 pays over PCIe.",
     )
-    add("--pp-compression", metavar="SPEC", help=f"What pipeline stages send each other: {spec}; auto = the "
-        "recommended codecs.")
+    add(
+        "--pp-compression",
+        metavar="SPEC",
+        help=f"What pipeline stages send each other: {spec}; auto = the recommended codecs.",
+    )
     add(
         "--pp-backward-compression",
         metavar="SPEC",
@@ -65,7 +71,9 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         f"{', '.join(GRADIENT_COMPRESSORS.names())}; sdp4bit alone compresses the distributed optimizer's "
         "weights as well.",
     )
-    add("--dp-weight-compression", metavar="SPEC", help="The distributed optimizer's weights (their changes).")
+    add(
+        "--dp-weight-compression", metavar="SPEC", help="The distributed optimizer's weights (their changes)."
+    )
     add(
         "--dp-error-feedback",
         default=None,

@@ -18,7 +18,7 @@ from megatron.compression import flags, patches, preflight, shared_gpus
 from megatron.compression.attach import Compression
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.config import CompressionConfig, changed_settings
+from megatron.compression.config import changed_settings
 from megatron.compression.errors import OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
@@ -108,7 +108,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     _follow(args, compression, reporter)
     if model_config is not None and not is_dense_local(model_config.transformer):
-        print_rank_0("compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)")
+        print_rank_0(
+            "compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)"
+        )
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression

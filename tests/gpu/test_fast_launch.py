@@ -147,9 +147,9 @@ def test_the_other_codecs() -> None:
 @pytest.mark.parametrize(("config", "random"), SETTINGS[:2])
 def test_graph_capture(config: CodecConfig, random: Stream | None) -> None:
     """Launches are captured, and replays see what the tensors hold by then."""
+    from taco_kernels.common.fast_launch import plain_launches
     from taco_kernels.symmetric_memory import collectives
     from taco_kernels.taco import launch
-    from taco_kernels.common.fast_launch import plain_launches
 
     x = torch.randn(1000, 128, device="cuda").bfloat16()
     (lane,) = simulated_lanes(1, programs=24)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from taco_kernels import packed
-from taco_kernels.count_sketch.selection import share_threshold
 from taco_kernels.bitmap_sparse import reference
+from taco_kernels.count_sketch.selection import share_threshold
 from tests.unit.test_order_kernels import KINDS, same, values
 
 

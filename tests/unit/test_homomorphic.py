@@ -6,8 +6,8 @@ import torch
 from taco_kernels import homomorphic as lhc
 from taco_kernels.count_sketch import reference
 from taco_kernels.count_sketch.hashing import row_hashes
-from taco_kernels.count_sketch.selection import sample_count, sample_positions
 from taco_kernels.count_sketch.philox import philox
+from taco_kernels.count_sketch.selection import sample_count, sample_positions
 
 SEED = 1234567890123
 

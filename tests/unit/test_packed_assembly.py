@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from taco_kernels import packed
-from taco_kernels.count_sketch.selection import share_threshold
 from taco_kernels.bitmap_sparse import reference
+from taco_kernels.count_sketch.selection import share_threshold
 from tests.unit import ptx_warp
 
 pytest.importorskip("triton")

@@ -16,9 +16,8 @@ def main() -> None:
     """Every kernel in a spread of formats; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.sdp4bit import GroupFormat, reference
+    from taco_kernels.sdp4bit import GroupFormat, launch, reference
     from taco_kernels.sdp4bit.testing import apart
-    from taco_kernels.sdp4bit import launch
     from tests.unit.interpreter import speed_up
 
     speed_up()

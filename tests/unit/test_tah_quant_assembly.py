@@ -18,8 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels.tah_quant import TahConfig, layout_of
-from taco_kernels.tah_quant import encode_quads, launch, quads, rows
+from taco_kernels.tah_quant import TahConfig, encode_quads, launch, layout_of, quads, rows
 from taco_kernels.tah_quant.spec import spec_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

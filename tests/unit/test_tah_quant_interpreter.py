@@ -11,8 +11,7 @@ def main() -> None:
     """Both kernels in a spread of settings; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.tah_quant import TahConfig, reference
-    from taco_kernels.tah_quant import launch
+    from taco_kernels.tah_quant import TahConfig, launch, reference
     from taco_kernels.tah_quant.testing import difference
     from tests.unit.interpreter import speed_up
 

@@ -57,7 +57,9 @@ class TensorParallelConfig:
         if self.compression == "auto":
             object.__setattr__(self, "compression", RECOMMENDED)
         if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-            raise CompressionConfigError(f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0")
+            raise CompressionConfigError(
+                f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"
+            )
         if self.chunks < 1:
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         parse_layers(self.layers)
