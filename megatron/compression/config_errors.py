@@ -1,11 +1,9 @@
-"""What every config dataclass needs: the error, how a field's name becomes a flag, what ``auto`` fills in."""
+"""What every config dataclass needs: how a field's name becomes a flag, what ``auto`` fills in."""
 
 from collections.abc import Iterable
 from dataclasses import fields
 
-
-class CompressionConfigError(ValueError):
-    """A setting that cannot be honoured; the message names the flag and the fix."""
+from megatron.compression.errors import CompressionConfigError
 
 
 def flag_name(field_name: str) -> str:

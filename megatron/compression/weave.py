@@ -1,4 +1,4 @@
-"""Weaves compression into a Megatron run: config, model hooks, seams, and the report."""
+"""Weaves compression into a Megatron run: config, model hooks, patches, and the report."""
 
 from argparse import Namespace
 from functools import partial
@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron.compression import seams
+from megatron.compression import patches
 from megatron.compression.arguments import (
     compression_config_from_args,
     idle_reason,
@@ -64,13 +64,13 @@ def weave(args: Namespace, model_config: GPTModelConfig) -> tuple[CompressionRun
         settings=_settings(args),
         tensorboard=get_tensorboard_writer(),
     )
-    _install_seams(runtime, reporter, args)
+    _install_patches(runtime, reporter, args)
     for line in _announcement(args, config, runtime, model_config):
         print_rank_0(line)
     return runtime, reporter
 
 
-def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
+def _install_patches(runtime: CompressionRuntime, reporter: Reporter, args: Namespace) -> None:
     ledger = runtime.ledger
     on_checkpoint = [
         partial(check_checkpoint, args=args),
@@ -85,24 +85,29 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
             reporter.on_training_log(iteration, losses)
             guarded.on_training_log(iteration, losses)
 
-        seams.on_training_log(on_training_log)
+        patches.on_training_log(on_training_log)
     else:
-        seams.on_training_log(reporter.on_training_log)
-    seams.on_checkpoint_args(*on_checkpoint)
+        patches.on_training_log(reporter.on_training_log)
+    patches.on_checkpoint_args(*on_checkpoint)
     _follow_evaluations(runtime, reporter)
-    seams.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
-    seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
+    patches.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
+    patches.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
     if runtime.weight_codec is not None:
-        seams.on_master_copy(copy_masters)
+        patches.on_master_copy(copy_masters)
     if runtime.gradient_sync is not None:
         state = GradientState(args, runtime.gradient_syncs)
-        seams.around_checkpoint_state(state.add_to)
+
+        def add_state(state_dict, is_loading):
+            if "optimizer" in state_dict:
+                state.add_to(state_dict, is_loading)
+
+        patches.around_checkpoint_state(add_state)
         on_read.append(state.loaded)
-    seams.on_checkpoint_read(*on_read)
-    seams.on_replicated_gradient_sync(
+    patches.on_checkpoint_read(*on_read)
+    patches.on_replicated_gradient_sync(
         partial(ledger.record_uncompressed, "tp.other", "exact", "all_reduce"), align_gradients
     )
-    seams.on_tied_embedding_gradient_sync(
+    patches.on_tied_embedding_gradient_sync(
         partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
     )
     exchange = PipelineExchange(
@@ -114,14 +119,14 @@ def _install_seams(runtime: CompressionRuntime, reporter: Reporter, args: Namesp
         partial(parallel_state.get_data_parallel_rank, with_context_parallel=True),
         validate_uncompressed=runtime.config.validate_uncompressed,
     )
-    seams.through_pipeline_exchange(exchange)
-    seams.around_schedules(exchange.begin, exchange.finish)
+    patches.through_pipeline_exchange(exchange)
+    patches.around_schedules(exchange.begin, exchange.finish)
 
 
 def _follow_evaluations(runtime: CompressionRuntime, reporter: Reporter) -> None:
     codec, keys = runtime.tensor_parallel_codec, KeysOfTraining()
     if codec is None or not codec.rounds_randomly:
-        seams.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+        patches.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
         return
 
     def before(split: str) -> None:
@@ -132,7 +137,7 @@ def _follow_evaluations(runtime: CompressionRuntime, reporter: Reporter) -> None
         keys.restore()
         reporter.after_evaluate(losses)
 
-    seams.around_evaluate(before, after)
+    patches.around_evaluate(before, after)
 
 
 def current_iteration(args: Namespace) -> int:

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.host import preflight
-from megatron.host.errors import InputError
+from megatron.compression import preflight
+from megatron.compression.errors import InputError
 from tests.distributed.launch import REPO, environment, pretrain, ranks_of, start, stop, tiny_flags, torchrun
 
 

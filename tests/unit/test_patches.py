@@ -1,11 +1,11 @@
-"""Seams refuse unexpected symbols and wrap once."""
+"""Patches refuse unexpected symbols and wrap once."""
 
 import importlib
 from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression.seams import SeamError, replace
+from megatron.compression.patches import PatchError, replace
 
 
 class Owner:
@@ -33,15 +33,15 @@ def test_replace_wraps_once() -> None:
 def test_replace_refuses_another_version() -> None:
     """A missing function or parameter fails loudly and changes nothing."""
     owner = type("Copy", (Owner,), {})
-    with pytest.raises(SeamError, match="does not exist"):
+    with pytest.raises(PatchError, match="does not exist"):
         replace(owner, "triple", (), _plus_one)
-    with pytest.raises(SeamError, match="no parameter factor"):
+    with pytest.raises(PatchError, match="no parameter factor"):
         replace(owner, "double", ("value", "factor"), _plus_one)
     assert owner().double(3) == 6
 
 
-def test_megatron_core_has_every_seam() -> None:
-    """All seams fit the installed megatron-core, and the data-parallel ones count what they should."""
+def test_megatron_core_has_every_symbol() -> None:
+    """All patches fit the installed megatron-core, and the data-parallel ones count what they should."""
     from megatron import host
 
     host.install()
@@ -51,7 +51,7 @@ def test_megatron_core_has_every_seam() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.training import checkpointing, training
 
-    from megatron.compression import seams
+    from megatron.compression import patches
 
     finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     owners = [
@@ -71,17 +71,17 @@ def test_megatron_core_has_every_seam() -> None:
     ]
     before = [getattr(owner, name) for owner, name in owners]
     try:
-        seams.on_training_log(lambda iteration, losses: None)
-        seams.around_evaluate(lambda split: None, lambda losses: None)
-        seams.on_gradient_sync(lambda *args: None)
-        seams.on_parameter_sync(lambda *args: None)
-        seams.on_master_copy(lambda optimizer: False)
-        seams.around_checkpoint_state(lambda *args: None)
-        seams.on_checkpoint_read(lambda *args: None)
-        seams.through_pipeline_exchange(lambda *args, **kwargs: None)
-        seams.around_schedules(lambda: None, lambda: None)
-        seams.on_replicated_gradient_sync(lambda *args: None)
-        seams.on_tied_embedding_gradient_sync(lambda *args: None)
+        patches.on_training_log(lambda iteration, losses: None)
+        patches.around_evaluate(lambda split: None, lambda losses: None)
+        patches.on_gradient_sync(lambda *args: None)
+        patches.on_parameter_sync(lambda *args: None)
+        patches.on_master_copy(lambda optimizer: False)
+        patches.around_checkpoint_state(lambda *args: None)
+        patches.on_checkpoint_read(lambda *args: None)
+        patches.through_pipeline_exchange(lambda *args, **kwargs: None)
+        patches.around_schedules(lambda: None, lambda: None)
+        patches.on_replicated_gradient_sync(lambda *args: None)
+        patches.on_tied_embedding_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):
             assert getattr(owner, name) is not original
     finally:
@@ -99,7 +99,7 @@ def test_megatron_core_has_every_seam() -> None:
 )
 def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
     """One bucket of 4000 bytes over 4 data-parallel ranks."""
-    from megatron.compression.seams import _record_gradient_sync
+    from megatron.compression.patches.distributed import _record_gradient_sync
 
     group = SimpleNamespace(
         ddp_config=SimpleNamespace(

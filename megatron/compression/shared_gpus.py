@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.host.errors import InputError
+from megatron.compression.errors import InputError
 
 HELP = (
     "Let several ranks of a host share a GPU where it has fewer GPUs than ranks. Losses and bytes are those "
