@@ -9,7 +9,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 
 _MARK = "sees_rank_local_data"
 _OF_OWN_HEADS = ("q_layernorm", "k_layernorm", "softmax_offset")

@@ -1,4 +1,4 @@
-"""The layers of a CAAT-Net: a model's tensor-parallel layers, told which of them reduce what."""
+"""Makes a CAAT-Net of a built model: tells its tensor-parallel layers which of them reduce what."""
 
 import itertools
 
@@ -6,60 +6,22 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.config import CaatNetSettings, CompressionConfigError
-from megatron.compression.telemetry import Ledger
-from megatron.compression.tensor_parallel.caat_net import (
-    copy_to_streams,
-    linear_putting_off,
-    partial_row_parallel_linear,
+from megatron.compression import patches
+from megatron.compression.caat_net.config import CaatNetConfig
+from megatron.compression.caat_net.gradients import mark_rank_local, sum_after_finalizing
+from megatron.compression.caat_net.layers import (
+    PartialRowParallelLinear,
+    StreamColumnParallelLinear,
+    StreamEmbedding,
 )
-from megatron.compression.tensor_parallel.caat_net_gradients import mark_rank_local, sum_after_finalizing
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
 )
 from megatron.compression.tensor_parallel.overlap import Handover
-
-
-class PartialRowParallelLinear(CompressedRowParallelLinear):
-    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward."""
-
-    shared_channels: int
-    next_weight: Handover | None = None
-    """Shared with the column-parallel layer after this one: its weight gradient runs behind our exchange."""
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels."""
-        output = partial_row_parallel_linear(
-            input_, self.weight, self.bias, self.site, self.shared_channels, self.next_weight
-        )
-        return output, None
-
-
-class StreamColumnParallelLinear(CompressedColumnParallelLinear):
-    """qkv, fc1 or the output layer of one rank's stream: nothing is communicated, forward or backward."""
-
-    next_weight: Handover | None = None
-    """Shared with the row-parallel layer before this one: brings our weight."""
-
-    def _forward_impl(self, input, weight, *args, **kwargs):
-        made = self.next_weight.take() if self.next_weight is not None else None
-        if made is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        weight, gradient = made
-        if not torch.is_grad_enabled():  # a region to be recomputed, inside a graph
-            return super()._forward_impl(input, self.weight, *args, **kwargs)
-        return linear_putting_off(input, weight, kwargs["bias"], gradient)
-
-
-class StreamEmbedding(CompressedLanguageModelEmbedding):
-    """Word and position embeddings, from which every rank's stream begins."""
-
-    def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
-        """Token ids ``[b, s]`` to ``[s, b, h]``; its backward has the only all-reduce of all channels."""
-        return copy_to_streams(super().forward(input_ids, position_ids, tokentype_ids), self.site)
-
 
 _CLASSES = {
     CompressedRowParallelLinear: PartialRowParallelLinear,
@@ -69,14 +31,14 @@ _CLASSES = {
 _ORDINARY = {partial: ordinary for ordinary, partial in _CLASSES.items()}
 
 
-def bind_caat_net(chunk: torch.nn.Module, settings: CaatNetSettings, ledger: Ledger) -> None:
+def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:
     """Make a model chunk a CAAT-Net of this sync fraction, or at 1 an ordinary model again. Idempotent.
 
     The classes add no state, so parameters and their names stay as they are.
 
     Args:
         chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
-        settings: the sync fraction.
+        config: the sync fraction.
         ledger: counts the sum of the replicated parameters' gradients.
 
     Raises:
@@ -88,14 +50,14 @@ def bind_caat_net(chunk: torch.nn.Module, settings: CaatNetSettings, ledger: Led
         if communicates and getattr(module, "site", None) is None:
             raise CompressionConfigError(f"--caat-net-sync-fraction does not cover {path}; drop the flag")
         if ordinary in _CLASSES:
-            module.__class__ = _CLASSES[ordinary] if settings.enabled else ordinary
+            patches.change_class(module, _CLASSES[ordinary] if config.enabled else ordinary)
         if isinstance(module, PartialRowParallelLinear):
-            module.shared_channels = settings.shared_channels(module.output_size)
+            module.shared_channels = config.shared_channels(module.output_size)
         if isinstance(module, ColumnParallelLinear):
-            module.disable_grad_reduce = settings.enabled
-            module.allreduce_dgrad = not settings.enabled and not module.sequence_parallel
-    mark_rank_local(chunk, settings.enabled)
-    if settings.enabled:
+            module.disable_grad_reduce = config.enabled
+            module.allreduce_dgrad = not config.enabled and not module.sequence_parallel
+    mark_rank_local(chunk, config.enabled)
+    if config.enabled:
         _check_layers(chunk)
         _share_handovers(chunk)
         sum_after_finalizing(chunk.config, ledger)

@@ -8,15 +8,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedRowParallelLinear,
 )
-from megatron.compression.torch_native import SDPACoreAttention, TorchLayerNorm, TorchRMSNorm, block_spec
+from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 
 
 class CompressedSpecProvider(LocalSpecProvider):
@@ -37,21 +36,6 @@ class CompressedSpecProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         """torch's fused attention; ``--attention-backend local`` puts megatron-core's in its place."""
         return SDPACoreAttention
-
-
-def gpt_layer_spec(
-    model_config: GPTModelConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules | ModuleSpec:
-    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
-
-    Dense layers of ``--transformer-impl local`` are built with our layers. Everything else (Transformer
-    Engine, mixture of experts, latent attention, heterogeneous blocks) is megatron-core's own choice, and its
-    traffic is neither compressed nor counted; arguments.py refuses ``--taco`` there.
-    """
-    transformer = model_config.transformer
-    if not is_dense_local(transformer):
-        return default_layer_spec(model_config, vp_stage)
-    return block_spec(transformer, dense_layer_spec(transformer, CompressedSpecProvider()), vp_stage)
 
 
 def is_dense_local(transformer) -> bool:

@@ -19,23 +19,23 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.compression.collectives import CompressedWork
+from megatron.compression.communication import Work
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
     WeightGradient,
     arrival,
-    put_off,
-    stand_in,
+    defer,
+    placeholder,
 )
-from megatron.compression.tensor_parallel.site import TensorParallelSite
+from megatron.compression.communication.site import CommSite
 
 
-def _sum_over_ranks(tensor: torch.Tensor, site: TensorParallelSite, channel: str) -> CompressedWork:
+def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:
     """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
-    if site.compresses(tensor.nbytes, channel):
-        return site.all_reduce(tensor, channel)
-    return site.all_reduce_uncompressed(tensor, channel)
+    if site.compresses(tensor.nbytes, traffic):
+        return site.all_reduce(tensor, traffic)
+    return site.all_reduce_uncompressed(tensor, traffic)
 
 
 class _PartialRowParallelLinear(torch.autograd.Function):
@@ -83,10 +83,10 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             of_private = torch.matmul(private, weight[shared:])
-            ctx.exchange.work = _Continued(
-                work, lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
+            ctx.exchange.work = work.then(
+                lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
             )
-            grad_x = stand_in(x)
+            grad_x = placeholder(x)
         if work.exchanges > 1 and not ctx.exchange.waiting:
             work.advance()
         if ctx.needs_input_grad[1]:
@@ -98,29 +98,12 @@ class _PartialRowParallelLinear(torch.autograd.Function):
                 return full
 
             ctx.gradient.finish = finish
-            grad_weight = stand_in(weight)
+            grad_weight = placeholder(weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             # This rank's stream alone: the ranks' are summed once an iteration (caat_net_gradients.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
         return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-class _Continued:
-    """A collective under way, and what makes the input gradient of its result."""
-
-    def __init__(self, work: CompressedWork, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.work, self.finish = work, finish
-
-    @property
-    def exchanges(self) -> int:
-        return self.work.exchanges
-
-    def advance(self) -> None:
-        self.work.advance()
-
-    def wait(self) -> torch.Tensor:
-        return self.finish(self.work.wait())
 
 
 class _FinishedLater:
@@ -135,7 +118,7 @@ class _FinishedLater:
         return finish()
 
 
-class _LinearPuttingOff(torch.autograd.Function):
+class _LinearDeferring(torch.autograd.Function):
     """``x @ weight.T + bias``; the weight's gradient is left to ``gradient``, behind another exchange."""
 
     @staticmethod
@@ -152,7 +135,7 @@ class _LinearPuttingOff(torch.autograd.Function):
         grad_input = torch.matmul(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         ctx.gradient.provide(lambda: (rows, x.reshape(-1, x.shape[-1])))
         grad_bias = rows.sum(dim=0) if ctx.has_bias else None
-        return grad_input, stand_in(weight), grad_bias, None
+        return grad_input, placeholder(weight), grad_bias, None
 
 
 class _CopyToStreams(torch.autograd.Function):
@@ -173,7 +156,7 @@ def partial_row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    site: TensorParallelSite,
+    site: CommSite,
     shared_channels: int,
     handover: Handover | None = None,
 ) -> torch.Tensor:
@@ -189,7 +172,7 @@ def partial_row_parallel_linear(
         bias: ``[h_out]`` or None; its gradient is that of this rank's stream.
         site: where it communicates.
         shared_channels: k, 1 to ``h_out``.
-        handover: shared with the column-parallel layer that comes next, whose weight gradient is put off
+        handover: shared with the column-parallel layer that comes next, whose weight gradient is deferred
             until then.
 
     Returns:
@@ -199,14 +182,14 @@ def partial_row_parallel_linear(
     if handover is not None:
         handover.take()  # what nobody took belongs to another graph
     if torch.is_grad_enabled():
-        weight = put_off(weight, gradient)
+        weight = defer(weight, gradient)
         x = arrival(x, exchange)
         if handover is not None:
             handover.make(exchange)
     return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient)
 
 
-def linear_putting_off(
+def linear_deferring(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient: WeightGradient
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` without communication.
@@ -217,9 +200,9 @@ def linear_putting_off(
         bias: ``[h_out / W]`` or None.
         gradient: computes the weight's gradient when the engine comes to it.
     """
-    return _LinearPuttingOff.apply(x, weight, bias, gradient)
+    return _LinearDeferring.apply(x, weight, bias, gradient)
 
 
-def copy_to_streams(x: torch.Tensor, site: TensorParallelSite) -> torch.Tensor:
+def copy_to_streams(x: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Begin every rank's stream with ``x``, equal on all of them; its gradient is summed over the ranks."""
     return _CopyToStreams.apply(x, site)
