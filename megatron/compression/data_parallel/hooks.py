@@ -1,8 +1,9 @@
 """Puts data-parallel compression into a run."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.run import Run
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.data_parallel.bucket_group import CompressedBucketGroup, InFlight
 from megatron.compression.data_parallel.checkpoint import GradientState
@@ -28,58 +29,55 @@ from megatron.compression.data_parallel.replicas import Replicas, align_gradient
 from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights, copy_masters
 
 
-class DataParallelHooks:
-    """Data parallelism of one run: it counts without compression, and compresses with it.
+class Gradients:
+    """Gradients and weights of one run: counted without compression, and compressed with it.
+
+    Patches megatron-core: counts its collectives, takes over the masters' copy, aligns replicas.
 
     Args:
-        config: ``resolved``.
-        policy: has the rules of ``config``.
-        ledger: counts.
-        communicators: how many share a payload that crosses nodes (``--compression-communicators``); 0
-            decides by the kind of link.
-        say: prints a line once a job.
+        config: what is compressed.
+        run: its policy has the rules of ``config``.
     """
 
-    def __init__(
-        self,
-        config: DataParallelConfig,
-        policy: Policy,
-        ledger: Ledger,
-        communicators: int = 0,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
-        self.config, self.policy, self.ledger, self.communicators = config, policy, ledger, communicators
-        self.compressor: GradientCompressor | None = policy.rule("dp.gradient").codec
+    def __init__(self, config: DataParallelConfig, run: Run) -> None:
+        self.config, self.policy, self.ledger = config, run.policy, run.ledger
+        self.compressor: GradientCompressor | None = run.policy.rule("dp.gradient").codec
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached: what checkpoints carry the state of."""
-        self.state: GradientState | None = None
-        self._say = say or _print_once
-        self._new_feedback = parse_error_feedback(config.error_feedback)
+        self._communicators = run.transports.communicators
+        self._new_feedback = parse_error_feedback(config.feedback)
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
-
-    @property
-    def diagnostics(self) -> list[Diagnostic]:
-        """What the reporter asks at each log line."""
-        return [] if self.compressor is None else list(self.compressor.diagnostics())
-
-    def install(self) -> None:
-        """Patch megatron-core: count its collectives, take over the masters' copy, align replicas."""
+        self._state: GradientState | None = None
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
         patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
         patches.on_master_copy(copy_masters)
         record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
         patches.on_replicated_gradient_sync(record, align_gradients)
 
-    def carry_state(self, args: Namespace) -> GradientState:
-        """What saves error feedback with checkpoints and loads it; the caller hands it its ``add_to`` and
-        ``loaded`` (``patches.around_checkpoint_state``, ``patches.on_checkpoint_read``).
+    @property
+    def diagnostics(self) -> list[Diagnostic]:
+        """What the reporter asks at each log line."""
+        return [] if self.compressor is None else list(self.compressor.diagnostics())
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool, args: Namespace) -> None:
+        """Put error feedback into a checkpoint's state dict, or where to load it to.
 
         Args:
+            state_dict: with an optimizer's state.
+            is_loading: whether it is to be loaded.
             args: Megatron's validated flags.
         """
-        compressor = None if self.compressor is None else self.compressor.name
-        self.state = GradientState(args, compressor, self.config.error_feedback, self.syncs, say=self._say)
-        return self.state
+        self._carrier(args).add_to(state_dict, is_loading)
+
+    def state_read(self, state_dict: dict[str, Any] | None, path: str | None, args: Namespace) -> None:
+        """Take error feedback out of what has been read of a checkpoint; None: there is none."""
+        self._carrier(args).loaded(state_dict, path)
+
+    def _carrier(self, args: Namespace) -> GradientState:
+        if self._state is None:
+            name = None if self.compressor is None else self.compressor.name
+            self._state = GradientState(args, name, self.config.feedback, self.syncs, _print_once)
+        return self._state
 
     def attach(self, chunks: list) -> list:
         """Give every bucket group its gradient sync and its weights: a ``post_wrap_hook``. Collective over
@@ -149,10 +147,10 @@ class DataParallelHooks:
     def _topology(self, ranks: dist.ProcessGroup) -> Topology:
         """The topology of a data-parallel group, found once a group; the first time collectively."""
         if ranks not in self._topologies:
-            topology = find_topology(ranks, self.config.node_size, self.communicators)
+            topology = find_topology(ranks, self.config.node_size, self._communicators)
             self._topologies[ranks] = topology
             line = topology.describe() + topology.describe_communicators()
-            self._say(f"compression: a data-parallel group is {line}")
+            _print_once(f"compression: a data-parallel group is {line}")
         return self._topologies[ranks]
 
 

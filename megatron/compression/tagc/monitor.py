@@ -2,7 +2,7 @@
 
 import torch
 
-from taco_kernels.homomorphic import Decoded
+from taco_kernels.count_sketch import Decoded
 
 WRONG = 0.3
 """Mean error of the median of three estimates, of the distance between the outer two: 0.23 to 0.32 was seen
@@ -10,13 +10,24 @@ from just above the bound to four times it."""
 
 
 class TagcMonitor:
-    """Counters of a rank's decodes since the last reading."""
+    """A ``Diagnostic``: counters of a rank's decodes since the last reading."""
 
     def __init__(self) -> None:
+        self._buckets = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums = 0
+        """Of buckets that were started: none while gradients go uncompressed."""
         self._counters: torch.Tensor | None = None
         self._estimates: torch.Tensor | None = None
         self._values = 0
         self._room = 0.0
+
+    def first_bucket(self) -> bool:
+        """Whether this is the first call."""
+        self._buckets += 1
+        return self._buckets == 1
 
     def add(self, decoded: Decoded, numel: int, room: float) -> None:
         """Take in what one decode counted, of ``numel`` values; no synchronisation.
@@ -32,46 +43,45 @@ class TagcMonitor:
         self._values += numel
         self._room += room
 
-    def take(self) -> torch.Tensor:
-        """float64 ``[6]``: values decoded, in the union, left over, what unions could have been, and the two
-        sums of ``Decoded.estimates``; resets.
+    def read(self) -> torch.Tensor:
+        """float64 ``[7]``: values decoded, in the union, left over, what unions could have been, the two sums
+        of ``Decoded.estimates``, and sums of buckets; resets.
 
         Waits for the device.
         """
         union, leftovers = self._counters.tolist() if self._counters is not None else (0, 0)
         estimates = self._estimates.tolist() if self._estimates is not None else (0, 0)
-        numbers = [self._values, union, leftovers, self._room, *estimates]
-        reading = torch.tensor(numbers, dtype=torch.float64)
-        self.__init__()
-        return reading
+        numbers = [self._values, union, leftovers, self._room, *estimates, self.sums]
+        self._reset()
+        return torch.tensor(numbers, dtype=torch.float64)
 
-
-def monitor_line(reading: torch.Tensor) -> str:
-    """What the log says of a reading summed over the ranks."""
-    values, union, leftovers, room = reading[:4].tolist()
-    if not values:
-        return "tagc: nothing was compressed; the shards are too small, or none is of --tagc-layers"
-    line = f"tagc: density of the summed gradients {union / values:.4f}, exact up to {room / values:.4f}"
-    if leftovers:
+    def lines(self, reading: torch.Tensor) -> list[str]:
+        """What the log says of a reading summed over the ranks."""
+        values, union, leftovers, room = reading[:4].tolist()
+        if not reading[6]:
+            return []
+        if not values:
+            return ["tagc: nothing was compressed; the shards are too small, or none is of its layers"]
+        line = f"tagc: density of the summed gradients {union / values:.4f}, exact up to {room / values:.4f}"
+        if not leftovers:
+            return [f"{line}; all {union:.0f} values recovered exactly"]
         line += f"; {leftovers:.0f} of {union:.0f} values were estimated, not recovered, and are wrong by "
-        return f"{line}about {100 * _relative_error(reading):.0f} % of their size"
-    return f"{line}; all {union:.0f} values recovered exactly"
+        return [f"{line}about {100 * _relative_error(reading):.0f} % of their size"]
 
-
-def monitor_scalars(reading: torch.Tensor | None) -> dict[str, float]:
-    """The same as scalars, for TensorBoard and the report's history; empty where nothing was decoded."""
-    values, union, leftovers, room = reading[:4].tolist() if reading is not None else (0, 0, 0, 0)
-    if not values:
-        return {}
-    return {
-        "tagc/density of the sum": union / values,
-        "tagc/exact density": room / values,
-        "tagc/values estimated": leftovers,
-        "tagc/relative error of estimates": _relative_error(reading),
-    }
+    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
+        """The same as scalars, for TensorBoard and the report's history; empty where nothing was decoded."""
+        values, union, leftovers, room = reading[:4].tolist()
+        if not values:
+            return {}
+        return {
+            "tagc/density of the sum": union / values,
+            "tagc/exact density": room / values,
+            "tagc/values estimated": leftovers,
+            "tagc/relative error of estimates": _relative_error(reading),
+        }
 
 
 def _relative_error(reading: torch.Tensor) -> float:
     """Of the values that were estimated, about, in sums of magnitudes; 0 where all were recovered."""
-    apart, size = reading[4:].tolist()
+    apart, size = reading[4:6].tolist()
     return WRONG * apart / size if size else 0.0
