@@ -2,9 +2,9 @@
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
-1. Notes: the exponents that fix a common grid, and classes of sampled magnitudes. Their maximum over the
+1. Metadata: the exponents that fix a common grid, and classes of sampled magnitudes. Their maximum over the
    ranks lets every rank choose the same share of its largest values, one whose union fits the sketch
-   (taco_kernels.homomorphic.selection).
+   (taco_kernels.count_sketch.selection).
 2. Sketches, each to the owner of its shard, which adds them up and peels the sum. What is not sent, by choice
    or by rounding, stays in error feedback.
 
@@ -14,15 +14,15 @@ same bits everywhere.
 
 import torch
 
-from megatron.compression.collectives.work import CompressedWork, completed
-from megatron.compression.data_parallel.bucket import GradientBucket
-from megatron.compression.data_parallel.tagc_exchange import start_all_reduce, start_maximum, start_to_owners
-from megatron.compression.data_parallel.tagc_layers import Segment, Share, shares_of
-from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
-from megatron.compression.data_parallel.tagc_parts import PackedPart, SketchPart, Sum, TagcSettings
-from megatron.compression.data_parallel.topology import INTER, INTRA
-from taco_kernels.homomorphic import Decoded
-from taco_kernels.homomorphic.layout import ALIGNMENT
+from megatron.compression.communication.topology import INTER, INTRA
+from megatron.compression.communication.work import Work
+from megatron.compression.data_parallel.compressor import GradientBucket, NewFeedback
+from megatron.compression.tagc.exchange import start_all_reduce, start_maximum, start_to_owners
+from megatron.compression.tagc.layers import Segment, Share, shares_of
+from megatron.compression.tagc.monitor import TagcMonitor
+from megatron.compression.tagc.parts import BitmapPart, PartSettings, SketchPart, Sum
+from taco_kernels.count_sketch import Decoded
+from taco_kernels.count_sketch.layout import ALIGNMENT
 
 
 class TagcGradientSync:
@@ -36,66 +36,63 @@ class TagcGradientSync:
     """
 
     def __init__(
-        self, bucket: GradientBucket, settings: TagcSettings, new_feedback, monitor: TagcMonitor
+        self, bucket: GradientBucket, settings: PartSettings, new_feedback: NewFeedback, monitor: TagcMonitor
     ) -> None:
         self.bucket, self.monitor = bucket, monitor
         self.shares: list[Share] = shares_of(bucket, settings.layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
-        self.parts: list[SketchPart | PackedPart] = []
+        self.parts: list[SketchPart | BitmapPart] = []
         for size in sizes:
             owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
             feedback = new_feedback()
             feedback.allocate(len(owners), [(0, size)], bucket.gradients.device)
-            kind = SketchPart if settings.wire == "sketch" else PackedPart
+            kind = SketchPart if settings.wire == "sketch" else BitmapPart
             self.parts.append(kind(owners, size, settings, bucket.topology, feedback))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
-        compressed = sum(share.compressed_numel for share in self.shares)
-        self.name = f"tagc, {compressed} of {bucket.numel} values compressed"
 
     @property
     def covering_ranks(self) -> int:
         """Ranks whose error feedback covers the same value: all."""
         return self.bucket.topology.world_size
 
-    def start(self) -> CompressedWork:
+    def start(self) -> Work:
         """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         compressed = sum(share.compressed_numel for share in self.shares)
-        operation = "reduce_scatter" if bucket.sharded else "all_reduce"
+        self.monitor.sums += 1
         if compressed:
-            size = compressed * flat.element_size()
-            bucket.topology.record_plain(bucket.ledger, "dp.gradient", operation, size)
+            bucket.record_plain(compressed * flat.element_size())
         exact, exact_work = None, None
         if not bucket.sharded and self.shares[0].exact:
             exact = gathered(flat, self.shares[0].exact)
             exact_work = start_all_reduce(exact, bucket)
-        notes = [
-            part.take_notes(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
+        metadata = [
+            part.take_metadata(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
             for part in self.parts
         ]
-        sizes = [note.numel() for note in notes if note is not None]
-        joined = torch.cat([note.view(-1) for note in notes if note is not None]) if sizes else None
+        sizes = [one.numel() for one in metadata if one is not None]
+        joined = torch.cat([one.view(-1) for one in metadata if one is not None]) if sizes else None
         work = start_maximum(joined, bucket) if sizes else None
 
-        def send() -> CompressedWork | torch.Tensor:
+        def send() -> Work | torch.Tensor:
             if exact is not None:
                 exact_work.wait()
                 scattered(exact, flat, self.shares[0].exact, bucket.scale)
             if not self.parts and not bucket.sharded:
                 return flat
-            agreed = notes
+            agreed = metadata
             if sizes:
-                agreed = [p.view_as(n) for p, n in zip(joined.split(sizes), notes, strict=True)]
+                agreed = [p.view_as(m) for p, m in zip(joined.split(sizes), metadata, strict=True)]
             return self._send(agreed)
 
         if sizes or exact is not None:
-            return CompressedWork(work, send)
+            return Work(work, send)
         outcome = send()  # nothing to wait for before the payloads
-        return outcome if isinstance(outcome, CompressedWork) else completed(outcome)
+        return outcome if isinstance(outcome, Work) else Work.completed(outcome)
 
-    def _send(self, notes: list[torch.Tensor | None]) -> CompressedWork:
+    def _send(self, metadata: list[torch.Tensor | None]) -> Work:
         bucket, flat = self.bucket, self.bucket.gradients
-        wires = [part.encode(note) for part, note in zip(self.parts, notes, strict=True)]
+        wires = [part.encode(own) for part, own in zip(self.parts, metadata, strict=True)]
         wire_of = {
             owner: row
             for part, rows in zip(self.parts, wires, strict=True)
@@ -112,9 +109,9 @@ class TagcGradientSync:
             return self._inside_node(payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
         own = exact_bytes[topology.rank]
-        return CompressedWork(work, lambda: self._finish(received, own, flat.dtype, Sum.OWN))
+        return Work(work, lambda: self._finish(received, own, flat.dtype, Sum.OWN))
 
-    def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> CompressedWork:
+    def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> Work:
         """Give each rank of the node what goes to the ranks with its index, to add it up first.
 
         The sum of sketches is as large as one of them, that of packed values as their union: less between
@@ -131,7 +128,7 @@ class TagcGradientSync:
             INTRA,
         )
 
-        def between_nodes() -> CompressedWork:
+        def between_nodes() -> Work:
             sums, sizes, position = [], [], 0
             for owner in of_index[topology.index]:
                 end = position + payloads[owner].numel()
@@ -147,9 +144,9 @@ class TagcGradientSync:
                 position = end
             arrived, work = start_to_owners(sums, sizes, bucket, INTER)
             own = sizes[topology.rank // topology.local]
-            return CompressedWork(work, lambda: self._finish(arrived, own, torch.float32, Sum.NODE))
+            return Work(work, lambda: self._finish(arrived, own, torch.float32, Sum.NODE))
 
-        return CompressedWork(work, between_nodes)
+        return Work(work, between_nodes)
 
     def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum):
         """Add up the own share, uint8 ``[S, bytes]``: sums ``of`` some; exact values are of ``dtype``."""
@@ -169,7 +166,7 @@ class TagcGradientSync:
             self._take(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
         return bucket.shard
 
-    def _gather_sums(self, received: torch.Tensor, of: Sum) -> CompressedWork:
+    def _gather_sums(self, received: torch.Tensor, of: Sum) -> Work:
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
@@ -177,14 +174,14 @@ class TagcGradientSync:
         if rank in self.part_of:
             part = self.part_of[rank]
             own[: part.sum_bytes] = part.add_up(received, rank, of, Sum.ALL)
-        sums, work = self.bucket.transport().all_gather(own, async_op=True)
+        sums, work = self.bucket.transport().all_gather(own)
 
         def spread() -> torch.Tensor:
             for owner, part in self.part_of.items():
                 self._take(part.decode(sums[owner : owner + 1, : part.sum_bytes], owner, Sum.ALL), owner)
             return self.bucket.gradients
 
-        return CompressedWork(work, spread)
+        return Work(work, spread)
 
     def _take(self, decoded: Decoded, owner: int) -> None:
         """Write an owner's share of the sum."""

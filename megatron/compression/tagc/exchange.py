@@ -3,17 +3,18 @@
 import torch
 import torch.distributed as dist
 
-from megatron.compression.collectives.transport import JoinedWork
 from megatron.compression.communication.ledger import bytes_sent
-from megatron.compression.data_parallel.bucket import GradientBucket
-from megatron.compression.data_parallel.topology import INTER, INTRA
+from megatron.compression.communication.topology import INTER, INTRA
+from megatron.compression.communication.transport import shared_between
+from megatron.compression.communication.work import Work
+from megatron.compression.data_parallel.compressor import GradientBucket
 
 
-def start_maximum(notes: torch.Tensor, bucket: GradientBucket) -> dist.Work:
-    """Start the elementwise maximum of uint8 ``notes`` over the group, in place."""
+def start_maximum(metadata: torch.Tensor, bucket: GradientBucket) -> dist.Work:
+    """Start the elementwise maximum of uint8 ``metadata`` over the group, in place."""
     topology = bucket.topology
-    work = dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=topology.group, async_op=True)
-    sent = bytes_sent("all_reduce", notes.numel(), topology.world_size)
+    work = dist.all_reduce(metadata, op=dist.ReduceOp.MAX, group=topology.group, async_op=True)
+    sent = bytes_sent("all_reduce", metadata.numel(), topology.world_size)
     for link, part in topology.split("all_reduce", sent).items():
         if part:
             bucket.ledger.record("dp.gradient", "compressed", "all_reduce", part, 0, link)
@@ -30,7 +31,7 @@ def start_all_reduce(values: torch.Tensor, bucket: GradientBucket) -> dist.Work:
 
 def start_to_owners(
     payloads: list[torch.Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
-) -> tuple[torch.Tensor, dist.Work | JoinedWork]:
+) -> tuple[torch.Tensor, Work | dist.Work]:
     """Start sending every rank of a group its payload, of a size that may differ from rank to rank.
 
     Args:
@@ -57,7 +58,7 @@ def start_to_owners(
             pieces = [share[number] for share in shares]
             parts.append(received.new_empty((group.size(), pieces[rank].numel())))
             works.append(_exchange(parts[-1], pieces, rank, communicator))
-        work = JoinedWork(received, parts, works)
+        work = shared_between(received, parts, works)
     compressed = [size - exact for size, exact in zip(sizes, exact_bytes, strict=True)]
     for kind, parts in (("compressed", compressed), ("excluded", exact_bytes)):
         sent = {INTRA: 0, INTER: 0}

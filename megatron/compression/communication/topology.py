@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron.compression.collectives.choice import TCP_COMMUNICATORS, over_tcp
-from megatron.compression.collectives.groups import new_groups
+from megatron.compression.communication.groups import new_groups
 from megatron.compression.communication.ledger import Ledger, bytes_sent
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.transports import TCP_COMMUNICATORS, over_tcp
 
 INTRA, INTER = "intra", "inter"
 
@@ -92,18 +93,36 @@ class Topology:
         return {INTRA: sent - between, INTER: between}
 
     def record_uncompressed(
-        self, ledger: Ledger, channel: str, kind: str, operation: str, buffer_bytes: int
+        self, ledger: Ledger, traffic: str, kind: str, operation: str, buffer_bytes: int
     ) -> None:
         """Count a flat uncompressed collective of the group, what crosses nodes apart."""
         for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
             if sent:
-                ledger.record(channel, kind, operation, sent, sent, link)
+                ledger.record(traffic, kind, operation, sent, sent, link)
 
-    def record_plain(self, ledger: Ledger, channel: str, operation: str, buffer_bytes: int) -> None:
+    def record_plain(self, ledger: Ledger, traffic: str, operation: str, buffer_bytes: int) -> None:
         """Say what the uncompressed collective would have sent in place of a compressed one."""
         for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
             if sent:
-                ledger.record(channel, "compressed", f"instead_of_{operation}", 0, sent, link)
+                ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, sent, link)
+
+    def transport(self, ledger: Ledger, traffic: str, link: str | None = None) -> TorchTransport:
+        """Payload exchanges counted as compressed: over the whole group, or its ``intra`` or ``inter``
+        ranks."""
+        if link is not None:
+            group = self.intra if link == INTRA else self.inter
+            return TorchTransport(
+                group,
+                lambda operation, sent: ledger.record(traffic, "compressed", operation, sent, 0, link),
+                self.sharing(link),
+            )
+
+        def count(operation: str, sent: int) -> None:
+            for part, size in self.split(operation, sent).items():
+                if size:
+                    ledger.record(traffic, "compressed", operation, size, 0, part)
+
+        return TorchTransport(self.group, count, self.sharing())
 
     def describe(self) -> str:
         """For the log."""

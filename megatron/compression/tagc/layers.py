@@ -8,14 +8,37 @@ vectors (norms, biases) always.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
-from megatron.compression.data_parallel.tagc_config import LAYERS
+from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
+
+LAYERS = {
+    "mlp": (".mlp.",),
+    "embedding": ("embedding.", "output_layer."),
+    "attention": (".self_attention.", ".cross_attention."),
+}
+"""What ``layers`` names, and how their parameters' names are told."""
 
 SMALLEST = 16384
 """Values of a shard under which hashing is too coarse to be reliable: they go uncompressed."""
 
 Segment = tuple[int, int]
 """Begin and end in the bucket."""
+
+
+def parse_layers(text: str) -> frozenset[str]:
+    """``mlp+embedding`` or ``all`` as names of LAYERS; all of them mean every matrix, also of other layers.
+
+    Raises:
+        ValueError: something else.
+    """
+    if text == "all":
+        return frozenset(LAYERS)
+    names = frozenset(text.split("+"))
+    if unknown := sorted(names - set(LAYERS)):
+        raise ValueError(
+            f"layers={text}: {', '.join(map(repr, unknown))} is unknown; give {', '.join(LAYERS)}, joined by "
+            "+, or all"
+        )
+    return names
 
 
 def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
