@@ -1,6 +1,6 @@
 """SDP4Bit's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_kernels_reproduce_the_reference() -> None:
@@ -17,9 +17,9 @@ def main() -> None:
     import torch
 
     from taco_kernels.sdp4bit import GroupFormat, reference
-    from taco_kernels.sdp4bit.testing import apart
+    from tests.kernels.wires.sdp4bit import apart
     from taco_kernels.sdp4bit import launch
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     for name, tuning in launch.TUNING.items():

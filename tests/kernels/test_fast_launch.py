@@ -12,13 +12,14 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from taco_kernels import CodecConfig, Stream
+from taco_kernels.taco import CodecConfig
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
 from taco_kernels.symmetric_memory.matrices import sylvester_kernel
-from taco_kernels.taco import fast_launch, launch
+from taco_kernels.common import fast_launch
+from taco_kernels.taco import launch
 from taco_kernels.common.fast_launch import Launch, plain_launches
-from tests.unit.recorded_launches import FAST, Record, recorded_launches
+from tests.kernels.recorded_launches import FAST, Record, recorded_launches
 
 CODEC = (
     launch.encode_kernel,

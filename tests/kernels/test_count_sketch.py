@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from taco_kernels import homomorphic as lhc
+from taco_kernels import count_sketch as lhc
 from taco_kernels.count_sketch import reference
 from taco_kernels.count_sketch.hashing import row_hashes
 from taco_kernels.count_sketch.selection import sample_count, sample_positions

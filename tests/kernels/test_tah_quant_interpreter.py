@@ -1,6 +1,6 @@
 """TAH-Quant's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_kernels_reproduce_the_reference() -> None:
@@ -13,8 +13,8 @@ def main() -> None:
 
     from taco_kernels.tah_quant import TahConfig, reference
     from taco_kernels.tah_quant import launch
-    from taco_kernels.tah_quant.testing import difference
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.wires.tah_quant import difference
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     cases = 0
