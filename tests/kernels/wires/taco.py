@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels import reference
+from taco_kernels.taco import reference
 from taco_kernels.taco.layout import CodecConfig
 
 

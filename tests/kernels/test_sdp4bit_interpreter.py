@@ -1,6 +1,6 @@
 """SDP4Bit's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_kernels_reproduce_the_reference() -> None:
@@ -16,9 +16,10 @@ def main() -> None:
     """Every kernel in a spread of formats; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.sdp4bit import GroupFormat, launch, reference
-    from taco_kernels.sdp4bit.testing import apart
-    from tests.unit.interpreter import speed_up
+    from taco_kernels.sdp4bit import GroupFormat, reference
+    from tests.kernels.wires.sdp4bit import apart
+    from taco_kernels.sdp4bit import launch
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     for name, tuning in launch.TUNING.items():

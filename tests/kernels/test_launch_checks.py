@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from taco_kernels import CodecConfig
+from taco_kernels.taco import CodecConfig
 from taco_kernels.taco import launch
 
 CONFIG = CodecConfig("int8")

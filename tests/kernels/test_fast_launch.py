@@ -12,13 +12,14 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from taco_kernels import CodecConfig, Stream
-from taco_kernels.common.fast_launch import Launch, plain_launches
+from taco_kernels.taco import CodecConfig
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
 from taco_kernels.symmetric_memory.matrices import sylvester_kernel
-from taco_kernels.taco import fast_launch, launch
-from tests.unit.recorded_launches import FAST, Record, recorded_launches
+from taco_kernels.common import fast_launch
+from taco_kernels.taco import launch
+from taco_kernels.common.fast_launch import Launch, plain_launches
+from tests.kernels.recorded_launches import FAST, Record, recorded_launches
 
 CODEC = (
     launch.encode_kernel,
@@ -181,10 +182,10 @@ def jit_functions(*modules) -> list:
 
 def test_the_other_codecs() -> None:
     """SDP4Bit, TAH-Quant, packed values and sketches, over sizes and alignments."""
-    from taco_kernels.bitmap_sparse import BitmapLayout
-    from taco_kernels.bitmap_sparse import launch as packed
     from taco_kernels.count_sketch import Layout, SketchConfig
     from taco_kernels.count_sketch import launch as sketches
+    from taco_kernels.bitmap_sparse import BitmapLayout
+    from taco_kernels.bitmap_sparse import launch as packed
     from taco_kernels.sdp4bit import GroupFormat
     from taco_kernels.sdp4bit import launch as sdp4bit
     from taco_kernels.tah_quant import TahConfig

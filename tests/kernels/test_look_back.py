@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tests.unit.interpreter import output_interpreted, speed_up
+from tests.kernels.interpreter import output_interpreted, speed_up
 
 pytest.importorskip("triton")
 import triton

@@ -2,7 +2,7 @@
 
 from itertools import combinations, product
 
-from taco_kernels import FORMATS, GROUP_SIZES, SCALES
+from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES
 from tests.gpu.codec_cases import DTYPES, OPERATIONS, case_of, roundings
 
 

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.sdp4bit.layout import GroupFormat
 from taco_kernels.taco.layout import CodecConfig
 from taco_kernels.taco.reference import unpack
+from taco_kernels.sdp4bit.layout import GroupFormat
 
 
 class Difference(NamedTuple):

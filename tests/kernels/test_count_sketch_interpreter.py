@@ -1,6 +1,6 @@
 """The sketch kernels under Triton's CPU interpreter, bit for bit against the reference, at tiny sizes."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_sketch_kernels_reproduce_the_reference() -> None:
@@ -12,7 +12,7 @@ def main() -> None:
     import torch
 
     from taco_kernels.count_sketch import Layout, SketchConfig, launch, reference
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     launch.PEEL_CELLS = 256  # several steps even here

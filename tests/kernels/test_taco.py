@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-import taco_kernels as tk
-from taco_kernels import FORMATS, GROUP_SIZES, SCALES, CodecConfig, Stream
-from tests.unit.codec_formulas import (
+import taco_kernels.taco as tk
+from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from tests.kernels.codec_formulas import (
     INTEGERS,
     STREAM,
     expected,

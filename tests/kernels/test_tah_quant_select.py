@@ -1,6 +1,6 @@
 """The choice of TAH-Quant's high units under Triton's CPU interpreter, on keys that make it hard."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_chooses_the_largest_of_equal_ones_the_first() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     import torch
 
     from taco_kernels.tah_quant.select import choose_kernel
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     random = np.random.default_rng(0)

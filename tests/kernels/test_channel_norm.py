@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from taco_kernels import CodecConfig, Stream, normalized
+from taco_kernels.taco import CodecConfig
+from taco_kernels import channel_norm
 from taco_kernels.channel_norm import ChannelNormLayout, reference
-from taco_kernels.taco.testing import difference
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.wires.taco import difference
+from tests.kernels.interpreter import output_interpreted
 
 RANDOM = Stream(2**63 + 5, 2**32 - 1, 0)
 CASES = (
@@ -114,7 +115,7 @@ def right_statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torc
 def main() -> None:
     """The kernels on tiny messages: statistics to one bf16, codes and decoding as in the reference."""
     from taco_kernels.channel_norm import launch
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     launch.TILE_TOKENS, launch.TILES = 16, 2  # several tiles even here

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels import CodecConfig
+from taco_kernels.taco import CodecConfig
 from taco_kernels.benchmarks.instructions import Figures, figures_of
 from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
 from taco_kernels.symmetric_memory.collectives import OPTIONS

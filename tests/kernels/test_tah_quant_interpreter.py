@@ -1,6 +1,6 @@
 """TAH-Quant's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 
 def test_kernels_reproduce_the_reference() -> None:
@@ -11,9 +11,10 @@ def main() -> None:
     """Both kernels in a spread of settings; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.tah_quant import TahConfig, launch, reference
-    from taco_kernels.tah_quant.testing import difference
-    from tests.unit.interpreter import speed_up
+    from taco_kernels.tah_quant import TahConfig, reference
+    from taco_kernels.tah_quant import launch
+    from tests.kernels.wires.tah_quant import difference
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     cases = 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # triton reads TRITON_INTERPRET as it is imported
 
     from torch import Tensor
 
-    from taco_kernels import CodecConfig, Stream
+    from taco_kernels.taco import CodecConfig
     from taco_kernels.symmetric_memory.lane import Lane
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def make_cases(world_size: int) -> list[Case]:
     """What the ranks, which are forked afterwards, send and expect."""
     import torch
 
-    from taco_kernels import CodecConfig, Stream
+    from taco_kernels.taco import CodecConfig
 
     expected = use_small_tiles()
     cases = []
@@ -147,7 +147,7 @@ def make_sums(world_size: int) -> "tuple[CodecConfig, list[Tensor], Tensor]":
     """What the ranks sum, five steps of each program's, and their sum."""
     import torch
 
-    from taco_kernels import CodecConfig
+    from taco_kernels.taco import CodecConfig
 
     expected, config = use_small_tiles(), CodecConfig("int8", 128, "dual", "nearest")
     generator = torch.Generator().manual_seed(0)
@@ -213,7 +213,7 @@ def run_collectives(rank: int, world_size: int, directory: str, cases: list[Case
 def main(world_size: int, what: str) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.lane import lane_bytes
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     use_python_flags()
     speed_up()

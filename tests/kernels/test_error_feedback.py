@@ -7,7 +7,7 @@ from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.sdp4bit import ErrorStore
 from taco_kernels import error_feedback
 from taco_kernels.error_feedback import reference
-from tests.unit.interpreter import output_interpreted
+from tests.kernels.interpreter import output_interpreted
 
 PIECES = [(0, 256), (256, 640)]
 

@@ -35,7 +35,7 @@ def main() -> None:
     """All formats; the traceback of one that differs stands beside the results of the others."""
     import traceback
 
-    from tests.unit.interpreter import speed_up
+    from tests.kernels.interpreter import speed_up
 
     speed_up()
     for format in FORMATS:
@@ -49,9 +49,10 @@ def check_format(format: str) -> None:
     """Every kernel in a spread of configurations of one format."""
     import torch
 
-    from taco_kernels import CodecConfig, Stream, reference
+    from taco_kernels.taco import CodecConfig
+from taco_kernels.taco import reference
+    from tests.kernels.wires.taco import difference
     from taco_kernels.taco import launch
-    from taco_kernels.taco.testing import difference
 
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from taco_kernels import packed
-from taco_kernels.bitmap_sparse import reference
+from taco_kernels import bitmap_sparse as packed
 from taco_kernels.count_sketch.selection import share_threshold
+from taco_kernels.bitmap_sparse import reference
 from tests.unit.test_order_kernels import KINDS, same, values
 
 

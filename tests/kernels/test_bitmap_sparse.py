@@ -8,10 +8,10 @@ import torch
 
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.tagc_parts import PackedPart, Sum, TagcSettings
-from taco_kernels import packed
+from taco_kernels import bitmap_sparse as packed
 from taco_kernels.count_sketch import SketchConfig
 from taco_kernels.count_sketch.selection import share_threshold
-from tests.unit.interpreter import output_interpreted, speed_up
+from tests.kernels.interpreter import output_interpreted, speed_up
 
 
 def gradients(senders: int, numel: int) -> torch.Tensor:
