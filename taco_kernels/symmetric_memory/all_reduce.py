@@ -1,11 +1,7 @@
 """All-reduce in one kernel: encode, exchange, sum, exchange and decode, overlapped tile by tile.
 
-Two-shot: in every step a program sends its next tiles to their owners, sums the tile of the step before and
-sends the sum to everybody, and decodes the sums of the step before that. A rank sends 2 (W - 1) / W payloads.
-
-One-shot: everybody sends everything to everybody and computes every sum itself, encodes and decodes it once
-more, so that the result has the bits of the two-shot. A rank sends W - 1 payloads, in one hop instead of two:
-for small messages, and for two ranks.
+In every step a program sends its next tiles to their owners, sums the tile of the step before and sends the
+sum to everybody, and decodes the sums of the step before that. A rank sends 2 (W - 1) / W payloads.
 """
 
 import triton
@@ -23,10 +19,10 @@ from taco_kernels.symmetric_memory.phases import (
 )
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, returned
 from taco_kernels.symmetric_memory.signals import publish, wait
-from taco_kernels.triton.wire import encode_groups
+from taco_kernels.taco.wire import encode_groups
 
 # What differs between ranks or calls must not lead to different code, and numbers that are one stay numbers.
-UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups", "key", "stream", "first_run"]
+UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -49,9 +45,6 @@ def two_shot_kernel(
     inner,
     stride_outer,
     stride_inner,
-    key,
-    stream,
-    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
@@ -67,8 +60,6 @@ def two_shot_kernel(
     program = tl.program_id(0)
     lane, split, lanes = program // E.SPLITS, program % E.SPLITS, tl.num_programs(0) // E.SPLITS
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
-    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_run.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -84,18 +75,17 @@ def two_shot_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W // E.SPLITS):
                 piece = (split + i) % E.W if E.SPLITS > 1 else (rank + 1 + k) % E.W
-                h, words = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
-                encode_groups(h, words, peer_slot(table, piece, slot), zero, full, C)
+                h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
+                encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
         owned = (E.SPLITS == 1) | ((split + i - 1) % E.W == rank)
         if (i >= 1) & (i <= steps) & owned:
             wait(data, done + i, error, timeout, E.W, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
             slot = returned(program, done + i - 1, rank, E)
-            group = rank * groups + (lane + (i - 1) * lanes) * C.R
             for half in range(2):  # a whole tile of sums does not fit in the registers
                 row = half * HALF.R
-                h, words = reduced_groups(slots, row, full, group + row, random, again, E, HALF, DHALF)
-                store_to_all(h, words, row, full, table, slot, rank, E.W, DHALF)
+                h = reduced_groups(slots, row, full, E, HALF)
+                store_to_all(h, row, full, table, slot, rank, E.W, DHALF)
         if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
             publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
@@ -109,76 +99,8 @@ def two_shot_kernel(
             for k in range(E.W // E.SPLITS):
                 piece = (split + i - 2) % E.W if E.SPLITS > 1 else (rank + k) % E.W
                 slot = slot_of(memory, returned(program, done + i - 2, piece, E))
-                value = decoded_slot(slot, piece * groups + first, again, matrix, D)
+                value = decoded_slot(slot, matrix, D)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
-    tl.store(steps_done + program, done + steps)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def one_shot_kernel(
-    x,
-    out,
-    to_wire,
-    from_wire,
-    table,
-    steps_done,
-    memory,
-    rank,
-    error,
-    timeout,
-    numel,
-    stride,
-    length,
-    groups,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    key,
-    stream,
-    first_run,
-    FLAGS: tl.constexpr,
-    OUT_FLAGS: tl.constexpr,
-    C: tl.constexpr,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    DHALF: tl.constexpr,
-    E: tl.constexpr,
-):
-    """out = sum of every rank's x, as one piece of ``groups`` groups; constants as in ``two_shot_kernel``."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
-    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_run.to(tl.int64))
-    memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
-    data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
-
-    done = tl.load(steps_done + program)
-    steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
-    for i in range(steps + 1):
-        if i < steps:
-            first = (program + i * programs) * C.R
-            slot = arrival(program, done + i, rank, E)
-            matrix = load_matrix(to_wire, C)
-            h, words = encoded_tile(x, rank, zero, first, message, rows, random, matrix, FLAGS, C)
-            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-            store_to_all(h, words, zero, full, table, slot, rank, E.W, C)
-            publish(table, program, rank, done + i + 1, done + tl.maximum(i - 1, 0), E)
-        if i >= 1:
-            first = (program + (i - 1) * programs) * C.R
-            wait(data, done + i, error, timeout, E.W, E)
-            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
-            own = slot_of(memory, returned(program, done + i - 1, rank, E))
-            for half in range(2):
-                row = half * HALF.R
-                h, words = reduced_groups(slots, row, full, first + row, random, again, E, HALF, DHALF)
-                encode_groups(h, words, own, row, full, DHALF)
-            matrix = load_matrix(from_wire, C)
-            tl.debug_barrier()  # between the writes of own and its reads
-            value = decoded_slot(own, first, again, matrix, D)
-            write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
-    publish(table, program, rank, done + steps, done + steps, E)
     tl.store(steps_done + program, done + steps)

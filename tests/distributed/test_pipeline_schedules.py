@@ -119,7 +119,7 @@ def check_identity(results: list[dict], case: Case) -> None:
     """Same gradients, training loss and forward-only loss; and every message was a payload, or was not."""
     for rank in results:
         plain = rank[case.name]["none"]
-        sent = {(row["channel"], row["phase"]): row for row in plain["ledger"]}
+        sent = {(row["traffic"], row["phase"]): row for row in plain["ledger"]}
         assert sent and {row["kind"] for row in sent.values()} == {"off"}
         for name in set(EXACT) & set(case.codecs):
             run = rank[case.name][name]
@@ -130,9 +130,9 @@ def check_identity(results: list[dict], case: Case) -> None:
             assert len(messages) == len(sent)
             for row in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
                 kinds = {"identity": "compressed", "warm-up": "warmup", "none": "off"}
-                one_way = "compressed" if row["channel"] == "pp.forward" else "off"
+                one_way = "compressed" if row["traffic"] == "pp.forward" else "off"
                 assert row["kind"] == kinds.get(name, one_way)
-                uncompressed = sent[row["channel"], row["phase"]]
+                uncompressed = sent[row["traffic"], row["phase"]]
                 assert (row["calls"], row["sent_bytes"]) == (
                     uncompressed["calls"],
                     uncompressed["sent_bytes"],
@@ -159,14 +159,14 @@ def check_bits(results: list[dict], case: Case) -> None:
             losses[codec] += rank[case.name][codec]["losses"]
         totals = {}
         for row in run["ledger"]:
-            key = row["channel"], row["phase"]
+            key = row["traffic"], row["phase"]
             sent, plain = totals.get(key, (0, 0))
             totals[key] = sent + row["sent_bytes"], plain + row["plain_bytes"]
         assert totals
-        for (channel, phase), (sent, plain) in totals.items():
+        for (traffic, phase), (sent, plain) in totals.items():
             values = plain / 4
-            assert 0 < 8 * sent / values <= (4.5 if channel == "pp.forward" else 6.6)
-            assert phase == "train" or channel == "pp.forward"
+            assert 0 < 8 * sent / values <= (4.5 if traffic == "pp.forward" else 6.6)
+            assert phase == "train" or traffic == "pp.forward"
     assert len(losses["none"]) >= case.micro_batches
     assert losses["tah-quant"] == pytest.approx(losses["none"], rel=0.02)
     assert losses["tah-quant"] != losses["none"]
