@@ -7,7 +7,7 @@ from megatron.compression.codecs import parse_codec
 from taco_kernels import channel_norm
 from taco_kernels.channel_norm import ChannelNormLayout
 from taco_kernels.taco import CodecConfig
-from taco_kernels.taco.testing import parts
+from tests.kernels.wires.taco import parts
 from tests.unit.test_pipeline_codecs import early_activations
 
 SPECS = (
