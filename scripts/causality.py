@@ -5,10 +5,11 @@
 
 ``normalize`` and TAH-Quant's choice of tokens take statistics over a whole message, so a token's decoded
 value depends on tokens behind it. The first table says how much of the first half's values changes when the
-second half is another sequence's. The second trains a small GPT on bytes of the Python library's sources, with
-a codec at each stage boundary and exact gradients, and gives validation losses against the uncompressed run of
-the same seed: with the codec as trained, with statistics of the message before (the past alone), without a
-codec, and what another sequence's second half costs the first half's predictions: what the future had told.
+second half is another sequence's. The second trains a small GPT on bytes of the Python library's sources,
+with a codec at each stage boundary and exact gradients, and gives validation losses against the uncompressed
+run of the same seed: with the codec as trained, with statistics of the message before (the past alone),
+without a codec, and what another sequence's second half costs the first half's predictions, which is what the
+future had told them.
 """
 
 import argparse
