@@ -71,9 +71,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         f"{', '.join(GRADIENT_COMPRESSORS.names())}; sdp4bit alone compresses the distributed optimizer's "
         "weights as well.",
     )
-    add(
-        "--dp-weight-compression", metavar="SPEC", help="The distributed optimizer's weights (their changes)."
-    )
+    add("--dp-weight-compression", metavar="SPEC", help="Changes of the distributed optimizer's weights.")
     add(
         "--dp-error-feedback",
         default=None,
@@ -90,8 +88,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         "--caat-net-sync-fraction",
         type=float,
         default=CaatNetConfig.sync_fraction,
-        help="Part of the channels of each row-parallel output that ranks sum (CAAT-Net); below 1 it is another "
-        "model. 0.5 is the paper's.",
+        help="Part of the channels of each row-parallel output that ranks sum (CAAT-Net); below 1 it is "
+        "another model. 0.5 is the paper's.",
     )
     add(
         "--compression-3d",
@@ -116,8 +114,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     add(
         "--compression-error-bound",
         type=float,
-        help="A tensor-parallel layer whose relative error passes this goes uncompressed from then on, and the "
-        "log says so.",
+        help="A tensor-parallel layer whose relative error passes this goes uncompressed from then on; "
+        "the log says so.",
     )
     add(
         "--validate-uncompressed",

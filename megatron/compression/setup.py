@@ -78,7 +78,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     patches.fuse_torch_adam()
     compression = Compression(
         config,
-        seed=args.seed,
         iteration=partial(current_iteration, args),
         train_iters=flags.train_iterations(args),
         say=print_rank_0,
@@ -103,14 +102,12 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         train_iters=lambda: args.train_iters,
         writers=megatron_writers,
         small_hint=f"--tp-compression-min-mb {small:g}" if config.tensor_parallel.enabled else None,
-        diagnostics=compression.diagnostics,
+        diagnostics=compression.gradients.diagnostics,
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter)
     if model_config is not None and not is_dense_local(model_config.transformer):
-        print_rank_0(
-            "compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)"
-        )
+        print_rank_0("compression: not a dense local GPT: its tensor-parallel traffic is not counted")
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
@@ -119,11 +116,11 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
 def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
     config = compression.config
-    audit = BackendAudit()
-    audit.start()
+    audit = BackendAudit(compression.ledger, _groups)
+    compression.on_attached(audit.start_with_first_forward)
 
     def on_training_log(iteration: int, losses: dict) -> None:
-        for line in audit.finish(compression.run.ledger):
+        for line in audit.finish():
             print_rank_0(f"compression: {line}")
         reporter.on_training_log(iteration, losses)
         compression.on_training_log(iteration, args.log_interval)
@@ -136,7 +133,7 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
         if not is_loading:
             state_dict[STATE] = {"config": config.asdict(), **compression.state()}
         if "optimizer" in state_dict:
-            compression.add_gradient_state(state_dict, is_loading, args)
+            compression.gradients.add_state(state_dict, is_loading, args)
 
     def on_resume(state_dict: dict | None, path: str | None) -> None:
         saved = (state_dict or {}).get(STATE)
@@ -150,8 +147,19 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
     patches.on_checkpoint_read(
         OtherWeights(args, print_rank_0).on_checkpoint_read,
         on_resume,
-        partial(compression.gradient_state_read, args=args),
+        partial(compression.gradients.state_read, args=args),
     )
+
+
+def _groups() -> dict:
+    """This rank's process groups by dimension, for the audit."""
+    from megatron.core import parallel_state
+
+    return {
+        "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
+        "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "pipeline parallel": parallel_state.get_pipeline_model_parallel_group(),
+    }
 
 
 def current_iteration(args: Namespace) -> int:

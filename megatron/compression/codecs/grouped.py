@@ -62,10 +62,8 @@ class GroupedCodec(Codec):
     ) -> torch.Tensor:
         """See ``Codec.decode_sum``."""
         if payloads.shape[1] > 1:
-            rows = [
-                self.decode_sum(payloads[:, r : r + 1], shape, dtype, scale) for r in range(payloads.shape[1])
-            ]
-            total = torch.cat(rows)
+            rows = payloads.split(1, dim=1)
+            total = torch.cat([self.decode_sum(row, shape, dtype, scale) for row in rows])
             return total if out is None else out.copy_(total)
         shape = (1, *shape)
         if scale == 1.0:

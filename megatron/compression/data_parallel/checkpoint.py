@@ -197,7 +197,9 @@ class GradientState:
             return "the checkpoint does not say how it was made"
         if _ranks_of(self._saved) == 1:
             return "the checkpoint was made on one data-parallel rank"
-        before, now = (str(made["compression"]) for made in ({"compression": None} | self._saved_by, self._made_by))
+        before, now = (
+            str(made["compression"]) for made in ({"compression": None} | self._saved_by, self._made_by)
+        )
         if before.partition(":")[0] != now.partition(":")[0]:
             return "the checkpoint was made with another --dp-compression"
         if not self._saved_by["state"]:

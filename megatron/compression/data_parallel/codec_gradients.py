@@ -85,7 +85,9 @@ class CodecGradientSync:
             return self._start_two_hops(number, values)
         # With one rank a node or one node the rows are in the order of the ranks.
         rows = values.reshape(self.topology.world_size, end - begin)
-        payloads = self.first.encode(rows) if self.feedback is None else self._encode_and_remember(number, rows)
+        payloads = (
+            self.first.encode(rows) if self.feedback is None else self._encode_and_remember(number, rows)
+        )
         received, pending = self.bucket.transport().all_to_all(payloads)
         return Work(pending, lambda: self._finish_piece(number, received), 1 if self.bucket.sharded else 2)
 

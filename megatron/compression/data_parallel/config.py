@@ -163,7 +163,9 @@ class DataParallelConfig:
     def idle_reason(self, ranks: int) -> str | None:
         """Why an enabled compression has nothing to do on so many data-parallel ranks, or None."""
         if self.enabled and ranks == 1:
-            return "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
+            return (
+                "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
+            )
         return None
 
     def describe(self) -> str:

@@ -96,7 +96,9 @@ class Gradients:
             return chunks
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
-                raise TypeError(f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}")
+                raise TypeError(
+                    f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
+                )
             self._topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
@@ -132,7 +134,9 @@ class Gradients:
                 ranges = replicated_ranges(spans, first, first + values.numel(), gradients=True)
                 group.gradient_replicas.append(self._replicas(values, ranges))
         # fp32 parameters have no master apart from themselves, so there is no difference to send.
-        masters = sharded and all(b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets)
+        masters = sharded and all(
+            b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
+        )
         if masters and self.policy.rule("dp.weight").codec is not None:
             for bucket in group.buckets:
                 weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger)

@@ -69,7 +69,9 @@ class Tagc(GradientCompressor):
             allowed = ", ".join(map(str, BITS[self.wire]))
             raise ValueError(f"bits={self.bits} must be {allowed} with wire={self.wire}")
         if self.ratio is not None and self.wire != "sketch":
-            raise ValueError("ratio belongs to the sketch, and wire=packed has none; add wire=sketch, or drop it")
+            raise ValueError(
+                "ratio belongs to the sketch, and wire=packed has none; add wire=sketch, or drop it"
+            )
         if self.ratio is not None and not 1 <= self.ratio <= 64:
             raise ValueError(f"ratio={self.ratio} must lie in [1, 64] values a cell")
         parse_layers(self.layers)

@@ -74,11 +74,15 @@ class SketchPart:
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
-        self.exponents, classes = metadata.split([self.layout.rows, metadata.shape[1] - self.layout.rows], dim=1)
+        self.exponents, classes = metadata.split(
+            [self.layout.rows, metadata.shape[1] - self.layout.rows], dim=1
+        )
         self.exponents = self.exponents.contiguous()
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
         values, self.values, self.thresholds = self.values, None, None
-        wires = count_sketch.encode(values, threshold, self.exponents, self.layout, self.senders, SEED, values)
+        wires = count_sketch.encode(
+            values, threshold, self.exponents, self.layout, self.senders, SEED, values
+        )
         # a step with a NaN or infinity is skipped: keep what was remembered before it
         self.feedback.replace(0, values, (self.exponents == NON_FINITE).any())
         return wires
@@ -149,4 +153,6 @@ class BitmapPart:
         """See ``SketchPart.decode``."""
         values = bitmap_sparse.decode_sum(wires, self.layouts[of])
         union = values.count_nonzero()
-        return count_sketch.Decoded(values, torch.stack([union, torch.zeros_like(union)]), values.new_zeros(2))
+        return count_sketch.Decoded(
+            values, torch.stack([union, torch.zeros_like(union)]), values.new_zeros(2)
+        )

@@ -194,7 +194,7 @@ def parse_layers(text: str) -> frozenset[int | str] | None:
             layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
         else:
             raise CompressionConfigError(
-                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such as "
-                "2-29, embedding and output, separated by commas, or all"
+                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such "
+                "as 2-29, embedding and output, separated by commas, or all"
             )
     return frozenset(layers)

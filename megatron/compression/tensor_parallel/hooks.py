@@ -66,8 +66,8 @@ def attach(
             say(f"compression: {line}")
         if config.chunks > 1 and not all(run.transports.transport(group).overlaps for group in groups):
             say(
-                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides none: "
-                "over symmetric memory a collective fills the device; drop it"
+                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides "
+                "none: over symmetric memory a collective fills the device; drop it"
             )
     return model
 
