@@ -2,13 +2,13 @@
 
     torchrun ... pretrain_gpt.py ... --dp-compression examples.powersgd:PowerSGD:rank=4
 
-A matrix of gradients M [m, n] travels as P [m, rank] and Q [n, rank], whose product P Q^T is near it: a step of
-the power iteration each training iteration, which begins with the last one's Q.
+A matrix of gradients M [m, n] travels as P [m, rank] and Q [n, rank], whose product P Q^T is near it. Each
+training iteration does one step of the power iteration, from the last one's Q:
 
     P = sum of M Q over the ranks, made orthonormal     Q = sum of M^T P over the ranks     sum of M ~ P Q^T
 
-P and Q are sums over ranks, so two all-reduces do. What a rank's own P Q^T misses of its M it adds to its next
-M (error feedback). Vectors go uncompressed.
+P and Q are sums over ranks, so two all-reduces do. What a rank's own P Q^T misses of its M it adds to its
+next M (error feedback). Vectors go uncompressed.
 """
 
 from dataclasses import dataclass
