@@ -69,7 +69,9 @@ def _carry(saved: list[dict], sync: CodecGradientSync | None, args: Namespace, m
     by_key = {(row.key, row.global_offset): row.data for row in rows}
     syncs = [(sync, sync.bucket)] if sync is not None else []
     held = {row.key: row for row in rows}
-    state = GradientState(args, "sdp4bit", "fp32", syncs, lambda line: dist.get_rank() or print(line), lambda _: held)
+    state = GradientState(
+        args, "sdp4bit", "fp32", syncs, lambda line: dist.get_rank() or print(line), lambda _: held
+    )
     with contextlib.redirect_stdout(io.StringIO()) as log:
         state.loaded({"args": made_with, MADE_BY: made_by}, "somewhere")
         wanted = {}
@@ -180,7 +182,10 @@ def _less_in_the_checkpoint(rank: int, topology: Topology) -> None:
     for changes, reason in (
         ({"state": False}, "made without --dp-error-feedback"),
         ({"compression": "tagc"}, "made with another --dp-compression"),
-        ({"compression": "sdp4bit:group=64"}, "it was sdp4bit:group=64's, and what sdp4bit does not compress"),
+        (
+            {"compression": "sdp4bit:group=64"},
+            "it was sdp4bit:group=64's, and what sdp4bit does not compress",
+        ),
     ):
         for one in saved:
             one[MADE_BY] |= changes

@@ -156,7 +156,11 @@ def start(rank: int) -> None:
 
 def device_of(rank: int) -> torch.device:
     """The rank's CUDA device, which ``spawn`` has set (ranks may share one), or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def build_model(rank: int, dtype: torch.dtype) -> torch.nn.Module:

@@ -7,6 +7,7 @@ from taco_kernels import error_feedback
 from taco_kernels.error_feedback import reference
 from tests.kernels.interpreter import output_interpreted
 
+
 def test_what_cannot_be_remembered_is_refused() -> None:
     held = torch.zeros(4)
     with pytest.raises(ValueError, match=r"total is torch\.float32"):
