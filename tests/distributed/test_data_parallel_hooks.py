@@ -1,5 +1,7 @@
-"""The hooks into DDP and the distributed optimizer: with an exact codec nothing changes, to the bit; any codec
-serves; what is not compressed is Megatron's own."""
+"""The hooks into DDP and the distributed optimizer: with an exact codec nothing changes, to the bit.
+
+Any codec serves, and what is not compressed is Megatron's own.
+"""
 
 from dataclasses import replace
 
