@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from taco_kernels import CodecConfig, Stream, packed, sdp4bit, tah_quant
+from taco_kernels.taco import CodecConfig
+from taco_kernels import bitmap_sparse, sdp4bit, tah_quant
 from taco_kernels.sdp4bit import GroupFormat
 from tests.gpu.simulated_ranks import on_all_ranks, simulated_lanes
 
@@ -147,9 +148,9 @@ def test_the_other_codecs() -> None:
 @pytest.mark.parametrize(("config", "random"), SETTINGS[:2])
 def test_graph_capture(config: CodecConfig, random: Stream | None) -> None:
     """Launches are captured, and replays see what the tensors hold by then."""
-    from taco_kernels.common.fast_launch import plain_launches
     from taco_kernels.symmetric_memory import collectives
     from taco_kernels.taco import launch
+    from taco_kernels.common.fast_launch import plain_launches
 
     x = torch.randn(1000, 128, device="cuda").bfloat16()
     (lane,) = simulated_lanes(1, programs=24)
