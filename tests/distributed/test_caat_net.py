@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.caat_net_emulation import EmulatedCaatNet
-from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
+from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
 
@@ -78,13 +78,13 @@ def gradients_of(
 
     from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
 
-    runtime, loss = caat_runtime(fraction, **(codec or {})), 0.0
+    run, loss = caat_run(fraction, **(codec or {})), 0.0
     watched = {"behind": [], "waiting": []}
     dtype = torch.float64 if codec is None else torch.float32
-    model = build_tiny_gpt(rank, streams, runtime, dtype, **(changes or {}))
+    model = build_tiny_gpt(rank, streams, run, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
-        bind_caat_net(model, everything, runtime.ledger)
+        bind_caat_net(model, everything, run.ledger)
     stream, copy = rank % streams, rank // streams
     fill_parameters(model, stream)
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
@@ -109,7 +109,7 @@ def gradients_of(
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
         "loss": loss,
-        "rows": runtime.ledger.rows(),
+        "rows": run.ledger.rows(),
         **watched,
     }
 
@@ -126,7 +126,7 @@ def _leave_own_shard(wrapped) -> None:
 
 @contextlib.contextmanager
 def _watch_overlap(behind: list[bool], waiting: list[int]):
-    """Note for each weight gradient that was put off whether an exchange was under way when its turn came.
+    """Note for each weight gradient that was deferred whether an exchange was under way when its turn came.
 
     And for each exchange, when its result is taken, how many weight gradients it still counts as to come: for
     them it would have been left in flight.

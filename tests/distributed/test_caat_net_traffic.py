@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from taco_kernels import CodecConfig
-from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
+from taco_kernels.taco import CodecConfig
+from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
     HIDDEN,
@@ -39,10 +39,10 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
         Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
         stream's channels behind the last layer.
     """
-    from megatron.compression.tensor_parallel.caat_net_gradients import sum_rank_local_gradients
+    from megatron.compression.caat_net.gradients import sum_rank_local_gradients
 
-    runtime = caat_runtime(fraction, **settings)
-    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    run = caat_run(fraction, **settings)
+    model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     streams: list[torch.Tensor] = []
     model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -51,7 +51,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
         for _ in range(2):
             loss = model(**batch(0, rank, size)).float().mean()
             loss.backward()
-            sum_rank_local_gradients([model], model.pg_collection.tp, runtime.ledger)
+            sum_rank_local_gradients([model], model.pg_collection.tp, run.ledger)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -59,7 +59,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
     last = streams[-1].detach().float().cpu()
     return {
         "audit": audit.sent,
-        "rows": runtime.ledger.rows(),
+        "rows": run.ledger.rows(),
         "losses": losses,
         "replicated": {
             name: p.detach().float().cpu()
@@ -135,18 +135,18 @@ def _generate(rank: int, world_size: int) -> dict:
     """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
     from megatron.compression.generation import generate_greedily, next_token_logits
 
-    runtime = caat_runtime(0.5)
-    runtime.ledger.evaluating = True
-    model = build_tiny_gpt(rank, world_size, runtime)
+    run = caat_run(0.5)
+    run.ledger.evaluating = True
+    model = build_tiny_gpt(rank, world_size, run)
     fill_parameters(model, rank)
     group, prompt = model.pg_collection.tp, [3, 1, 4]
     with TransportAudit(world_size) as audit:
-        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
-    rows = runtime.ledger.rows()
-    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
+    rows = run.ledger.rows()
+    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
     text = torch.tensor([prompt + tokens])
     steps = torch.stack(
-        [next_token_logits(model, text[:, :length], group, runtime.ledger)[0] for length in range(3, 8)]
+        [next_token_logits(model, text[:, :length], group, run.ledger)[0] for length in range(3, 8)]
     )
     model.train()
     positions = torch.arange(text.shape[1])[None]
@@ -166,10 +166,10 @@ def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
     """Losses without a codec, with one, and with one that --validate-uncompressed leaves out."""
     losses = []
     for settings, leave_out in (({}, False), (FP8, False), (FP8, True)):
-        runtime = caat_runtime(0.5, **settings)
-        runtime.config = replace(runtime.config, validate_uncompressed=leave_out)
-        runtime.ledger.evaluating = True
-        model = build_tiny_gpt(rank, world_size, runtime)
+        run = caat_run(0.5, **settings)
+        run.config = replace(run.config, validate_uncompressed=leave_out)
+        run.ledger.evaluating = True
+        model = build_tiny_gpt(rank, world_size, run)
         fill_parameters(model, rank)
         losses.append(model(**batch(0, rank, 1)).detach())
     return losses

@@ -19,7 +19,7 @@ ITERATIONS = 20
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
-COMPRESSED = ("--taco", "--taco-min-message-mb", "0")
+COMPRESSED = ("--taco", "--tp-compression-min-mb", "0")
 
 ARCHITECTURES = {
     "gpt": f"--max-position-embeddings {SEQUENCE}",
@@ -251,7 +251,7 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
     assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
 
 
-@pytest.mark.parametrize("compression", ["", "--taco --taco-min-message-mb 0"])
+@pytest.mark.parametrize("compression", ["", "--taco --tp-compression-min-mb 0"])
 def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
     """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
     flags = [*model_flags("llama", tied=False), "--micro-batch-size", str(BATCH // 2), *runs.initial("llama")]

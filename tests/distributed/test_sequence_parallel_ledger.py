@@ -10,7 +10,7 @@ from tests.distributed.tiny_gpt import (
     SEQUENCE,
     batch,
     build_tiny_gpt,
-    runtime_with,
+    run_with,
     start_model_parallel,
 )
 from tests.distributed.transport_audit import TransportAudit, total_of
@@ -35,15 +35,15 @@ def ledger_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[t
     start_model_parallel(world_size)
     results = []
     for settings in (
-        {"tp_compression": "none", "taco_min_message_mb": 8.0},
+        {"codec": "none"},
         {},
-        {"taco_overlap_chunks": 2},
+        {"chunks": 2},
     ):
-        runtime = runtime_with(**settings)
-        model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16, sequence_parallel=sequence_parallel)
+        run = run_with(**settings)
+        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
         with TransportAudit(world_size) as audit:
             model(**batch(0, rank, BATCH)).float().mean().backward()
-        results.append((audit.sent, runtime.ledger.rows()))
+        results.append((audit.sent, run.ledger.rows()))
     return results
 
 

@@ -17,7 +17,7 @@ GPT = [
     *("--use-cpu-initialization", "--seed", "5"),
 ]
 TP_2 = [*GPT, "--tensor-model-parallel-size", "2"]
-EVERY_MESSAGE = ["--taco", "--taco-min-message-mb", "0"]
+EVERY_MESSAGE = ["--taco", "--tp-compression-min-mb", "0"]
 
 
 def read_report(run) -> dict:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taco_kernels import CodecConfig
+from taco_kernels.taco import CodecConfig
 from tests.distributed.caat_net_setup import BATCH
 from tests.distributed.spawn import spawn
 from tests.distributed.test_caat_net import (
