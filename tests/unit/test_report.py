@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import time
 
 import pytest
 
@@ -363,7 +364,10 @@ def test_wandb_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
     Writers(wandb=wandb).write(scalars(PER_ITERATION), 5)
     wandb.finish()
     (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION))
+    deadline = time.monotonic() + 120  # another process writes it
+    while not all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION)):
+        assert time.monotonic() < deadline, "scalars are missing in the offline run"
+        time.sleep(0.2)
 
 
 def test_mlflow_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
@@ -371,6 +375,7 @@ def test_mlflow_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path}")
+    mlflow.set_experiment("taco")
     with mlflow.start_run() as run:
         Writers(mlflow=mlflow).write(scalars(PER_ITERATION), 5)
     metrics = mlflow.get_run(run.info.run_id).data.metrics
