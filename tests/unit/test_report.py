@@ -66,6 +66,14 @@ def test_report_files(tmp_path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_report_holds_every_setting(tmp_path) -> None:
+    """Nested ones too, in both files."""
+    settings = {"compression": {"tensor_parallel": {"codec": "int6"}}, "megatron": {"seed": 1, "lr": None}}
+    write_report(_report() | {"settings": settings}, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["settings"] == settings
+    assert json.dumps(settings, indent=1) in (tmp_path / "report.md").read_text()
+
+
 def test_report_sums_up_three_dimensions(tmp_path) -> None:
     """One table: tensor, data and pipeline parallelism and all of it, with ratios and shares."""
     report = _report()
