@@ -83,15 +83,15 @@ def generate(args) -> dict:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_tokenizer, training
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.checkpointing import load_checkpoint
     from megatron.training.models.gpt import GPTModelBuilder
 
     from megatron.compression.config import CompressionConfigError
+    from megatron.compression.entrypoint import gpt_config
     from megatron.compression.generation import generate_greedily
     from megatron.compression.weave import weave
 
-    model_config = gpt_config_from_args(args)
+    model_config = gpt_config(args)
     runtime, _ = weave(args, model_config)
     model_config.post_wrap_hooks.clear()  # data-parallel compression: there are no gradients here
     training.initialize_megatron()

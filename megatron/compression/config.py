@@ -75,18 +75,8 @@ class CompressionConfig:
         tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
         report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
         for given, needed, flag, fix in (
-            (
-                self.validate_uncompressed,
-                activations,
-                "--validate-uncompressed",
-                "--taco or --pp-compression",
-            ),
-            (
-                self.error_bound is not None,
-                self.tensor_parallel.enabled,
-                "--compression-error-bound",
-                "--taco",
-            ),
+            (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
+            (self.error_bound, self.tensor_parallel.enabled, "--compression-error-bound", tensors),
             (self.start_iteration, self.enabled, "--compression-start-iteration", tensors),
             (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", tensors),
             (self.communicators, self.enabled, "--compression-communicators", tensors),
