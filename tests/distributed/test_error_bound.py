@@ -19,7 +19,7 @@ def decision_worker(rank: int, world_size: int) -> dict:
     """Rank 0's values suit the codec, the other rank's do not; site b suits it on both."""
     torch.manual_seed(rank)
     bound = ErrorBound(bound=0.05, group_size=128, interval=1)
-    bound.measure(*SITE, torch.randn(8, 128), build_codec("taco", format="int4" if rank else "int8"))
+    bound.measure(*SITE, torch.randn(8, 128), parse_codec("taco:format=int4" if rank else "taco:format=int8"))
     bound.measure(*OTHER, torch.randn(8, 128), parse_codec("taco:format=int8"))
     bound.decide(torch.distributed.group.WORLD)
     return bound.tripped

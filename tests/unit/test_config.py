@@ -91,7 +91,8 @@ def test_auto_is_the_recommended_codec() -> None:
     config = _config("--tp-compression", "auto", "--pp-compression", "auto")
     assert config.tensor_parallel.compression == RECOMMENDED == "int6"
     assert config.pipeline_parallel.describe() == (
-        "pipeline stages send int4:group=32,normalize=standardize, back int6:group=32,scales=single,hadamard=off"
+        "pipeline stages send int4:group=32,normalize=standardize, "
+        "back int6:group=32,scales=single,hadamard=off"
     )
     with pytest.raises(CompressionConfigError, match="drop one of the two"):
         _config("--taco", "--tp-compression", "auto")
