@@ -121,7 +121,7 @@ class CompressionConfig:
     def describe(self, args: Namespace) -> list[str]:
         """Lines for the log: what travels how, and what has no effect here."""
         lines = [
-            f"{name.replace('_', '-')} gathers {what}, which is not counted"
+            f"--{name.replace('_', '-')} gathers {what}, which is not counted"
             for name, what in GATHERED_BY_MEGATRON.items()
             if args.tensor_model_parallel_size > 1 and getattr(args, name, None)
         ]
