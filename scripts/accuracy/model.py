@@ -75,7 +75,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.bind named.
+    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.attach named.
 
     Args:
         config: shape.
