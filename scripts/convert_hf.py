@@ -23,10 +23,10 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only moves bytes: host memory holds larger models
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import host
-from megatron.compression.versions import MEGATRON_CORE_VERSION
+from megatron.compression import preflight
+from megatron.compression.errors import one_line_errors
 
-host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+preflight.prepare()  # before megatron.training is imported
 
 import json  # noqa: E402
 
@@ -155,7 +155,7 @@ def _cut(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 def main() -> None:
     """Run the command. Bad input ends it with one line."""
-    with host.one_line_errors():
+    with one_line_errors():
         given = parse(sys.argv[1:])
         if given.command == "import":
             import_model(given.hf_dir, given.save, given.dtype, given.flags)

@@ -138,18 +138,17 @@ def generate(args) -> dict:
 
 def main() -> None:
     """Generate on all ranks; rank 0 prints and writes."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
 
-    host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+    preflight.prepare()  # before megatron.training is imported
 
     import torch.distributed as dist
 
     from megatron.compression import entrypoint
-    from megatron.compression.config import CompressionConfigError
     from megatron.compression.qwen.flags import expand
 
-    with host.one_line_errors(CompressionConfigError):
+    with one_line_errors():
         if any(word.split("=")[0] == "--qwen-model" for word in sys.argv):
             sys.argv[1:], _ = expand(sys.argv[1:])
         sys.argv[1:1] = FILLERS

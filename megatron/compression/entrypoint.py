@@ -1,6 +1,6 @@
 """What an entrypoint hands to `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
 
-Import it after `megatron.host.install()`: it loads megatron.training.
+Import it after `preflight.prepare()`: it loads megatron.training.
 """
 
 import json
@@ -18,19 +18,20 @@ from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training import arguments, get_args, get_timers, get_tokenizer, print_rank_0, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron import host
+from megatron.compression import patches, preflight, shared_gpus
+from megatron.compression.data_checks import check_vocabulary
+from megatron.compression.errors import OneLineParser
+from megatron.compression.exits import train_to_the_end
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.runtime import CompressionRuntime
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.weave import current_iteration, weave
-from megatron.host import preflight, shared_gpus
-from megatron.host.errors import came_through
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -41,20 +42,20 @@ def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | 
     Layers default to megatron-core's local implementation; Transformer Engine is used only when asked for.
 
     Raises:
-        InputError: Transformer Engine asked for and absent, a flag that needs it, a data flag not served,
-            a damaged dataset.
+        InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
+            Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
 
     def extra_args(parser: ArgumentParser) -> ArgumentParser:
+        patches.change_class(parser, OneLineParser)
         parser = add_native_defaults(parser)
         parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
         parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
         return add_arguments(parser) if add_arguments is not None else parser
 
-    args = parse_and_validate_args(extra_args)
-    preflight.check_transformer_engine(args.transformer_impl)
-    preflight.check_supported_data(args)
-    preflight.check_datasets(args)
+    patches.after_validating_arguments(preflight.check_supported_data, preflight.check_arguments)
+    args = arguments.parse_and_validate_args(extra_args)
+    check_vocabulary(args, get_tokenizer().vocab_size)
     overrides = host.cpu_argument_overrides(args) if host.is_active() else []
     overrides += shared_gpus.share_gpus_if_asked(args)
     preflight.check_local_layers(args)
@@ -227,16 +228,9 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
     """
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     runtime, reporter = weave(args, model_config)
+    patches.on_training_end(reporter.finish)
     container = pretrain_cfg_container_from_args(args, model_config)
-    early_exit = None
-    try:
-        pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, ForwardStep(runtime))
-    except SystemExit as exit_:
-        if not came_through(exit_, "train"):  # one rank alone may leave during set-up
-            raise
-        early_exit = exit_
-    reporter.finish()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    if early_exit is not None:
-        raise early_exit
+    step = ForwardStep(runtime)
+    train_to_the_end(
+        lambda: training.pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, step)
+    )

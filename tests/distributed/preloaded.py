@@ -5,10 +5,9 @@ import functools
 import gc
 import importlib
 
-from megatron import host
-from megatron.compression.versions import MEGATRON_CORE_VERSION
+from megatron.compression import preflight
 
-host.prepare(MEGATRON_CORE_VERSION)
+preflight.prepare()
 
 for name in (
     *("megatron.compression.entrypoint", "megatron.compression.qwen.session"),

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.base import Codec, Shape, stacked
 from taco_kernels import taco
 from taco_kernels.taco import CodecConfig
 
@@ -85,4 +85,4 @@ class GroupedCodec(Codec):
             taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
             for row in range(payloads.shape[1])
         ]
-        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        return stacked(rows)

@@ -4,6 +4,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import GradientBucket, spans_of
 from megatron.compression.data_parallel.bucket_group import CompressedBucketGroup
 from megatron.compression.data_parallel.in_flight import InFlight
@@ -11,7 +12,6 @@ from megatron.compression.data_parallel.replicas import Replicas, replicated_ran
 from megatron.compression.data_parallel.topology import Topology, find_topology
 from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights
 from megatron.compression.runtime import CompressionRuntime
-from megatron.compression.telemetry import Ledger
 
 
 def bind_data_parallel(chunks: list, runtime: CompressionRuntime) -> list:

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 
 from megatron.compression.collectives.transport import TorchTransport
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.in_flight import Works
 from megatron.compression.data_parallel.topology import Topology
-from megatron.compression.telemetry import Ledger
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import ParameterSpan
-from megatron.compression.telemetry import Ledger
 
 
 class Replicas:

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.collectives.transport import JoinedWork
+from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.data_parallel.bucket import GradientBucket
 from megatron.compression.data_parallel.topology import INTER, INTRA
-from megatron.compression.telemetry import bytes_sent
 
 
 def start_maximum(notes: torch.Tensor, bucket: GradientBucket) -> dist.Work:

@@ -1,5 +1,7 @@
 """What TAGC's sketches could not recover: counted on the device, read at log intervals."""
 
+from collections.abc import Callable
+
 import torch
 
 from taco_kernels.homomorphic import Decoded
@@ -46,6 +48,30 @@ class TagcMonitor:
         return reading
 
 
+class SketchDiagnostic:
+    """The monitor as the reporter takes it.
+
+    Args:
+        monitor: counts.
+        kind: how gradients travel now; before they are compressed there is nothing to say.
+    """
+
+    def __init__(self, monitor: TagcMonitor, kind: Callable[[], str]) -> None:
+        self.monitor, self.kind = monitor, kind
+
+    def read(self) -> torch.Tensor:
+        """See ``TagcMonitor.take``."""
+        return self.monitor.take()
+
+    def lines(self, reading: torch.Tensor) -> list[str]:
+        """See ``monitor_line``."""
+        return [monitor_line(reading)] if self.kind() == "compressed" else []
+
+    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
+        """See ``monitor_scalars``."""
+        return monitor_scalars(reading)
+
+
 def monitor_line(reading: torch.Tensor) -> str:
     """What the log says of a reading summed over the ranks."""
     values, union, leftovers, room = reading[:4].tolist()
@@ -58,9 +84,9 @@ def monitor_line(reading: torch.Tensor) -> str:
     return f"{line}; all {union:.0f} values recovered exactly"
 
 
-def monitor_scalars(reading: torch.Tensor | None) -> dict[str, float]:
+def monitor_scalars(reading: torch.Tensor) -> dict[str, float]:
     """The same as scalars, for TensorBoard and the report's history; empty where nothing was decoded."""
-    values, union, leftovers, room = reading[:4].tolist() if reading is not None else (0, 0, 0, 0)
+    values, union, leftovers, room = reading[:4].tolist()
     if not values:
         return {}
     return {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.compression.collectives.choice import TCP_COMMUNICATORS, over_tcp
 from megatron.compression.collectives.groups import new_groups
-from megatron.compression.telemetry import Ledger, bytes_sent
+from megatron.compression.communication.ledger import Ledger, bytes_sent
 
 INTRA, INTER = "intra", "inter"
 

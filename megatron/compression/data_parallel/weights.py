@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import torch
 
 from megatron.compression.collectives.work import CompressedWork
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import WeightCodec, transport_for
 from megatron.compression.data_parallel.topology import Topology
-from megatron.compression.telemetry import Ledger
 
 ATTRIBUTE = "compressed_weights"
 """Where a bucket of Megatron's keeps its ``BucketWeights``."""

@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.host import InputError
+from megatron.compression.errors import InputError
 
 
 class QwenError(InputError):
