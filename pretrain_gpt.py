@@ -11,10 +11,9 @@ def main() -> None:
     preflight.prepare()  # before megatron.training is imported
 
     from megatron.compression import entrypoint
-    from megatron.compression.arguments import add_compression_arguments
 
     with one_line_errors():
-        entrypoint.run(entrypoint.parse_arguments(add_compression_arguments))
+        entrypoint.run(entrypoint.parse_arguments())
 
 
 if __name__ == "__main__":

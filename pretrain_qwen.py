@@ -9,8 +9,8 @@ from argparse import ArgumentParser
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """All flags that are not Megatron's."""
-    from megatron.compression.arguments import add_compression_arguments
     from megatron.compression.qwen.flags import add_qwen_arguments
+    from megatron.compression.setup import add_arguments as add_compression_arguments
 
     return add_qwen_arguments(add_compression_arguments(parser))
 

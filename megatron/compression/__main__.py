@@ -1,6 +1,6 @@
 """Runs an unmodified Megatron entrypoint with compression:
 
-    torchrun --nproc-per-node 8 -m megatron.compression their_pretrain.py <their flags> --taco
+torchrun --nproc-per-node 8 -m megatron.compression their_pretrain.py <their flags> --taco
 """
 
 import os

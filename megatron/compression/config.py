@@ -1,4 +1,4 @@
-"""Everything that the settings say about compression: one frozen dataclass, whose parts are the dimensions'."""
+"""Everything that the settings say about compression: one frozen dataclass of the dimensions'."""
 
 import dataclasses
 import math
@@ -72,14 +72,25 @@ class CompressionConfig:
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
-        activations = self.tensor_parallel.enabled or self.pipeline_parallel.enabled
+        tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
+        report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
         for given, needed, flag, fix in (
-            (self.validate_uncompressed, activations, "--validate-uncompressed", "--taco or --pp-compression"),
-            (self.error_bound is not None, self.tensor_parallel.enabled, "--compression-error-bound", "--taco"),
-            (self.start_iteration, self.enabled, "--compression-start-iteration", "--taco"),
-            (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", "--taco"),
-            (self.communicators, self.enabled, "--compression-communicators", "--taco"),
-            (self.report_baseline, self.report, "--compression-report-baseline", "--compression-report DIR"),
+            (
+                self.validate_uncompressed,
+                activations,
+                "--validate-uncompressed",
+                "--taco or --pp-compression",
+            ),
+            (
+                self.error_bound is not None,
+                self.tensor_parallel.enabled,
+                "--compression-error-bound",
+                "--taco",
+            ),
+            (self.start_iteration, self.enabled, "--compression-start-iteration", tensors),
+            (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", tensors),
+            (self.communicators, self.enabled, "--compression-communicators", tensors),
+            (self.report_baseline, self.report, "--compression-report-baseline", report),
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
@@ -139,7 +150,9 @@ class CompressionConfig:
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
-            lines.append(f"tensor parallelism compresses while a layer's error is at most {self.error_bound:g}")
+            lines.append(
+                f"a tensor-parallel layer compresses while its error is at most {self.error_bound:g}"
+            )
         if self.validate_uncompressed:
             sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
                 self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1

@@ -29,8 +29,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
         "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
     )
-    add("--tp-compression", metavar="SPEC", help=f"Tensor-parallel activations and gradients: {spec}; auto = "
-        "the recommended codec.")
+    add(
+        "--tp-compression",
+        metavar="SPEC",
+        help=f"Tensor-parallel activations and gradients: {spec}; auto = the recommended codec.",
+    )
     add("--tp-backward-compression", metavar="SPEC", help="Another codec for tensor-parallel gradients.")
     add(
         "--tp-compression-min-mb",
@@ -51,8 +54,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         default=TensorParallelConfig.chunks,
         help="Pieces of the sequence whose exchange runs behind the next piece's GEMM; 2 pays over PCIe.",
     )
-    add("--pp-compression", metavar="SPEC", help=f"What pipeline stages send each other: {spec}; auto = the "
-        "recommended codecs.")
+    add(
+        "--pp-compression",
+        metavar="SPEC",
+        help=f"What pipeline stages send each other: {spec}; auto = the recommended codecs.",
+    )
     add(
         "--pp-backward-compression",
         metavar="SPEC",
@@ -65,7 +71,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         f"{', '.join(GRADIENT_COMPRESSORS.names())}; sdp4bit alone compresses the distributed optimizer's "
         "weights as well.",
     )
-    add("--dp-weight-compression", metavar="SPEC", help="The distributed optimizer's weights (their changes).")
+    add("--dp-weight-compression", metavar="SPEC", help="Changes of the distributed optimizer's weights.")
     add(
         "--dp-error-feedback",
         default=None,
@@ -82,8 +88,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         "--caat-net-sync-fraction",
         type=float,
         default=CaatNetConfig.sync_fraction,
-        help="Part of the channels of each row-parallel output that ranks sum (CAAT-Net); below 1 it is another "
-        "model. 0.5 is the paper's.",
+        help="Part of the channels of each row-parallel output that ranks sum (CAAT-Net); below 1 it is "
+        "another model. 0.5 is the paper's.",
     )
     add(
         "--compression-3d",
@@ -108,8 +114,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     add(
         "--compression-error-bound",
         type=float,
-        help="A tensor-parallel layer whose relative error passes this goes uncompressed from then on, and the "
-        "log says so.",
+        help="A tensor-parallel layer whose relative error passes this goes uncompressed from then on; "
+        "the log says so.",
     )
     add(
         "--validate-uncompressed",

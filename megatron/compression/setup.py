@@ -18,7 +18,7 @@ from megatron.compression import flags, patches, preflight, shared_gpus
 from megatron.compression.attach import Compression
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.config import CompressionConfig, changed_settings
+from megatron.compression.config import changed_settings
 from megatron.compression.errors import OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
@@ -78,7 +78,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     patches.fuse_torch_adam()
     compression = Compression(
         config,
-        seed=args.seed,
         iteration=partial(current_iteration, args),
         train_iters=flags.train_iterations(args),
         say=print_rank_0,
@@ -103,12 +102,12 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         train_iters=lambda: args.train_iters,
         writers=megatron_writers,
         small_hint=f"--tp-compression-min-mb {small:g}" if config.tensor_parallel.enabled else None,
-        diagnostics=compression.diagnostics,
+        diagnostics=compression.gradients.diagnostics,
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter)
     if model_config is not None and not is_dense_local(model_config.transformer):
-        print_rank_0("compression: this model's tensor-parallel traffic is not counted (not a dense local GPT)")
+        print_rank_0("compression: not a dense local GPT: its tensor-parallel traffic is not counted")
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
@@ -134,7 +133,7 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
         if not is_loading:
             state_dict[STATE] = {"config": config.asdict(), **compression.state()}
         if "optimizer" in state_dict:
-            compression.add_gradient_state(state_dict, is_loading, args)
+            compression.gradients.add_state(state_dict, is_loading, args)
 
     def on_resume(state_dict: dict | None, path: str | None) -> None:
         saved = (state_dict or {}).get(STATE)
@@ -148,7 +147,7 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
     patches.on_checkpoint_read(
         OtherWeights(args, print_rank_0).on_checkpoint_read,
         on_resume,
-        partial(compression.gradient_state_read, args=args),
+        partial(compression.gradients.state_read, args=args),
     )
 
 

@@ -33,8 +33,8 @@ class CaatNetConfig:
     def __post_init__(self) -> None:
         if not 0 < self.sync_fraction <= 1:  # NaN too
             raise CompressionConfigError(
-                f"--caat-net-sync-fraction {self.sync_fraction:g} must be a part of the channels: above 0, at "
-                "most 1 (ordinary tensor parallelism)"
+                f"--caat-net-sync-fraction {self.sync_fraction:g} must be a part of the channels: above "
+                "0, at most 1 (ordinary tensor parallelism)"
             )
 
     @property
@@ -51,8 +51,8 @@ class CaatNetConfig:
         shared = int(hidden_size * self.sync_fraction)
         if shared == 0:
             raise CompressionConfigError(
-                f"--caat-net-sync-fraction {self.sync_fraction:g} shares none of {hidden_size} channels; give "
-                f"at least {1 / hidden_size:g}"
+                f"--caat-net-sync-fraction {self.sync_fraction:g} shares none of {hidden_size} channels; "
+                f"give at least {1 / hidden_size:g}"
             )
         return shared
 
@@ -60,8 +60,8 @@ class CaatNetConfig:
         """For the log."""
         return (
             f"CAAT-Net sums {self.shared_channels(args.hidden_size)} of {args.hidden_size} channels of each "
-            f"row-parallel output over {args.tensor_model_parallel_size} ranks; its checkpoints belong to both "
-            "numbers"
+            f"row-parallel output over {args.tensor_model_parallel_size} ranks; its checkpoints belong to "
+            "both numbers"
         )
 
     def check(self, args: Namespace, chunks: int = 1) -> None:
@@ -79,8 +79,8 @@ class CaatNetConfig:
         fraction = f"--caat-net-sync-fraction {self.sync_fraction:g}"
         if args.transformer_impl != "local":
             raise CompressionConfigError(
-                f"{fraction} changes the layers of --transformer-impl local, not of {args.transformer_impl}; use "
-                "--transformer-impl local"
+                f"{fraction} changes the layers of --transformer-impl local, not of {args.transformer_impl}; "
+                "use --transformer-impl local"
             )
         if args.tensor_model_parallel_size == 1:
             raise CompressionConfigError(
@@ -105,6 +105,7 @@ class CaatNetConfig:
             )
         if chunks > 1:
             raise CompressionConfigError(
-                f"{fraction} overlaps its exchange with the private channels' GEMM; drop --tp-compression-chunks"
+                f"{fraction} overlaps its exchange with the private channels' GEMM; drop "
+                "--tp-compression-chunks"
             )
         self.shared_channels(args.hidden_size)

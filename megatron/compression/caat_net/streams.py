@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
@@ -28,7 +29,6 @@ from megatron.compression.tensor_parallel.overlap import (
     defer,
     placeholder,
 )
-from megatron.compression.communication.site import CommSite
 
 
 def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:

@@ -46,7 +46,7 @@ class IntCodec(GroupedCodec):
 
     def __post_init__(self) -> None:
         if self.scales == "dual":
-            raise ValueError("scales=dual belongs to taco; give taco:format=int..., or scales=single or signed")
+            raise ValueError("scales=dual belongs to taco; give taco:format=int8, or scales=signed")
         if self.normalize not in ("none", "center", "standardize"):
             raise ValueError(f"normalize={self.normalize} must be none, center or standardize")
         if self.normalize != "none" and self.hadamard:

@@ -36,9 +36,7 @@ class CommSite:
         layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or output.
     """
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None = None
-    ) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None = None) -> None:
         self.name, self.group, self.run, self.layer = name, group, run, layer
 
     def decide(self, traffic: str, nbytes: int | None = None) -> Decision:

@@ -37,6 +37,7 @@ from megatron.compression.patches.rope import fill_rope_slot
 from megatron.compression.patches.symbols import PatchError, change_class, put, replace
 from megatron.compression.patches.training import (
     around_evaluate,
+    around_model_building,
     around_pretrain,
     on_training_end,
     on_training_log,
@@ -47,6 +48,7 @@ __all__ = [
     "after_validating_arguments",
     "around_checkpoint_state",
     "around_evaluate",
+    "around_model_building",
     "around_pretrain",
     "around_schedules",
     "change_class",

@@ -91,6 +91,27 @@ def around_pretrain(before: Callable[[Any, dict], None]) -> None:
     put(megatron.training, "pretrain", training.pretrain, "the package holds the function by name")
 
 
+def around_model_building(before: Callable[[list], list], after: Callable[[list], list]) -> None:
+    """Call ``before([model])`` with each chunk that a model provider makes, and ``after(chunks)`` with those
+    that ``get_model`` has wrapped; both return the chunks.
+
+    Why: an entrypoint with a model provider has no model config whose hooks could be used. Not reached:
+    models built from a config.
+    """
+    from megatron.training import training
+
+    def wrap(get_model):
+        def wrapper(model_provider_func, *args, **kwargs):
+            def provider(*given, **named):
+                return before([model_provider_func(*given, **named)])[0]
+
+            return after(get_model(provider, *args, **kwargs))
+
+        return wrapper
+
+    replace(training, "get_model", ("model_provider_func",), wrap)
+
+
 _at_the_end: list[Callable[[], None]] = []
 
 

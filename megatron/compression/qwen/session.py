@@ -21,10 +21,10 @@ from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.compression import entrypoint
-from megatron.compression.arguments import add_compression_arguments
 from megatron.compression.qwen.flags import add_qwen_arguments, tensor_parallel_size
 from megatron.compression.qwen.models import QwenError, QwenModel, megatron_flags
-from megatron.compression.tensor_parallel.spec import gpt_layer_spec
+from megatron.compression.setup import add_arguments as add_compression_arguments
+from megatron.compression.setup import gpt_layer_spec
 
 PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
 

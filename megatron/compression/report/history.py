@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from megatron.compression.config_errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError
 
 HISTORY_FILE = "history.jsonl"
 REPORT_FILE = "report.json"

@@ -7,8 +7,8 @@ over all ranks in every layer. That is traffic of its own, beside the linear lay
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from megatron.compression.tensor_parallel.mappings import gather_columns
 from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel.mappings import gather_columns
 
 
 class CompressedSelfAttention(SelfAttention):

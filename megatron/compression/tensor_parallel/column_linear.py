@@ -7,6 +7,7 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
@@ -16,7 +17,6 @@ from megatron.compression.tensor_parallel.overlap import (
     defer,
     placeholder,
 )
-from megatron.compression.communication.site import CommSite
 
 
 class _ColumnParallelLinear(torch.autograd.Function):

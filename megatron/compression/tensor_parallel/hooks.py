@@ -66,8 +66,8 @@ def attach(
             say(f"compression: {line}")
         if config.chunks > 1 and not all(run.transports.transport(group).overlaps for group in groups):
             say(
-                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides none: "
-                "over symmetric memory a collective fills the device; drop it"
+                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides "
+                "none: over symmetric memory a collective fills the device; drop it"
             )
     return model
 
@@ -106,7 +106,7 @@ def _attach_chunk(chunk: torch.nn.Module, config: TensorParallelConfig, run: Run
         _share_handover(module)
         if isinstance(module, SDPACoreAttention):
             module.on_exchange = partial(_count_context, run.ledger)
-    chunk.register_forward_hook(_LossTraffic(chunk, run.ledger), with_kwargs=True)
+    chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger), with_kwargs=True)
 
 
 @cache
@@ -158,24 +158,29 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
     return None
 
 
-class _LossTraffic:
-    """Counts the vocabulary-parallel cross entropy: three fp32 all-reduces of one value a token.
+class _BatchTraffic:
+    """Counts what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
-    They (maximum, target logit, sum of exponentials) decide the loss and are left exact.
+    Tensor-parallel rank 0 broadcasts the batch to its group. The vocabulary-parallel cross entropy has three
+    fp32 all-reduces of one value a token (maximum, target logit, sum of exponentials).
     """
 
     reductions = 3
 
     def __init__(self, chunk: torch.nn.Module, ledger: Ledger) -> None:
         self.ledger = ledger
-        group = getattr(chunk, "pg_collection", None)
-        self.world_size = group.tp.size() if group is not None else 1
+        self.group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
+        self.context_ranks = getattr(chunk.config, "context_parallel_size", 1)
 
     def __call__(self, module, args, kwargs, output) -> None:
-        labels = kwargs.get("labels")
-        if labels is None or not getattr(module, "post_process", True):
+        ranks = 1 if self.group is None else self.group.size()
+        labels, last = kwargs.get("labels"), getattr(module, "post_process", True)
+        if ranks == 1 or (last and labels is None):  # no training: generation has no batch either
             return
-        for _ in range(self.reductions):
-            self.ledger.record_uncompressed(
-                "tp.other", "exact", "all_reduce", 4 * labels.numel(), self.world_size
-            )
+        if self.group.rank() == 0:
+            inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            sent = sum(one.nbytes for one in inputs) * self.context_ranks  # each rank keeps its part of it
+            self.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, ranks)
+        if labels is not None and last:
+            for _ in range(self.reductions):
+                self.ledger.record_uncompressed("tp.other", "exact", "all_reduce", 4 * labels.numel(), ranks)

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
 from megatron.compression.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -23,7 +24,6 @@ from megatron.compression.tensor_parallel.mappings import (
 )
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
-from megatron.compression.communication.site import CommSite
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
@@ -51,9 +51,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
             return super().forward(input_)
         nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
         if not _compresses_reduction(self.site, self.sequence_parallel, nbytes):
-            _count_reduction(
-                self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight)
-            )
+            _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
             return super().forward(input_)
         output = row_parallel_linear(
             input_, self.weight, self.site, self.sequence_parallel, self.chunks, self.handover
@@ -110,9 +108,7 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
             return super().forward(input_)
         nbytes = input_.numel() * self.embedding_dim * self.weight.element_size()
         if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, nbytes):
-            _count_reduction(
-                self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight)
-            )
+            _count_reduction(self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight))
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
@@ -168,9 +164,7 @@ def _compresses_reduction(site: CommSite, sequence_parallel: bool, nbytes: int) 
     return site.compresses(nbytes, *traffic)
 
 
-def _count_reduction(
-    site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool
-) -> None:
+def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:
     """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
     if not sequence_parallel:
         site.count_uncompressed("tp.forward", "all_reduce", nbytes)

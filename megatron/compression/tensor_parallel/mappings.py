@@ -75,9 +75,7 @@ def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite
     return _ReduceFromTensorParallelRegion.apply(partial_sum, site)
 
 
-def reduce_scatter_to_sequence_parallel_region(
-    partial_sum: torch.Tensor, site: CommSite
-) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
     return _ReduceScatterToSequenceParallelRegion.apply(partial_sum, site)
 

@@ -3,8 +3,8 @@
 A column-parallel layer's backward sums its input gradient over the ranks, and nothing further down can start
 before the sum has arrived. What can run meanwhile are weight gradients: its own, and that of the row-parallel
 layer before it in the backward (fc2's behind fc1's exchange, the attention projection's behind qkv's), which
-is deferred until then. The autograd engine does the ordering: of the nodes that are ready it runs the one that
-was made last in the forward. So a column-parallel layer's forward makes, in this order,
+is deferred until then. The autograd engine does the ordering: of the nodes that are ready it runs the one
+that was made last in the forward. So a column-parallel layer's forward makes, in this order,
 
 1. the *arrival* of its input gradient (an identity whose backward waits for the exchange),
 2. a node for each weight (an identity whose backward computes that weight's gradient),

@@ -3,9 +3,9 @@
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, placeholder
-from megatron.compression.communication.site import CommSite
 
 
 class _RowParallelLinear(torch.autograd.Function):
