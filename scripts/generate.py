@@ -25,7 +25,7 @@ FILLERS = [
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags of both entrypoints and those of this script."""
     from megatron.compression.arguments import add_compression_arguments
-    from megatron.compression.qwen.flags import add_qwen_arguments
+    from megatron.compression.huggingface.flags import add_qwen_arguments
 
     group = add_qwen_arguments(add_compression_arguments(parser)).add_argument_group("generation")
     group.add_argument("--prompt", default="import ", help="text to continue")
@@ -146,7 +146,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from megatron.compression import entrypoint
-    from megatron.compression.qwen.flags import expand
+    from megatron.compression.huggingface.flags import expand
 
     with one_line_errors():
         if any(word.split("=")[0] == "--qwen-model" for word in sys.argv):

@@ -6,10 +6,14 @@ import difflib
 import errno
 import importlib.util
 import os
+import shutil
 import sys
 import time
 import traceback
 from argparse import Namespace
+
+FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
 
@@ -81,12 +85,10 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
     if isinstance(error, AssertionError | ValueError | RuntimeError) and came_through(error, "validate_args"):
         return first_line(error)
-    if _disk_is_full(error):
-        where = f"--save {args.save}" if args is not None and args.save else "the output folder"
-        return (
-            f"{where}: no space left on the device: make room, or name another folder; the last whole "
-            "checkpoint is unharmed"
-        )
+    folder = args.save if args is not None else None
+    if _disk_is_full(error, folder):
+        where = f"--save {folder}" if folder else "the output folder"
+        return f"{where}: no space left: make room there, or name another folder"
     if came_through(error, "load_checkpoint") and args is not None:
         from megatron.compression.other_checkpoint import checkpoint_mismatch
 
@@ -110,20 +112,18 @@ def first_line(error: BaseException) -> str:
     return f"required: {traceback.extract_tb(error.__traceback__)[-1].line.removeprefix('assert ')}"
 
 
-def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether the exception, one that it came from, or one that torch collected from a rank says ENOSPC."""
-    seen = set()
-    todo = [error]
-    while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if getattr(one, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(one):
+def _disk_is_full(error: BaseException, folder: str | None) -> bool:
+    """Whether the system said so, or saving to `folder` failed and next to nothing is free there.
+
+    torch reports a full disk from its writers as an "iostream error", or as a failure of no rank.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        if getattr(one, "errno", None) in _FULL or any(os.strerror(code) in str(one) for code in _FULL):
             return True
-        todo += [one.__cause__, one.__context__]
-        todo += [failure[0] for failure in getattr(one, "failures", {}).values()]
-    return False
+        one = one.__cause__ or one.__context__
+    saving = folder is not None and os.path.isdir(folder) and came_through(error, "save_checkpoint")
+    return saving and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
 
 
 @contextlib.contextmanager

@@ -335,15 +335,22 @@ class TestCheckpoints:
         run = pretrain("--async-save", "--use-persistent-ckpt-worker", *folder, check=False)
         assert_one_line(run, "--async-save needs nvidia_resiliency_ext, which is not installed: pip install")
 
-    def test_a_full_disk_is_one_line(self, tmp_path):
-        """As torch reports it from a rank that writes, and as the system does."""
+    def test_a_full_disk_is_one_line(self, tmp_path, monkeypatch):
+        """As the system says it, and as torch does, who leaves out why."""
+        args = Namespace(save=str(tmp_path), load=None)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        collected = RuntimeError("checkpoint")
-        collected.failures = {0: (full, None)}
-        for error in (full, collected, RuntimeError(f"Worker failure: {full}")):
-            line = errors.explain(error, Namespace(save="/there"))
-            assert line.startswith("--save /there: no space left on the device: make room")
-        assert errors.explain(OSError(errno.EACCES, "no")) is None
+        for error in (full, RuntimeError(f"Worker failure: {full}")):
+            assert errors.explain(error, args).startswith(f"--save {tmp_path}: no space left")
+        assert errors.explain(OSError(errno.EACCES, "no"), args) is None
+
+        def save_checkpoint():
+            raise RuntimeError("basic_ios::clear: iostream error")
+
+        for free, explained in ((2**20, True), (2**40, False)):
+            monkeypatch.setattr(errors.shutil, "disk_usage", lambda folder, free=free: Namespace(free=free))
+            with pytest.raises(RuntimeError) as raised:
+                save_checkpoint()
+            assert (errors.explain(raised.value, args) is not None) == explained
 
 
 def test_a_port_in_use_is_named():

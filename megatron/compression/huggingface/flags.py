@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megatron.compression.qwen.hf_config import model_from_config, read_config
-from megatron.compression.qwen.models import MODELS, QwenError, QwenModel, megatron_flags
+from megatron.compression.huggingface.config import model_from_config, read_config
+from megatron.compression.huggingface.models import MODELS, DenseModel, ModelError, megatron_flags
 
 # Flags without a value that an expansion may hold: --no-<name> leaves one out.
 SWITCHES = (
@@ -13,6 +13,7 @@ SWITCHES = (
     "disable-bias-linear",
     "add-qkv-bias",
     "qk-layernorm",
+    "use-rope-scaling",
     "untie-embeddings-and-output-weights",
 )
 # A size of the vocabulary that the user gives takes the model's padded size with it.
@@ -38,17 +39,17 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
-def find_model(name: str) -> QwenModel:
+def find_model(name: str) -> DenseModel:
     """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder.
 
     Raises:
-        QwenError: neither.
+        ModelError: neither.
     """
     if name in MODELS:
         return MODELS[name]
     if Path(name).is_dir():
         return model_from_config(read_config(name))
-    raise QwenError(
+    raise ModelError(
         f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with a "
         "Hugging Face config.json"
     )
@@ -74,20 +75,20 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
         The whole command line, and the part that was added.
 
     Raises:
-        QwenError: no model, an unknown one, or a switch that the model does not set.
+        ModelError: no model, an unknown one, or a switch that the model does not set.
     """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     reader.add_argument("--qwen-model")
     known, _ = reader.parse_known_args(arguments)
     if known.qwen_model is None:
-        raise QwenError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
+        raise ModelError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
     flags = megatron_flags(find_model(known.qwen_model), tensor_parallel_size(arguments))
     given = {argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")}
     for switch in SWITCHES:
         if f"--no-{switch}" not in given:
             continue
         if f"--{switch}" not in flags:
-            raise QwenError(
+            raise ModelError(
                 f"--no-{switch}: --qwen-model {known.qwen_model} does not set --{switch}; drop it"
             )
         del flags[f"--{switch}"]

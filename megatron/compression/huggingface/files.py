@@ -5,10 +5,9 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from megatron.compression.qwen.models import QwenError
+from megatron.compression.errors import require_extra
+from megatron.compression.huggingface.models import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,19 +20,22 @@ class TensorReader:
         folder: holds model.safetensors, or several files and their index.
 
     Raises:
-        QwenError: neither is there.
+        ModelError: neither is there.
     """
 
     def __init__(self, folder: str | Path) -> None:
+        require_extra("safetensors", "huggingface", f"reading {folder}")
         self.folder = Path(folder)
         self._open = {}
         if (self.folder / INDEX).is_file():
             self.files = json.loads((self.folder / INDEX).read_text())["weight_map"]
         elif (self.folder / SINGLE).is_file():
+            from safetensors import safe_open
+
             with safe_open(self.folder / SINGLE, "pt") as file:
                 self.files = dict.fromkeys(file.keys(), SINGLE)
         else:
-            raise QwenError(
+            raise ModelError(
                 f"{folder} has neither {SINGLE} nor {INDEX}; save the model with safe_serialization=True"
             )
 
@@ -45,14 +47,16 @@ class TensorReader:
         """The whole tensor, on the CPU, in the file's dtype.
 
         Raises:
-            QwenError: there is none of that name.
+            ModelError: there is none of that name.
         """
         if name not in self.files:
-            raise QwenError(
+            raise ModelError(
                 f"{self.folder} has no tensor {name}: is it another model than its config.json says?"
             )
         file = self.files[name]
         if file not in self._open:
+            from safetensors import safe_open
+
             self._open[file] = safe_open(self.folder / file, "pt")
         return self._open[file].get_tensor(name)
 
@@ -67,6 +71,7 @@ class TensorWriter:
     """
 
     def __init__(self, folder: str | Path, writer: int = 0, file_bytes: int = 5 * 10**9) -> None:
+        require_extra("safetensors", "huggingface", f"writing {folder}")
         self.folder = Path(folder)
         self.writer = writer
         self.file_bytes = file_bytes
@@ -87,6 +92,8 @@ class TensorWriter:
     def _flush(self) -> None:
         if not self._held:
             return
+        from safetensors.torch import save_file
+
         file = f"part-{self.writer}-{len(self.written)}.safetensors"
         save_file(self._held, self.folder / file, metadata={"format": "pt"})
         self.written.append((file, {name: tensor.nbytes for name, tensor in self._held.items()}))

@@ -21,8 +21,8 @@ from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.compression import entrypoint
-from megatron.compression.qwen.flags import add_qwen_arguments, tensor_parallel_size
-from megatron.compression.qwen.models import QwenError, QwenModel, megatron_flags
+from megatron.compression.huggingface.flags import add_qwen_arguments, tensor_parallel_size
+from megatron.compression.huggingface.models import DenseModel, ModelError, megatron_flags
 from megatron.compression.setup import add_arguments as add_compression_arguments
 from megatron.compression.setup import gpt_layer_spec
 
@@ -65,7 +65,7 @@ class Session:
 
 @contextlib.contextmanager
 def conversion_session(
-    model: QwenModel, dtype: torch.dtype, flags: list[str] | None = None
+    model: DenseModel, dtype: torch.dtype, flags: list[str] | None = None
 ) -> Iterator[Session]:
     """Start Megatron, build the model with weights of no meaning, and take everything down again.
 
@@ -77,10 +77,10 @@ def conversion_session(
         flags: further Megatron flags: parallel sizes, ``--seq-length``, ``--transformer-impl``, ...
 
     Raises:
-        QwenError: a dtype that Megatron cannot hold.
+        ModelError: a dtype that Megatron cannot hold.
     """
     if dtype not in PRECISION_FLAGS:
-        raise QwenError(f"weights of {dtype} are not covered; --dtype is bfloat16, float16 or float32")
+        raise ModelError(f"weights of {dtype} are not covered; --dtype is bfloat16, float16 or float32")
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400"), ("RANK", "0")):
         os.environ.setdefault(name, value)  # started without torchrun: one process
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -109,21 +109,21 @@ def newest_iteration(load: str) -> Path:
     """The folder of a checkpoint's newest iteration.
 
     Raises:
-        QwenError: there is no checkpoint.
+        ModelError: there is no checkpoint.
     """
     tracker = Path(load) / TRACKER
     if not tracker.is_file():
-        raise QwenError(f"--load {load}: {tracker} is missing, there is no Megatron checkpoint")
+        raise ModelError(f"--load {load}: {tracker} is missing, there is no Megatron checkpoint")
     newest = tracker.read_text().strip()
     folder = Path(load) / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not (folder / "metadata.json").is_file():
-        raise QwenError(
+        raise ModelError(
             f"--load {load}: {folder} is no torch_dist checkpoint; save with --ckpt-format torch_dist"
         )
     return folder
 
 
-def _command_line(model: QwenModel, dtype: torch.dtype, flags: list[str]) -> list[str]:
+def _command_line(model: DenseModel, dtype: torch.dtype, flags: list[str]) -> list[str]:
     """Fillers, then the model, then the caller's flags: the last of a kind wins."""
     tensor_parallel = tensor_parallel_size(flags)
     arguments = [*_FILLERS, "--seq-length", str(min(model.positions, 4096)), *PRECISION_FLAGS[dtype]]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megatron.compression.qwen.models import QwenError, QwenModel
+from megatron.compression.huggingface.models import DenseModel, ModelError
 
 Partition = Literal["replicated", "rows", "vocabulary", "gate and up", "columns"]
 
@@ -44,10 +44,10 @@ def pad_vocabulary(table: torch.Tensor, rows: int) -> torch.Tensor:
     """Append rows of zeros up to ``rows``.
 
     Raises:
-        QwenError: the table has more rows than that.
+        ModelError: the table has more rows than that.
     """
     if table.shape[0] > rows:
-        raise QwenError(
+        raise ModelError(
             f"the model has {table.shape[0]} tokens, --padded-vocab-size only {rows}; "
             "drop that flag or raise it"
         )
@@ -94,7 +94,7 @@ class Rule:
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = lambda tensor: (tensor,)
 
 
-def _layer_rules(model: QwenModel, layer: str) -> dict[str, Rule]:
+def _layer_rules(model: DenseModel, layer: str) -> dict[str, Rule]:
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     qkv = {
         kind: Rule(
@@ -126,13 +126,13 @@ def _layer_rules(model: QwenModel, layer: str) -> dict[str, Rule]:
     }
     if model.family == "qwen2":
         rules["self_attention.linear_qkv.bias"] = qkv["bias"]
-    else:
+    elif model.family == "qwen3":
         for name in ("q", "k"):
             rules[f"self_attention.{name}_layernorm.weight"] = Rule((f"{attention}.{name}_norm.weight",))
     return rules
 
 
-def rule_for(name: str, model: QwenModel) -> Rule:
+def rule_for(name: str, model: DenseModel) -> Rule:
     """How the Megatron parameter ``name`` is made.
 
     Args:
@@ -140,7 +140,7 @@ def rule_for(name: str, model: QwenModel) -> Rule:
         model: heads, groups, tied or not.
 
     Raises:
-        QwenError: a Qwen model has no such parameter.
+        ModelError: the model has no such parameter.
     """
     embedding = "model.embed_tokens.weight"
     output = embedding if model.tied else "lm_head.weight"
@@ -154,11 +154,11 @@ def rule_for(name: str, model: QwenModel) -> Rule:
         name = layer[2]
         rules = _layer_rules(model, f"model.layers.{layer[1]}")
     if name not in rules:
-        raise QwenError(f"a {model.family} model has no parameter {layer[0] if layer else name}")
+        raise ModelError(f"a {model.family} model has no parameter {layer[0] if layer else name}")
     return rules[name]
 
 
-def hugging_face_names(model: QwenModel) -> list[str]:
+def hugging_face_names(model: DenseModel) -> list[str]:
     """Every tensor of the Hugging Face model."""
     names = ["model.embed_tokens.weight", "model.norm.weight"] + ["lm_head.weight"] * (not model.tied)
     for layer in range(model.layers):

@@ -12,14 +12,20 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.qwen.hf_files import TensorReader, TensorWriter
-from megatron.compression.qwen.mapping import hugging_face_names, pad_vocabulary, rule_for, shard, unshard
-from megatron.compression.qwen.models import QwenError, QwenModel
+from megatron.compression.huggingface.files import TensorReader, TensorWriter
+from megatron.compression.huggingface.mapping import (
+    hugging_face_names,
+    pad_vocabulary,
+    rule_for,
+    shard,
+    unshard,
+)
+from megatron.compression.huggingface.models import DenseModel, ModelError
 
 
 def import_weights(
     chunks: list[torch.nn.Module],
-    model: QwenModel,
+    model: DenseModel,
     reader: TensorReader,
     groups: ProcessGroupCollection,
 ) -> None:
@@ -32,11 +38,11 @@ def import_weights(
         groups: tp is used.
 
     Raises:
-        QwenError: the files hold other tensors than the model has, or another shape.
+        ModelError: the files hold other tensors than the model has, or another shape.
     """
     expected = set(hugging_face_names(model))
     if unknown := sorted(reader.names() - expected - {"lm_head.weight"}):
-        raise QwenError(f"{reader.folder} has tensors that a {model.family} model has not: {unknown[:5]}")
+        raise ModelError(f"{reader.folder} has tensors that a {model.family} model has not: {unknown[:5]}")
     rank, world_size = groups.tp.rank(), groups.tp.size()
     for name, parameter in _named_parameters(chunks):
         rule = rule_for(name, model)
@@ -45,7 +51,7 @@ def import_weights(
             full = pad_vocabulary(full, parameter.shape[0] * world_size)
         part = shard(full, rule.partition, rank, world_size)
         if part.shape != parameter.shape:
-            raise QwenError(
+            raise ModelError(
                 f"{', '.join(rule.sources)}: {list(part.shape)} on this rank, but {name} is "
                 f"{list(parameter.shape)}; is a flag of --qwen-model overridden?"
             )
@@ -54,7 +60,7 @@ def import_weights(
 
 def export_weights(
     chunks: list[torch.nn.Module],
-    model: QwenModel,
+    model: DenseModel,
     writer: TensorWriter | None,
     groups: ProcessGroupCollection,
     dtype: torch.dtype | None = None,
