@@ -76,7 +76,15 @@ def test_an_early_exit_ends_cleanly_and_writes_its_report():
 
 def test_a_signal_saves_and_ends_the_run(tmp_path):
     """With workers of the data loaders, which have Megatron's handler of the signal too."""
-    flags = ("--exit-signal-handler", "--num-workers", "2", "--save", str(tmp_path))
+    flags = (
+        "--exit-signal-handler",
+        "--num-workers",
+        "2",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1000000",
+    )
     run = start("pretrain_gpt.py", *tiny_flags(*flags, train_iters="1000000"), processes=2)
     run.wait_for("iteration        3/", timeout=200)
     os.kill(run.processes[0].pid, signal.SIGTERM)

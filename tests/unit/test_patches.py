@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron import host
 from megatron.compression import patches
 from megatron.compression.patches import PatchError, change_class, put, replace
 from tests.distributed.launch import REPO, environment
@@ -167,6 +168,7 @@ def test_an_entrypoint_that_knows_nothing_of_us() -> None:
 
 def test_what_comes_behind_validation(monkeypatch) -> None:
     """Each function once, in order, with the arguments as validated, before the tokenizer is made."""
+    host.install()
     from megatron.compression.patches import arguments as patched
 
     module = SimpleNamespace(
@@ -189,6 +191,7 @@ def test_what_comes_behind_validation(monkeypatch) -> None:
 
 
 def test_an_end_that_megatron_does_not_call_is_refused(monkeypatch) -> None:
+    host.install()
     from megatron.training import training
 
     monkeypatch.setattr(training, "train", lambda: None)
@@ -198,8 +201,6 @@ def test_an_end_that_megatron_does_not_call_is_refused(monkeypatch) -> None:
 
 def test_megatron_core_has_every_symbol() -> None:
     """All patches fit the installed megatron-core, and the data-parallel ones count what they should."""
-    from megatron import host
-
     host.install()
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
