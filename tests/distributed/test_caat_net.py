@@ -12,7 +12,7 @@ from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
 
 HEADS = 4
-INT8 = {"taco_format": "int8", "taco_scales": "single"}
+INT8 = "int8:scales=single"
 INT8_BOUND = 0.02  # of a gradient, relative
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 QWEN_LIKE = dict(
@@ -53,7 +53,7 @@ def gradients_of(
     changes: dict | None = None,
     force: bool = False,
     sharded: bool = False,
-    codec: dict | None = None,
+    codec: str = "none",
 ) -> dict:
     """Forward and backward in fp64 (with a codec fp32), gradients finalised as Megatron's loop does.
 
@@ -64,7 +64,7 @@ def gradients_of(
         force: run CAAT-Net's own code with all channels shared (which a fraction of 1 does not).
         sharded: as the distributed optimizer wants gradients, reduce-scattered behind the backward of the
             last of two micro-batches.
-        codec: settings of the codec; None sends as it is.
+        codec: its spec; none sends as it is.
 
     Returns:
         Parameters and gradients by name on this rank (NaN outside its shard), the names of replicated
@@ -76,15 +76,15 @@ def gradients_of(
         finalize_model_grads,
     )
 
-    from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
+    from megatron.compression.caat_net import hooks
 
-    run, loss = caat_run(fraction, **(codec or {})), 0.0
+    run, loss = caat_run(fraction, codec), 0.0
     watched = {"behind": [], "waiting": []}
-    dtype = torch.float64 if codec is None else torch.float32
+    dtype = torch.float64 if codec == "none" else torch.float32
     model = build_tiny_gpt(rank, streams, run, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
-        bind_caat_net(model, everything, run.ledger)
+        hooks.attach(model, everything, run.ledger)
     stream, copy = rank % streams, rank // streams
     fill_parameters(model, stream)
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
@@ -136,7 +136,7 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
     compute, take = WeightGradient.compute, InputGradientExchange.take
 
     def watching(self, like):
-        behind.append(self.exchange.work is not None and not self.exchange.work.work.done)
+        behind.append(self.exchange.work is not None and not self.exchange.work.done)
         return compute(self, like)
 
     def taking(self):

@@ -1,11 +1,9 @@
 """CAAT-Net sends the shared channels' bytes and no others; replicas agree; text is generated as trained."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from taco_kernels.taco import CodecConfig
+from megatron.compression.codecs import parse_codec
 from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
@@ -17,22 +15,22 @@ from tests.distributed.tiny_gpt import (
     build_tiny_gpt,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_of
+from tests.distributed.transport_audit import TransportAudit, total_without_batch
 
 NEW_TOKENS = 5
-COUNTED = {"taco_transport": "collective"}  # the audit sees what c10d is given
-FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual", **COUNTED}
-INT8 = {"taco_format": "int8", "taco_scales": "single", **COUNTED}
-TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
+FP8, INT8 = "taco", "int8:scales=single"
+TRAFFIC_CASES = [(1.0, "none"), (0.5, "none"), (0.25, "none"), (0.5, FP8), (0.5, INT8)]
 
 
 def traffic_worker(rank: int, world_size: int) -> list[dict]:
-    """``train_twice`` for each case."""
+    """``train_twice`` for each case, over what the audit sees: what c10d is given."""
     start_model_parallel(world_size)
-    return [train_twice(rank, world_size, *case) for case in TRAFFIC_CASES]
+    return [train_twice(rank, world_size, *case, transport="collective") for case in TRAFFIC_CASES]
 
 
-def train_twice(rank: int, world_size: int, fraction: float, settings: dict, size: int = BATCH) -> dict:
+def train_twice(
+    rank: int, world_size: int, fraction: float, codec: str, size: int = BATCH, transport: str = "auto"
+) -> dict:
     """Two bf16 training iterations on ``size`` sequences, with the bytes that c10d was given.
 
     Returns:
@@ -41,7 +39,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
     """
     from megatron.compression.caat_net.gradients import sum_rank_local_gradients
 
-    run = caat_run(fraction, **settings)
+    run = caat_run(fraction, codec, transport=transport)
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     streams: list[torch.Tensor] = []
     model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
@@ -83,9 +81,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
 
-    def encoded(fraction: float, settings: dict) -> int:
+    def encoded(fraction: float, spec: str) -> int:
         """Bytes of a compressed all-reduce: all-to-all and all-gather of W padded pieces."""
-        config = CodecConfig(settings["taco_format"], scales=settings["taco_scales"])
+        config = parse_codec(spec).config
         values = config.chunk_numel(int(SEQUENCE * BATCH * HIDDEN * fraction), world_size)
         return 2 * (world_size - 1) * config.wire_bytes(values)
 
@@ -98,7 +96,7 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     }
     for case, ranks in enumerate(results):
         for result in ranks:
-            assert total_of(result["rows"]) == result["audit"], cases[case]
+            assert total_without_batch(result["rows"]) == result["audit"], cases[case]
             for channel in ("tp.forward", "tp.backward"):
                 assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
             assert result["losses"][1] < result["losses"][0]
@@ -165,9 +163,8 @@ def _generate(rank: int, world_size: int) -> dict:
 def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
     """Losses without a codec, with one, and with one that --validate-uncompressed leaves out."""
     losses = []
-    for settings, leave_out in (({}, False), (FP8, False), (FP8, True)):
-        run = caat_run(0.5, **settings)
-        run.config = replace(run.config, validate_uncompressed=leave_out)
+    for codec, leave_out in (("none", False), (FP8, False), (FP8, True)):
+        run = caat_run(0.5, codec, validate_uncompressed=leave_out)
         run.ledger.evaluating = True
         model = build_tiny_gpt(rank, world_size, run)
         fill_parameters(model, rank)
@@ -188,7 +185,7 @@ def test_generation(two_ranks) -> None:
     assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
     assert len(set(first["tokens"])) > 1
     torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
-    assert total_of(first["rows"]) == first["audit"]
+    assert total_without_batch(first["rows"]) == first["audit"]
     assert {row["phase"] for row in first["rows"]} == {"eval"}
     forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
     values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half

@@ -17,7 +17,9 @@ class Now:
     iteration = 0
 
 
-def _policy(now: Now | None = None, validate_uncompressed: bool = False, bound=None, start: int = 0, **settings):
+def _policy(
+    now: Now | None = None, *, validate_uncompressed: bool = False, bound=None, start: int = 0, **settings
+) -> Policy:
     now = now or Now()
     config = TensorParallelConfig(**{"compression": "taco", "min_mb": 1.0, **settings})
     rules = {
