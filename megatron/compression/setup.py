@@ -3,7 +3,7 @@
     args = parse_and_validate_args(extra_args_provider=compression.add_arguments)
     compression.enable(args, model_config)
 
-``attach`` is for loops without megatron.training; see attach.py.
+``attach`` is for loops without megatron.training; see compression.py.
 """
 
 import sys
@@ -15,7 +15,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron import host
 from megatron.compression import flags, patches, preflight, shared_gpus
-from megatron.compression.attach import Compression
+from megatron.compression.compression import Compression
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.config import changed_settings
@@ -81,6 +81,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         iteration=partial(current_iteration, args),
         train_iters=flags.train_iterations(args),
         say=print_rank_0,
+        broadcasts_batch=True,
     )
     if config.report:
         compression.run.probe.interval = args.log_interval
@@ -135,9 +136,13 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
         if "optimizer" in state_dict:
             compression.gradients.add_state(state_dict, is_loading, args)
 
+    resumed = False
+
     def on_resume(state_dict: dict | None, path: str | None) -> None:
+        nonlocal resumed  # what is read first, the arguments, has it as well
         saved = (state_dict or {}).get(STATE)
-        if saved and not args.finetune:
+        if saved and not args.finetune and not resumed:
+            resumed = True
             if changed := changed_settings(saved["config"], config.asdict()):
                 print_rank_0(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
             compression.load_state(saved)

@@ -88,7 +88,7 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     """
     from megatron.core import parallel_state
 
-    from megatron.compression.attach import Compression
+    from megatron.compression.compression import Compression
     from megatron.compression.report import Reporter
 
     result, held = RankResult(), {}
