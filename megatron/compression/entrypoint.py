@@ -191,14 +191,8 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
         SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
             --exit-signal-handler), after the same clean ending.
     """
-<<<<<<< HEAD
-    model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
-    setup.enable(args, model_config)
-=======
     model_config = gpt_config(args, model_config_cls)
-    runtime, reporter = weave(args, model_config)
-    patches.on_training_end(reporter.finish)
->>>>>>> host
+    setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder
     train_to_the_end(lambda: training.pretrain(container, train_valid_test_datasets, kind, forward_step))
