@@ -61,8 +61,6 @@ def _spec(**linears):
 
 
 ordinary = _spec()
-named = _spec(
-    linear_qkv=NamedColumn, linear_fc1=NamedColumn, linear_proj=NamedRow, linear_fc2=NamedRow
-)
+named = _spec(linear_qkv=NamedColumn, linear_fc1=NamedColumn, linear_proj=NamedRow, linear_fc2=NamedRow)
 scaled = _spec(linear_fc2=ScaledRow)
 own = _spec(linear_fc2=OwnRow)
