@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.compression.compression import Compression, attach
     from megatron.compression.codecs import (
         Codec,
         parse_codec,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.compression import Compression, attach
     from megatron.compression.config import CompressionConfig
     from megatron.compression.data_parallel.compressor import (
         GradientBucket,

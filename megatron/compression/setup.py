@@ -15,9 +15,9 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron import host
 from megatron.compression import flags, patches, preflight, shared_gpus
-from megatron.compression.compression import Compression
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
+from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
 from megatron.compression.errors import OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
