@@ -307,6 +307,7 @@ def main() -> None:
             if name == "none":
                 baseline[seed] = losses["trained"]
                 first_table = changed_values(model, options, validation)
+                print(*first_table, sep="\n", flush=True)
             else:
                 rows[name].append(
                     {
