@@ -1,4 +1,4 @@
-"""Datasets, batches and the loss of somebody's entrypoint: megatron-core and megatron.training, nothing else."""
+"""Datasets, batches and the loss of somebody's entrypoint, over Megatron and nothing else."""
 
 from functools import partial
 
