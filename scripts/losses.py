@@ -41,11 +41,11 @@ PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
     "data": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size {batch}",
-        4,
+        1,
     ),
     "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
 }
-"""Flags of a dimension, and how many micro-batches make a batch over all ranks (as the published runs did)."""
+"""Flags of a dimension, and how many micro-batches make a batch (data parallelism: one a rank)."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -217,7 +217,9 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     began = time.monotonic()
     status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
     if status:
-        raise RuntimeError(f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}")
+        raise RuntimeError(
+            f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}"
+        )
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {seed}: {summary['validation_loss']:.4f}", flush=True)
     kept = ("validation_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
