@@ -170,12 +170,12 @@ def noise(results: list[dict], baseline: str) -> float | None:
 
 
 def table(results: list[dict], baseline: str) -> str:
-    """Markdown, one row a run: losses, and for each class of traffic megabytes an iteration and bits a value
-    of 16 bits."""
+    """Markdown, one row a run: losses, and for each class of traffic megabytes of an iteration and their share
+    of the uncompressed ones."""
     traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
     traffic = [name for name in traffic if not name.endswith(".other")]
     columns = ["setting", "seed", "validation loss", f"against {baseline}"]
-    columns += [text for name in traffic for text in (f"{name} MB", "bits")]
+    columns += [text for name in traffic for text in (f"{name} MB", "of uncompressed")]
     lines = [columns, ["---"] * len(columns)]
     for result in results:
         part = difference(result, results, baseline)
@@ -183,8 +183,8 @@ def table(results: list[dict], baseline: str) -> str:
         cells.append("-" if part is None else f"{part:+.2%}")
         for name in traffic:
             pair = result["bytes_per_iteration"].get(name, {"sent": 0.0, "uncompressed": 0.0})
-            bits = 16 * pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
-            cells += [f"{pair['sent'] / 1e6:.3f}", f"{bits:.3f}"]
+            part = pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
+            cells += [f"{pair['sent'] / 1e6:.3f}", f"{part:.3f}"]
         lines.append(cells)
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
     spread = noise(results, baseline)
