@@ -1,21 +1,16 @@
-"""TACO's codec as device code of its own: needs torch and triton, knows nothing of Megatron.
+"""Codecs for communication as device code of its own: needs torch and triton, knows nothing of Megatron.
 
-``encode``, ``decode``, ``decode_sum`` and ``decode_sum_encode`` run fused Triton kernels on CUDA tensors and
-the plain-torch definition in ``reference.py`` on CPU tensors; both use the same wire format (``layout.py``).
+Equal siblings, each with a wire format (``layout.py``), a definition in plain torch (``reference.py``) that
+serves CPU tensors, and Triton kernels that serve CUDA tensors:
+
+- ``taco``: Hadamard transform and two scales, fp8 and int8 to int4, in any direction (arXiv 2604.24088)
+- ``sdp4bit``: gradients and weight differences of data parallelism (arXiv 2410.15526)
+- ``tah_quant``: activations between pipeline stages (arXiv 2506.01352)
+- ``channel_norm``: integers of channels without their mean and spread
+- ``bitmap_sparse``: the largest values and a bitmap
+- ``count_sketch``: sparse sums that add up without being decoded (arXiv 2402.07529, 2504.05638)
+- ``error_feedback``: what a compression left behind
+- ``symmetric_memory``: TACO's collectives as one kernel each, over peer memory
+
+``common`` is what they share; ``python -m taco_kernels.benchmarks`` times them.
 """
-
-from taco_kernels.layout import FORMATS, GROUP_SIZES, ROUNDINGS, SCALES, CodecConfig, Stream
-from taco_kernels.ops import decode, decode_sum, decode_sum_encode, encode
-
-__all__ = [
-    "FORMATS",
-    "GROUP_SIZES",
-    "ROUNDINGS",
-    "SCALES",
-    "CodecConfig",
-    "Stream",
-    "decode",
-    "decode_sum",
-    "decode_sum_encode",
-    "encode",
-]

@@ -95,10 +95,10 @@ def codecs(options: argparse.Namespace) -> list[tuple[str, Callable, Callable]]:
     return found
 
 
-def standardized(shape: tuple[int, ...]) -> normalized.NormalizedLayout:
+def standardized(shape: tuple[int, ...]) -> normalized.ChannelNormLayout:
     """What ``--pp-compression auto`` sends."""
     config = CodecConfig("int4", 32, "signed", hadamard=False)
-    return normalized.NormalizedLayout(math.prod(shape[:-1]), shape[-1], config)
+    return normalized.ChannelNormLayout(math.prod(shape[:-1]), shape[-1], config)
 
 
 def encode_standardized(x: torch.Tensor) -> torch.Tensor:

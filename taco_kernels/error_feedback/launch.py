@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.layout import ceil_div
-from taco_kernels.triton.fast_launch import start
+from taco_kernels.common.fast_launch import start
+from taco_kernels.common.sizes import ceil_div
+from taco_kernels.error_feedback.reference import check
 
 TILE, WARPS = 2048, 4
 """Values a program; 16 a thread."""
@@ -32,7 +33,8 @@ def remember_kernel(
 def remember(
     held: torch.Tensor, total: torch.Tensor, decoded: torch.Tensor | None, keep: float, weight: float
 ) -> torch.Tensor:
-    """See ``taco_kernels.error_feedback.remember``. What stays is not written, nor read if keep is 0."""
+    """See reference.remember. What stays is not written, nor read if keep is 0."""
+    check(held, total, decoded)
     start(
         remember_kernel,
         (ceil_div(held.numel(), TILE),),

@@ -4,7 +4,7 @@ A row of ``n`` values is ``g = ceil(n / G)`` groups, zero padded, and its wire::
 
     plane of codes (g * G * bits / 8 bytes) | g steps, fp32 | zeros up to a multiple of 16 bytes
 
-Codes lie in planes as in ``taco_kernels.layout``: int4 plus 8, two to a byte, of 16 codes byte j holding
+Codes lie in planes as in ``taco_kernels.taco.layout``: int4 plus 8, two to a byte, of 16 codes byte j holding
 elements j and j + 8; int8 in two's complement. A step has its 8 lowest mantissa bits clear, so that code
 times step is exact in fp32: a fused multiply-add and a product with a sum give the same bits, and so do all
 devices.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.layout import ALIGNMENT
+from taco_kernels.common.sizes import aligned, check_choice
 
 BITS = (4, 8)
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -38,11 +38,7 @@ class GroupFormat:
 
     def __post_init__(self) -> None:
         for name, allowed in (("bits", BITS), ("group_size", GROUP_SIZES), ("hadamard", (True, False))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported; choose one of "
-                    f"{', '.join(map(str, allowed))}"
-                )
+            check_choice(name, getattr(self, name), allowed)
 
     @property
     def qmax(self) -> int:
@@ -60,7 +56,7 @@ class GroupFormat:
     def wire_bytes(self, numel: int) -> int:
         """Exact bytes of a row's wire."""
         used = self.code_bytes(numel) + STEP_BYTES * self.groups(numel)
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return aligned(used)
 
     def bits_per_value(self, numel: int) -> float:
         """What a value costs on the wire, steps and padding included."""

@@ -13,8 +13,7 @@ import math
 
 import torch
 
-from taco_kernels.layout import CodecConfig
-from taco_kernels.reference import hadamard, pack, round_to_grid, unpack
+from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
 from taco_kernels.sdp4bit.layout import FLOOR, HADAMARD_POINTS, GroupFormat, check_rows, check_wires
 
 
@@ -36,17 +35,15 @@ def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
 def encode_groups(h: torch.Tensor, format: GroupFormat, out: torch.Tensor) -> torch.Tensor:
     """Wires of h fp32[rows, groups, G] into out uint8[rows, bytes]."""
     rows, groups, size = h.shape
-    codec = CodecConfig(f"int{format.bits}", 128)
     amax = h.abs().amax(dim=-1)
     bad, zero = ~torch.isfinite(h).all(dim=-1), amax == 0
     amax = amax.masked_fill(bad, 0.0).clamp(min=FLOOR)
     step = amax / amax.new_tensor(float(format.qmax))  # a tensor: torch divides by numbers with a reciprocal
     step = ((step.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
     inverse = step.reciprocal().masked_fill(bad, 0.0)
-    codes = round_to_grid(h.reshape(-1, size), inverse.view(-1, 1), codec, None)
+    codes = round_to_integers(h, inverse[..., None], format.bits).view(rows, groups * size)
     step = step.masked_fill(zero, 0.0).masked_fill(bad, math.nan)
-    plane = pack(codes, codec)[0].reshape(rows, groups * size * format.bits // 8)
-    used = torch.cat([plane.view(torch.uint8), step.view(rows, groups).view(torch.uint8)], dim=1)
+    used = torch.cat([*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1)
     out[:, : used.shape[1]] = used
     out[:, used.shape[1] :] = 0
     return out
@@ -55,10 +52,9 @@ def encode_groups(h: torch.Tensor, format: GroupFormat, out: torch.Tensor) -> to
 def decode_groups(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
     """q * step, fp32[rows, groups * G] in the codes' own domain, of wires uint8[rows, bytes]."""
     rows, groups, size = wires.shape[0], format.groups(numel), format.group_size
-    codec = CodecConfig(f"int{format.bits}", 128)
     split = format.code_bytes(numel)
-    codes = unpack([wires[:, :split].reshape(-1)], codec).view(rows, groups, size)
-    values = codes.view(torch.int8).float() if format.bits == 8 else codes.float() - 8.0
+    codes = unpack([wires[:, :split]], (format.bits,)).view(rows, groups, size)
+    values = integer_values(codes, format.bits)
     step = wires[:, split : split + 4 * groups].contiguous().view(torch.float32)
     return (values * step[..., None]).view(rows, groups * size)
 

@@ -37,9 +37,6 @@ def all_gather_kernel(
     inner,
     stride_outer,
     stride_inner,
-    key,
-    stream,
-    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     ENCODED: tl.constexpr,
@@ -49,9 +46,7 @@ def all_gather_kernel(
     """out = every rank's x, pieces of ``length`` values. ENCODED: x is this rank's wire already."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     if not ENCODED:
-        own = (random[0], random[1], random[2] + rank.to(tl.int64) * groups * (C.G // 16))
         single = (length, stride, length, groups)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
@@ -68,9 +63,9 @@ def all_gather_kernel(
                 copy_tile(x, table, slot, first, groups, rank, E.W, C)
             else:
                 matrix = load_matrix(to_wire, C)
-                h, words = encoded_tile(x, 0, zero, first, single, rows, own, matrix, FLAGS, C)
+                h = encoded_tile(x, zero, first, single, rows, matrix, FLAGS, C)
                 wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-                store_to_all(h, words, zero, full, table, slot, rank, E.W, C)
+                store_to_all(h, zero, full, table, slot, rank, E.W, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
@@ -80,7 +75,7 @@ def all_gather_kernel(
             for k in range(E.W):
                 piece = (rank + k) % E.W
                 slot = slot_of(memory, arrival(program, done + i - 1, piece, E))
-                value = decoded_slot(slot, piece * groups + first, random, matrix, C)
+                value = decoded_slot(slot, matrix, C)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
     tl.store(steps_done + program, done + steps)

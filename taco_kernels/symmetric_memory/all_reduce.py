@@ -23,10 +23,10 @@ from taco_kernels.symmetric_memory.phases import (
 )
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag, returned
 from taco_kernels.symmetric_memory.signals import publish, wait
-from taco_kernels.triton.wire import encode_groups
+from taco_kernels.taco.wire import encode_groups
 
 # What differs between ranks or calls must not lead to different code, and numbers that are one stay numbers.
-UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups", "key", "stream", "first_run"]
+UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -49,9 +49,6 @@ def two_shot_kernel(
     inner,
     stride_outer,
     stride_inner,
-    key,
-    stream,
-    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
@@ -67,8 +64,6 @@ def two_shot_kernel(
     program = tl.program_id(0)
     lane, split, lanes = program // E.SPLITS, program % E.SPLITS, tl.num_programs(0) // E.SPLITS
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
-    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_run.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -84,18 +79,17 @@ def two_shot_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W // E.SPLITS):
                 piece = (split + i) % E.W if E.SPLITS > 1 else (rank + 1 + k) % E.W
-                h, words = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
-                encode_groups(h, words, peer_slot(table, piece, slot), zero, full, C)
+                h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
+                encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
         owned = (E.SPLITS == 1) | ((split + i - 1) % E.W == rank)
         if (i >= 1) & (i <= steps) & owned:
             wait(data, done + i, error, timeout, E.W, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
             slot = returned(program, done + i - 1, rank, E)
-            group = rank * groups + (lane + (i - 1) * lanes) * C.R
             for half in range(2):  # a whole tile of sums does not fit in the registers
                 row = half * HALF.R
-                h, words = reduced_groups(slots, row, full, group + row, random, again, E, HALF, DHALF)
-                store_to_all(h, words, row, full, table, slot, rank, E.W, DHALF)
+                h = reduced_groups(slots, row, full, E, HALF)
+                store_to_all(h, row, full, table, slot, rank, E.W, DHALF)
         if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
             publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
@@ -109,7 +103,7 @@ def two_shot_kernel(
             for k in range(E.W // E.SPLITS):
                 piece = (split + i - 2) % E.W if E.SPLITS > 1 else (rank + k) % E.W
                 slot = slot_of(memory, returned(program, done + i - 2, piece, E))
-                value = decoded_slot(slot, piece * groups + first, again, matrix, D)
+                value = decoded_slot(slot, matrix, D)
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
@@ -136,9 +130,6 @@ def one_shot_kernel(
     inner,
     stride_outer,
     stride_inner,
-    key,
-    stream,
-    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
@@ -150,8 +141,6 @@ def one_shot_kernel(
     """out = sum of every rank's x, as one piece of ``groups`` groups; constants as in ``two_shot_kernel``."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
-    again = (key.to(tl.int64), stream.to(tl.int64) + E.W, first_run.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -163,9 +152,9 @@ def one_shot_kernel(
             first = (program + i * programs) * C.R
             slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
-            h, words = encoded_tile(x, rank, zero, first, message, rows, random, matrix, FLAGS, C)
+            h = encoded_tile(x, zero, first, message, rows, matrix, FLAGS, C)
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-            store_to_all(h, words, zero, full, table, slot, rank, E.W, C)
+            store_to_all(h, zero, full, table, slot, rank, E.W, C)
             publish(table, program, rank, done + i + 1, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             first = (program + (i - 1) * programs) * C.R
@@ -174,11 +163,11 @@ def one_shot_kernel(
             own = slot_of(memory, returned(program, done + i - 1, rank, E))
             for half in range(2):
                 row = half * HALF.R
-                h, words = reduced_groups(slots, row, full, first + row, random, again, E, HALF, DHALF)
-                encode_groups(h, words, own, row, full, DHALF)
+                h = reduced_groups(slots, row, full, E, HALF)
+                encode_groups(h, own, row, full, DHALF)
             matrix = load_matrix(from_wire, C)
             tl.debug_barrier()  # between the writes of own and its reads
-            value = decoded_slot(own, first, again, matrix, D)
+            value = decoded_slot(own, matrix, D)
             write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
     publish(table, program, rank, done + steps, done + steps, E)
     tl.store(steps_done + program, done + steps)

@@ -6,38 +6,36 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.layout import (
-    ALIGNMENT,
-    CodecConfig,
-    Stream,
-    ceil_div,
-    check_same_groups,
-    check_stream,
-    check_wires,
-)
+from taco_kernels.common import fast_launch
+from taco_kernels.common.device import device_number
+from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
-from taco_kernels.symmetric_memory.crossovers import ONE_SHOT_UP_TO
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
-from taco_kernels.triton import fast_launch, launch
-from taco_kernels.triton.spec import Spec, make_flags, make_spec
+from taco_kernels.taco import launch
+from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
+from taco_kernels.taco.spec import Spec, make_flags, make_spec
 
 ALGORITHMS = ("auto", "one-shot", "two-shot")
 MAX_WORLD_SIZE = 8
+ONE_SHOT_UP_TO = 256 * 2**10
+"""Bytes of the uncompressed tensor up to which an all-reduce goes one-shot. On four H200 (NVLink): level with
+the two-shot at 0.25 MiB (15.7 us both, int8) and behind at 1 MiB (19.9 us against 17.1). There is no size from
+which on torch.distributed would be faster than symmetric memory."""
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
 class Plan(NamedTuple):
-    """What is to be done for all calls on a lane that are alike but for addresses and random numbers."""
+    """What is to be done for all calls on a lane that are alike but for addresses."""
 
     launch: fast_launch.Launch
     walkable: bool
     """False: the kernel cannot walk x in its strides."""
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor, random: Stream | None) -> torch.Tensor:
-        self.launch((x if self.walkable else x.contiguous(), out), launch.stream_arguments(random))
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.launch((x if self.walkable else x.contiguous(), out))
         return out
 
 
@@ -55,7 +53,6 @@ def all_reduce(
     lane: Lane,
     x: torch.Tensor,
     config: CodecConfig,
-    random: Stream | None = None,
     algorithm: str = "auto",
     out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
@@ -66,19 +63,14 @@ def all_reduce(
         lane: this rank's end.
         x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
         config: of the codec.
-        random: rank 0's stream of the first encode, rank w's is ``stream + w`` and the second encode's
-            ``stream + W``; the same on every rank.
         algorithm: one of ALGORITHMS; the result is the same, the speed is not.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
     """
     lane.check()
-    check_stream(random, config, "random")
-    if config_out is not None:
-        check_stream(random, config_out, "random")
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out, random)
+    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out)
 
 
 def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) -> Plan:
@@ -104,7 +96,6 @@ def reduce_scatter(
     lane: Lane,
     x: torch.Tensor,
     config: CodecConfig,
-    random: Stream | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum x over the ranks and return this rank's slice of the first dimension, which W divides.
@@ -112,12 +103,11 @@ def reduce_scatter(
     Arguments as for ``all_reduce``.
     """
     lane.check()
-    check_stream(random, config, "random")
     if x.shape[0] % lane.world_size:
         raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {lane.world_size} ranks")
     out = _output(out, (x.shape[0] // lane.world_size, *x.shape[1:]), x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_reduce_scatter, config, *like)(x, out, random)
+    return _plan(lane, _plan_reduce_scatter, config, *like)(x, out)
 
 
 def _plan_reduce_scatter(lane, config, numel, dtype, layout) -> Plan:
@@ -134,17 +124,14 @@ def all_gather(
     lane: Lane,
     x: torch.Tensor,
     config: CodecConfig,
-    random: Stream | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every rank's x, encoded and decoded, one after the other along the first dimension.
 
     Args:
         lane, x, config, out: as for ``all_reduce``.
-        random: the stream of all ranks; groups are numbered through all of them.
     """
-    check_stream(random, config, "random")
-    return _all_gather(lane, x, launch.layout_of(x), x.shape, x.dtype, config, random, out, encoded=False)
+    return _all_gather(lane, x, launch.layout_of(x), x.shape, x.dtype, config, out, encoded=False)
 
 
 def all_gather_encoded(
@@ -153,15 +140,13 @@ def all_gather_encoded(
     shape: Sequence[int],
     dtype: torch.dtype,
     config: CodecConfig,
-    random: Stream | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``all_gather`` of what ``taco_kernels.encode`` made of a tensor of ``shape`` and ``dtype``.
 
     Args:
-        wire: uint8[1, wire_bytes]; encoded with the offset of this rank's first group, if rounding at random.
+        wire: uint8[1, wire_bytes].
     """
-    check_stream(random, config, "random", decoding=True)
     numel = torch.Size(shape).numel()
     check_wires(wire, config, config.chunk_numel(numel))
     if wire.shape[0] != 1:
@@ -171,14 +156,14 @@ def all_gather_encoded(
     wire = wire.contiguous()
     if wire.data_ptr() % ALIGNMENT:
         wire = wire.clone()
-    return _all_gather(lane, wire, None, shape, dtype, config, random, out, encoded=True)
+    return _all_gather(lane, wire, None, shape, dtype, config, out, encoded=True)
 
 
-def _all_gather(lane, x, layout, shape, dtype, config, random, out, encoded: bool) -> torch.Tensor:
+def _all_gather(lane, x, layout, shape, dtype, config, out, encoded: bool) -> torch.Tensor:
     lane.check()
     out = _output(out, (lane.world_size * shape[0], *shape[1:]), x, dtype)
     shard = out.numel() // lane.world_size
-    return _plan(lane, _plan_all_gather, config, shard, dtype, layout, encoded)(x, out, random)
+    return _plan(lane, _plan_all_gather, config, shard, dtype, layout, encoded)(x, out)
 
 
 def _plan_all_gather(lane, config, shard, dtype, layout, encoded) -> Plan:
@@ -273,7 +258,7 @@ def _prepare(
 @lru_cache(maxsize=1024)
 def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
-    properties = launch.device_of(device.index)
+    properties = device_number(-1 if device.index is None else device.index)
 
     def spec(config: CodecConfig, tile: int) -> Spec:
         groups = tile // config.group_size

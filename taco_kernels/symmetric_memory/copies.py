@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from taco_kernels.symmetric_memory.order import patience_of, queue_behind_others
+from taco_kernels.symmetric_memory.order import queue_behind_others, timeout_of
 
 PLACES = 2
 SMALLEST_PLACE = 1 << 20
@@ -91,7 +91,7 @@ class CopyExchanges:
     ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         if memory is None:
-            seconds = patience_of(group) if timeout is None else timeout
+            seconds = timeout_of(group) if timeout is None else timeout
             memory = functools.partial(SymmetricMemory, group, timeout=seconds)
         self._make = memory
         self._memory: PeerMemory | None = None

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from taco_kernels.layout import CodecConfig, Stream
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
-from taco_kernels.symmetric_memory.order import patience_of, queue_current_stream
+from taco_kernels.symmetric_memory.order import queue_current_stream, timeout_of
+from taco_kernels.taco.layout import CodecConfig
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
 EAGER, CAPTURED = 0, 1  # lanes
@@ -125,7 +125,7 @@ class SymmetricGroup:
         self._memory.zero_()
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
-        timeout = patience_of(group) if timeout is None else timeout
+        timeout = timeout_of(group) if timeout is None else timeout
         self.lanes: list[Lane] = make_lanes(addresses, self.rank, self.device, 2, programs, timeout)
         torch.cuda.synchronize(self.device)
         dist.barrier(group)  # no rank may send before all have zeroed their flags
@@ -142,33 +142,30 @@ class SymmetricGroup:
         self,
         x: torch.Tensor,
         config: CodecConfig,
-        random: Stream | None = None,
         algorithm: str = "auto",
         out: torch.Tensor | None = None,
         config_out: CodecConfig | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_reduce``."""
-        return collectives.all_reduce(self.lane(), x, config, random, algorithm, out, config_out)
+        return collectives.all_reduce(self.lane(), x, config, algorithm, out, config_out)
 
     def reduce_scatter(
         self,
         x: torch.Tensor,
         config: CodecConfig,
-        random: Stream | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``collectives.reduce_scatter``."""
-        return collectives.reduce_scatter(self.lane(), x, config, random, out)
+        return collectives.reduce_scatter(self.lane(), x, config, out)
 
     def all_gather(
         self,
         x: torch.Tensor,
         config: CodecConfig,
-        random: Stream | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_gather``."""
-        return collectives.all_gather(self.lane(), x, config, random, out)
+        return collectives.all_gather(self.lane(), x, config, out)
 
     def all_gather_encoded(
         self,
@@ -176,11 +173,10 @@ class SymmetricGroup:
         shape: Sequence[int],
         dtype: torch.dtype,
         config: CodecConfig,
-        random: Stream | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_gather_encoded``."""
-        return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, random, out)
+        return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, out)
 
     def all_reduce_stores(
         self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None

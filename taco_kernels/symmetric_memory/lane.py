@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-import triton.language as tl
 
-from taco_kernels.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.symmetric_memory.ring import Exchange
-from taco_kernels.triton.launch import tuning_of
-from taco_kernels.triton.spec import STEP_BYTES
+from taco_kernels.taco.launch import tuning_of
+from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
+from taco_kernels.taco.spec import STEP_BYTES
 
 WARPS = 4  # of every kernel here; see tile_of
 DEPTH = 3  # slots a sender: one being filled, one on its way, one being read
@@ -46,7 +45,7 @@ def exchange(world_size: int, programs: int, splits: int) -> Exchange:
     """Compile-time constants of a launch on a lane for ``programs`` programs."""
     slot = slot_bytes()
     flags = 2 * world_size * programs * 8
-    values = dict(
+    return Exchange.of(
         W=world_size,
         PROGRAMS=programs,
         DEPTH=DEPTH,
@@ -55,7 +54,6 @@ def exchange(world_size: int, programs: int, splits: int) -> Exchange:
         RING=programs * DEPTH * world_size * slot,
         SPLITS=splits,
     )
-    return Exchange(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
 def lane_bytes(world_size: int, programs: int) -> int:

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.hadamard import sylvester
-from taco_kernels.triton.spec import Spec
+from taco_kernels.common.hadamard import sylvester
+from taco_kernels.taco.spec import Spec
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def queue_current_stream(device: int) -> None:
         queue_behind_others(torch.cuda.current_stream(device))
 
 
-def patience_of(group: dist.ProcessGroup) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
 
     A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait for.

@@ -2,8 +2,7 @@
 
 A tile of R groups travels as a wire chunk of its own (layout.py) in a slot of SLOT bytes. Of dual scales only
 the step travels that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8: the sender
-computes what the receiver would. Groups are numbered through all pieces of a message, ``piece * groups +
-first``: that is where random numbers are drawn.
+computes what the receiver would.
 
 A message is (numel, stride, length, groups): values in the tensor; values from the start of one piece to the
 next, values and groups in a piece.
@@ -12,12 +11,11 @@ next, values and groups in a piece.
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.decode_sum import add_sender, sum_senders
-from taco_kernels.triton.hadamard import transform, unshuffle
-from taco_kernels.triton.planes import load_plane, store_plane
-from taco_kernels.triton.rounding import random_words
-from taco_kernels.triton.tensor import load_tile, store_tile
-from taco_kernels.triton.wire import decode_groups, dither_words, dual_step, encode_groups
+from taco_kernels.common.hadamard import transform, unshuffle
+from taco_kernels.common.planes import load_plane, store_plane
+from taco_kernels.taco.kernels import add_sender, sum_senders
+from taco_kernels.taco.tensor import load_tile, store_tile
+from taco_kernels.taco.wire import decode_groups, dual_step, encode_groups
 
 
 @triton.jit
@@ -33,10 +31,8 @@ def peer_slot(table, peer, offset):
 
 
 @triton.jit
-def encoded_tile(
-    x, sender, piece, first, message, rows, random, matrix, FLAGS: tl.constexpr, C: tl.constexpr
-):
-    """Groups first... of a piece in the Hadamard domain, fp32[R, G], and the random bits of ``sender``."""
+def encoded_tile(x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Groups first... of a piece in the Hadamard domain, fp32[R, G]."""
     numel, stride, length, groups = message
     if FLAGS.STRIDED:  # pieces are whole groups there, and rows are counted from the tensor's start
         h = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
@@ -47,53 +43,38 @@ def encoded_tile(
         h = unshuffle(transform(h, matrix, C), C)
     else:
         h = h.to(tl.float32)
-    words = 0
-    if not C.NEAREST:
-        words = random_words(random, sender, piece * groups + first, C)
-    return h, words
+    return h
 
 
 @triton.jit
-def store_to_all(h, words, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
+def store_to_all(h, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
     """Store h as groups ``row``... of the wire of ``full`` groups at ``offset`` of every rank, own last."""
     for k in tl.static_range(1, W + 1):  # the compiler keeps one copy of the arithmetic, and W of the stores
-        encode_groups(h, words, peer_slot(table, (rank + k) % W, offset), row, full, C)
+        encode_groups(h, peer_slot(table, (rank + k) % W, offset), row, full, C)
 
 
 @triton.jit
-def reduced_groups(slots, row, full, group, random, again, E: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G], and random bits.
-
-    ``group`` is the first group's number in the message. C is the slots' format, D what the bytes are for.
-    """
-    key, stream, block = random
-    block += (group - row).to(tl.int64) * (C.G // 16)
-    h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, (key, stream, block), E.W, C)
-    words = 0
-    if not D.NEAREST:
-        words = random_words(again, 0, group, D)
-    return h, words
+def reduced_groups(slots, row, full, E: tl.constexpr, C: tl.constexpr):
+    """Sum of the E.W slots from ``slots`` on, groups ``row``... of ``full``: fp32[R, G]."""
+    return sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, E.W, C)
 
 
 @triton.jit
-def summed_tile(slots, group, random, E: tl.constexpr, C: tl.constexpr):
-    """``reduced_groups`` of a whole tile without the random bits: one sender after the other, which saves
-    registers where the result goes through a transform."""
+def summed_tile(slots, E: tl.constexpr, C: tl.constexpr):
+    """``reduced_groups`` of a whole tile: one sender after the other, which saves registers where the result
+    goes through a transform."""
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
-    key, stream, block = random
-    own = (key, stream, block + group.to(tl.int64) * (C.G // 16))
     total = tl.zeros([C.R, C.G], tl.float32)
     for w in range(E.W):
         sender = tl.full((), 0, tl.int64) + w
-        total = add_sender(total, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, own, C)
+        total = add_sender(total, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, C)
     return total
 
 
 @triton.jit
-def decoded_slot(slot, group, random, matrix, C: tl.constexpr):
-    """fp32[R, G] of the wire in a slot; ``group`` is the first group's number in the message."""
-    words = dither_words(random, 0, group, C)
-    return decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), words, matrix, C)
+def decoded_slot(slot, matrix, C: tl.constexpr):
+    """fp32[R, G] of the wire in a slot."""
+    return decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), matrix, C)
 
 
 @triton.jit

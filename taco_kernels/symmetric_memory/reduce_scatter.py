@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
+from taco_kernels.common.hadamard import shuffle, transform, unshuffle
 from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
 from taco_kernels.symmetric_memory.matrices import load_matrix
 from taco_kernels.symmetric_memory.phases import encoded_tile, peer_slot, slot_of, summed_tile, write_tile
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
 from taco_kernels.symmetric_memory.signals import publish, wait
-from taco_kernels.triton.hadamard import shuffle, transform, unshuffle
-from taco_kernels.triton.wire import encode_groups
+from taco_kernels.taco.wire import encode_groups
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -32,9 +32,6 @@ def reduce_scatter_kernel(
     inner,
     stride_outer,
     stride_inner,
-    key,
-    stream,
-    first_run,
     FLAGS: tl.constexpr,
     OUT_FLAGS: tl.constexpr,
     C: tl.constexpr,
@@ -43,7 +40,6 @@ def reduce_scatter_kernel(
     """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    random = (key.to(tl.int64), stream.to(tl.int64), first_run.to(tl.int64))
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
@@ -58,15 +54,15 @@ def reduce_scatter_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
-                h, words = encoded_tile(x, rank, piece, first, message, rows, random, matrix, FLAGS, C)
-                encode_groups(h, words, peer_slot(table, piece, slot), zero, full, C)
+                h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
+                encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             first = (program + (i - 1) * programs) * C.R
             wait(data, done + i, error, timeout, E.W, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
-            h = summed_tile(slots, rank * groups + first, random, E, C)
+            h = summed_tile(slots, E, C)
             if C.HADAMARD:
                 h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
             write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)

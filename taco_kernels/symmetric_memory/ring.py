@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from taco_kernels.triton.spec import Constants
+from taco_kernels.common.constants import Constants
 
 
 @dataclass(frozen=True, repr=False, eq=False)

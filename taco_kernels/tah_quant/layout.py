@@ -21,7 +21,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-ALIGNMENT = 16  # bytes; sections start at multiples of it
+from taco_kernels.common.sizes import aligned, ceil_div, check_choice
+
 ALLOCATIONS = ("token", "tile")
 SEGMENT = 256
 """Tiles among which ``allocation='tile'`` chooses: a power of two."""
@@ -52,11 +53,7 @@ class TahConfig:
             ("allocation", ALLOCATIONS),
             ("transform", TRANSFORMS),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}"
-                )
+            check_choice(name, getattr(self, name), allowed)
         if not 2 <= self.low_bits <= self.high_bits <= 8:
             raise ValueError(
                 f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 8, the low "
@@ -116,7 +113,7 @@ class Layout:
     @cached_property
     def tiles_per_row(self) -> int:
         """Tiles of one token."""
-        return -(-self.channels // self.config.tile_size)
+        return ceil_div(self.channels, self.config.tile_size)
 
     @cached_property
     def tiles(self) -> int:
@@ -146,7 +143,7 @@ class Layout:
     @cached_property
     def populations(self) -> int:
         """How many there are."""
-        return -(-self.units // self.population)
+        return ceil_div(self.units, self.population)
 
     @cached_property
     def last_population(self) -> int:
@@ -172,7 +169,7 @@ class Layout:
     @cached_property
     def words(self) -> int:
         """32-bit words of a population's widths."""
-        return -(-self.population // 32)
+        return ceil_div(self.population, 32)
 
     @cached_property
     def base_planes(self) -> tuple[int, ...]:
@@ -201,14 +198,14 @@ class Layout:
         offsets, at = {}, 0
         for name, size in self.sizes.items():
             offsets[name] = at
-            at += -(-size // ALIGNMENT) * ALIGNMENT
+            at += aligned(size)
         return offsets
 
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes of the whole wire."""
         last = next(reversed(self.sizes))
-        return self.offsets[last] + -(-self.sizes[last] // ALIGNMENT) * ALIGNMENT
+        return self.offsets[last] + aligned(self.sizes[last])
 
 
 @lru_cache(maxsize=256)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from taco_kernels.reference import hadamard
+from taco_kernels.common.reference import hadamard, pack, unpack
 from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
 
 LARGEST_SUM = 2.0**100
@@ -120,27 +120,6 @@ def tile_slots(high: torch.Tensor, layout: Layout) -> torch.Tensor:
     tiles = slots[:, None] * layout.tiles_per_unit
     tiles = tiles + torch.arange(layout.tiles_per_unit, device=high.device)
     return tiles.reshape(-1).clamp(max=layout.high_tiles)
-
-
-def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
-    """Planes uint8[tiles, T * bits / 8] of codes uint8[tiles, T]."""
-    packed = []
-    for bits in planes:
-        pieces = codes.view(codes.shape[0], -1, 8 // bits, 2 * bits) & (2**bits - 1)
-        packed.append(sum(pieces[:, :, m] << (bits * m) for m in range(8 // bits)).flatten(1))
-        codes = codes >> bits if bits < 8 else codes
-    return packed
-
-
-def unpack(packed: Sequence[torch.Tensor], planes: Sequence[int]) -> torch.Tensor:
-    """Inverse of pack: int32[tiles, T]."""
-    codes, shift = 0, 0
-    for plane, bits in zip(packed, planes, strict=True):
-        bytes = plane.reshape(plane.shape[0], -1, 2 * bits)
-        pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]
-        codes = codes + (torch.stack(pieces, dim=2).flatten(1).int() << shift)
-        shift += bits
-    return codes
 
 
 def pack_widths(high: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taco_kernels.homomorphic import Layout, SketchConfig
+from taco_kernels.count_sketch import Layout, SketchConfig
 from tests.distributed.forked import pretrain
 from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn

@@ -9,7 +9,7 @@ import torch
 
 import taco_kernels as tk
 from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream, reference
-from taco_kernels.testing import difference
+from taco_kernels.taco.testing import difference
 from tests.gpu.codec_cases import DTYPES, OPERATIONS, SIGNED, case_of, roundings
 
 # What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;

@@ -26,7 +26,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def only_fast_launches():
     """Fail on a launch that goes through Triton."""
-    from taco_kernels.triton.fast_launch import Launch
+    from taco_kernels.common.fast_launch import Launch
 
     def refuse(self, *_) -> None:
         raise AssertionError(f"{self.kernel} went through Triton")
@@ -37,7 +37,7 @@ def only_fast_launches():
 
 def same(call: Callable[[], list[torch.Tensor]]) -> None:
     """By Triton, by what is a fast launch from the second call on, and by fast launches alone."""
-    from taco_kernels.triton.fast_launch import plain_launches
+    from taco_kernels.common.fast_launch import plain_launches
 
     with plain_launches():
         expected = call()
@@ -74,7 +74,7 @@ CODEC_CALLS = [
 @pytest.mark.parametrize(("setting", "numel", "chunks", "dtype"), CODEC_CALLS)
 def test_codec(setting: int, numel: int, chunks: int, dtype: torch.dtype) -> None:
     """Every operation, aligned and not, contiguous and not, sizes of one group, odd ones, multiples of 16."""
-    from taco_kernels.triton import launch
+    from taco_kernels.taco import launch
 
     config, random = SETTINGS[setting]
     for x in views(numel, dtype, torch.Generator("cuda").manual_seed(0)):
@@ -137,7 +137,7 @@ def test_the_other_codecs() -> None:
                     results += [wires, sdp4bit.sum_dequantize(wires[None], format, out, 0.5)]
                 wire = tah_quant.encode(x, config)
                 results += [wire, tah_quant.decode(wire, config, x.shape, x.dtype)]
-                layout = packed.PackedLayout(x.shape[1], 0.2, 16)
+                layout = packed.BitmapLayout(x.shape[1], 0.2, 16)
                 sent = packed.encode(x.float(), torch.ones(4, device=x.device), layout)
                 return [*results, sent, packed.decode_sum(sent, layout)]
 
@@ -148,8 +148,8 @@ def test_the_other_codecs() -> None:
 def test_graph_capture(config: CodecConfig, random: Stream | None) -> None:
     """Launches are captured, and replays see what the tensors hold by then."""
     from taco_kernels.symmetric_memory import collectives
-    from taco_kernels.triton import launch
-    from taco_kernels.triton.fast_launch import plain_launches
+    from taco_kernels.taco import launch
+    from taco_kernels.common.fast_launch import plain_launches
 
     x = torch.randn(1000, 128, device="cuda").bfloat16()
     (lane,) = simulated_lanes(1, programs=24)
@@ -179,7 +179,7 @@ def test_graph_capture(config: CodecConfig, random: Stream | None) -> None:
 
 def test_side_stream() -> None:
     """A kernel on another stream waits for that stream, and for it alone."""
-    from taco_kernels.triton import launch
+    from taco_kernels.taco import launch
 
     config, side = CodecConfig("int8"), torch.cuda.Stream()
     x, new = torch.zeros(2**16, device="cuda"), torch.randn(2**16, device="cuda")
@@ -202,7 +202,7 @@ def test_side_stream() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_second_device() -> None:
     """Each device has kernels of its own; alternating between them changes nothing."""
-    from taco_kernels.triton import launch
+    from taco_kernels.taco import launch
 
     config = CodecConfig("int8")
     x = torch.randn(1000, 128).bfloat16()
@@ -220,7 +220,7 @@ def test_second_device() -> None:
 
 def test_wrong_device_is_an_error() -> None:
     """A tensor of the host never reaches a kernel, whatever was launched before."""
-    from taco_kernels.triton import launch
+    from taco_kernels.taco import launch
 
     config, x = CodecConfig("int8"), torch.randn(1024, device="cuda")
     for _ in range(3):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from taco_kernels import homomorphic as lhc
-from taco_kernels.homomorphic import hashing, launch, reference
+from taco_kernels.count_sketch import hashing, launch, reference
 
 CASES = [  # numel, ratio, cell_bits, senders, density of the union over the exact one
     (3_000_000, 4.0, 32, 4, 0.97),

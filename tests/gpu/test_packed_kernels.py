@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from taco_kernels import packed
-from taco_kernels.homomorphic.selection import share_threshold
-from taco_kernels.packed import reference
+from taco_kernels.count_sketch.selection import share_threshold
+from taco_kernels.bitmap_sparse import reference
 from tests.unit.test_order_kernels import KINDS, same, values
 
 
@@ -27,7 +27,7 @@ from tests.unit.test_order_kernels import KINDS, same, values
 def test_kernels_reproduce_the_reference(
     numel: int, share: float, bits: int, senders: int, keep: float
 ) -> None:
-    layout = packed.PackedLayout(numel, share, bits)
+    layout = packed.BitmapLayout(numel, share, bits)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
     x[0, numel * 7 // 10] = float("nan")
@@ -50,7 +50,7 @@ def test_kernels_reproduce_the_reference(
 def test_tiles_wait_for_those_before(keep: float) -> None:
     """Shards of thousands of tiles, again and again: look-back has many ways to go, and one result."""
     numel, shards = 2**25 + 1234, 3
-    layout = packed.PackedLayout(numel, 0.2)
+    layout = packed.BitmapLayout(numel, 0.2)
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shards, numel, generator=g, device="cuda")
     thresholds = share_threshold(x, keep)
@@ -68,7 +68,7 @@ def test_tiles_wait_for_those_before(keep: float) -> None:
 def test_packing_beside_other_work() -> None:
     """Streams that share the GPU: none has all of it, and none waits for what has no place to run."""
     numel = 2**24
-    layout = packed.PackedLayout(numel, 0.2)
+    layout = packed.BitmapLayout(numel, 0.2)
     x = torch.randn(4, 1, numel, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     thresholds = share_threshold(x[0], 0.198)
     expected = [packed.encode(part, thresholds, layout) for part in x]

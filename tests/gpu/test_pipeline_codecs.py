@@ -6,7 +6,7 @@ import torch
 from megatron.compression.pipeline_parallel.codecs import forward_codec
 from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
 from taco_kernels import CodecConfig, normalized
-from taco_kernels.testing import parts
+from taco_kernels.taco.testing import parts
 from tests.unit.test_pipeline_codecs import RANDOM, early_activations
 
 SETTINGS = (
@@ -47,7 +47,7 @@ def test_as_on_the_cpu(settings: dict, dtype: torch.dtype) -> None:
 def test_normalized_kernels_against_the_reference(tokens, channels, rounding, dtype) -> None:
     """Statistics to one bf16; codes alike but for a few; decoding equal to one rounding."""
     config = CodecConfig("int4", 32, "signed", rounding, hadamard=False)
-    layout = normalized.NormalizedLayout(tokens, channels, config)
+    layout = normalized.ChannelNormLayout(tokens, channels, config)
     x = early_activations((tokens, 1, channels))[:, 0].to(dtype)
     exact, wire = normalized.encode(x, layout, RANDOM), normalized.encode(x.cuda(), layout, RANDOM).cpu()
     found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
@@ -69,7 +69,7 @@ def test_normalized_kernels_against_the_reference(tokens, channels, rounding, dt
 
 def test_channels_alike_in_fp32() -> None:
     """515 tokens, whose sums are not exact: what is left of a constant channel must not reach its group."""
-    layout = normalized.NormalizedLayout(515, 64, CodecConfig("int4", 32, "signed", hadamard=False))
+    layout = normalized.ChannelNormLayout(515, 64, CodecConfig("int4", 32, "signed", hadamard=False))
     x = torch.randn(515, 64, generator=torch.Generator().manual_seed(3))
     x[:, :4] = torch.tensor([0.1, 37.7, -5.3, 1e4])
     y = normalized.decode(normalized.encode(x.cuda(), layout), layout, torch.float32).cpu()

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
-from taco_kernels.triton import fast_launch
+from taco_kernels.taco import fast_launch
 
 FAST = (None, None, None)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from taco_kernels import FORMATS, CodecConfig, Stream, reference
-from taco_kernels.philox import uniform_nibbles
+from taco_kernels.count_sketch.philox import uniform_nibbles
 from tests.unit import ptx
 
 pytest.importorskip("triton")
-from taco_kernels.triton import packing, unpacking
+from taco_kernels.taco import packing, unpacking
 
 RUNS = 512  # of 16 elements
 STREAM = Stream(key=11, stream=5, offset=0)

@@ -16,8 +16,8 @@ from taco_kernels import CodecConfig, Stream
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
 from taco_kernels.symmetric_memory.matrices import sylvester_kernel
-from taco_kernels.triton import fast_launch, launch
-from taco_kernels.triton.fast_launch import Launch, plain_launches
+from taco_kernels.taco import fast_launch, launch
+from taco_kernels.common.fast_launch import Launch, plain_launches
 from tests.unit.recorded_launches import FAST, Record, recorded_launches
 
 CODEC = (
@@ -181,14 +181,14 @@ def jit_functions(*modules) -> list:
 
 def test_the_other_codecs() -> None:
     """SDP4Bit, TAH-Quant, packed values and sketches, over sizes and alignments."""
-    from taco_kernels.homomorphic import Layout, SketchConfig
-    from taco_kernels.homomorphic import launch as sketches
-    from taco_kernels.packed import PackedLayout
-    from taco_kernels.packed import launch as packed
+    from taco_kernels.count_sketch import Layout, SketchConfig
+    from taco_kernels.count_sketch import launch as sketches
+    from taco_kernels.bitmap_sparse import BitmapLayout
+    from taco_kernels.bitmap_sparse import launch as packed
     from taco_kernels.sdp4bit import GroupFormat
-    from taco_kernels.sdp4bit.triton import launch as sdp4bit
+    from taco_kernels.sdp4bit import launch as sdp4bit
     from taco_kernels.tah_quant import TahConfig
-    from taco_kernels.tah_quant.kernels import launch as tah
+    from taco_kernels.tah_quant import launch as tah
 
     def of_sdp4bit(x: torch.Tensor, rotated: bool) -> None:
         rows, numel = x.shape
@@ -205,7 +205,7 @@ def test_the_other_codecs() -> None:
         tah.decode(tah.encode(x, config), config, x.shape, x.dtype)
 
     def of_packed(x: torch.Tensor, remainder) -> None:
-        layout = PackedLayout(x.shape[1], 0.2, 16)
+        layout = BitmapLayout(x.shape[1], 0.2, 16)
         packed.decode_sum(packed.encode(x, torch.ones(len(x)), layout, remainder), layout)
 
     def of_sketches(x: torch.Tensor, seed: int) -> None:
@@ -231,7 +231,7 @@ def test_the_other_codecs() -> None:
 def test_tiles_are_loaded_from_multiples_of_sixteen_bytes() -> None:
     """The encoder of whole rows of tiles loads 16 bytes at a time, wherever the tensor begins."""
     from taco_kernels.tah_quant import TahConfig
-    from taco_kernels.tah_quant.kernels import launch as tah
+    from taco_kernels.tah_quant import launch as tah
 
     x = torch.zeros(64 * 128 + 1, dtype=torch.bfloat16)[1:].view(64, 128)
     with recorded_launches(*jit_functions(tah)) as (records, _):

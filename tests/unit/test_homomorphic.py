@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from taco_kernels import homomorphic as lhc
-from taco_kernels.homomorphic import reference
-from taco_kernels.homomorphic.hashing import row_hashes
-from taco_kernels.homomorphic.selection import sample_count, sample_positions
-from taco_kernels.philox import philox
+from taco_kernels.count_sketch import reference
+from taco_kernels.count_sketch.hashing import row_hashes
+from taco_kernels.count_sketch.selection import sample_count, sample_positions
+from taco_kernels.count_sketch.philox import philox
 
 SEED = 1234567890123
 

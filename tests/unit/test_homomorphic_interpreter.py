@@ -11,7 +11,7 @@ def main() -> None:
     """Below and above the bound, one and several blocks, 32 and 16 bits; a traceback on a difference."""
     import torch
 
-    from taco_kernels.homomorphic import Layout, SketchConfig, launch, reference
+    from taco_kernels.count_sketch import Layout, SketchConfig, launch, reference
     from tests.unit.interpreter import speed_up
 
     speed_up()

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels.homomorphic import encode_kernels, launch, peel_kernels
+from taco_kernels.count_sketch import encode_kernels, launch, peel_kernels
 
 POINTERS = {
     "cells": "*i32",

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from taco_kernels import CodecConfig
-from taco_kernels.triton import launch
+from taco_kernels.taco import launch
 
 CONFIG = CodecConfig("int8")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from taco_kernels import CodecConfig, Stream, normalized
-from taco_kernels.normalized import NormalizedLayout, reference
-from taco_kernels.testing import difference
+from taco_kernels.channel_norm import ChannelNormLayout, reference
+from taco_kernels.taco.testing import difference
 from tests.unit.interpreter import output_interpreted
 
 RANDOM = Stream(2**63 + 5, 2**32 - 1, 0)
@@ -34,11 +34,11 @@ def message(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> t
     return x.to(dtype)
 
 
-def layout_of(case: tuple) -> NormalizedLayout:
+def layout_of(case: tuple) -> ChannelNormLayout:
     """The layout of one of CASES."""
     tokens, channels, format, group_size, scales, rounding, scaled, _ = case
     config = CodecConfig(format, group_size, scales, rounding, hadamard=False)
-    return NormalizedLayout(tokens, channels, config, scaled)
+    return ChannelNormLayout(tokens, channels, config, scaled)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -88,12 +88,12 @@ def test_what_is_not_finite_stays_in_its_channel() -> None:
 def test_bad_arguments_are_named() -> None:
     config = CodecConfig("int4", 32, "signed", hadamard=False)
     with pytest.raises(ValueError, match=r"config\.hadamard is on"):
-        NormalizedLayout(4, 64, CodecConfig("int4", 32, "signed"))
+        ChannelNormLayout(4, 64, CodecConfig("int4", 32, "signed"))
     with pytest.raises(ValueError, match=r"channels=48 must be a multiple of config\.group_size=32"):
-        NormalizedLayout(4, 48, config)
+        ChannelNormLayout(4, 48, config)
     with pytest.raises(ValueError, match="tokens=0"):
-        NormalizedLayout(0, 64, config)
-    layout = NormalizedLayout(4, 64, config)
+        ChannelNormLayout(0, 64, config)
+    layout = ChannelNormLayout(4, 64, config)
     with pytest.raises(ValueError, match=r"this layout needs \[4, 64\]"):
         normalized.encode(torch.zeros(4, 32), layout)
     with pytest.raises(ValueError, match=r"needs uint8\["):
@@ -113,7 +113,7 @@ def right_statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torc
 
 def main() -> None:
     """The kernels on tiny messages: statistics to one bf16, codes and decoding as in the reference."""
-    from taco_kernels.normalized import launch
+    from taco_kernels.channel_norm import launch
     from tests.unit.interpreter import speed_up
 
     speed_up()

@@ -63,7 +63,7 @@ def test_positions_need_no_division(printed: list[str]) -> None:
 
 def test_needs_rows_without_gaps() -> None:
     pytest.importorskip("triton")
-    from taco_kernels.homomorphic.order_launch import largest_of_sample, plan_of
+    from taco_kernels.count_sketch.order_launch import largest_of_sample, plan_of
 
     for x in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(64, 2).t()):
         with pytest.raises(ValueError, match="float32 rows without gaps"):
@@ -79,7 +79,7 @@ def test_nothing_spills() -> None:
     from triton.compiler import ASTSource
 
     from taco_kernels.benchmarks.instructions import figures_of
-    from taco_kernels.homomorphic import order_kernels, order_launch
+    from taco_kernels.count_sketch import order_kernels, order_launch
 
     pointers = dict(x="*fp32", keys="*i32", notes="*i64", thresholds="*fp32", x_stride="i64")
     programs, slots = order_launch.PROGRAMS, order_launch.SLOTS
@@ -103,8 +103,8 @@ def test_nothing_spills() -> None:
 
 def main() -> None:
     """A few programs, few slots, small samples: several chunks of slots even here."""
-    from taco_kernels.homomorphic import order_launch as launch
-    from taco_kernels.homomorphic.selection import MOST_LOCAL_SAMPLES, needed, sorted_sample
+    from taco_kernels.count_sketch import order_launch as launch
+    from taco_kernels.count_sketch.selection import MOST_LOCAL_SAMPLES, needed, sorted_sample
     from tests.unit.interpreter import speed_up
 
     speed_up()
@@ -142,9 +142,9 @@ def positions_differ(numel: int) -> bool:
     import triton
     import triton.language as tl
 
-    from taco_kernels.homomorphic import order_kernels
-    from taco_kernels.homomorphic.order_launch import plan_of
-    from taco_kernels.homomorphic.selection import sample_positions
+    from taco_kernels.count_sketch import order_kernels
+    from taco_kernels.count_sketch.order_launch import plan_of
+    from taco_kernels.count_sketch.selection import sample_positions
 
     @triton.jit
     def write(out, step, fraction, inverse, next_inverse, LOG: tl.constexpr):

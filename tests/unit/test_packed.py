@@ -9,8 +9,8 @@ import torch
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.tagc_parts import PackedPart, Sum, TagcSettings
 from taco_kernels import packed
-from taco_kernels.homomorphic import SketchConfig
-from taco_kernels.homomorphic.selection import share_threshold
+from taco_kernels.count_sketch import SketchConfig
+from taco_kernels.count_sketch.selection import share_threshold
 from tests.unit.interpreter import output_interpreted, speed_up
 
 
@@ -25,7 +25,7 @@ def gradients(senders: int, numel: int) -> torch.Tensor:
 def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
     """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
     for numel in (1, 1023, 50_001):
-        layout = packed.PackedLayout(numel, 0.2, bits)
+        layout = packed.BitmapLayout(numel, 0.2, bits)
         x = gradients(senders, numel)
         rest = x.clone()
         wires = packed.encode(rest, share_threshold(x, layout.share), layout, rest)
@@ -47,7 +47,7 @@ def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
 
 
 def test_what_does_not_fit_is_not_lost() -> None:
-    layout = packed.PackedLayout(10_000, 0.05)
+    layout = packed.BitmapLayout(10_000, 0.05)
     x = gradients(2, 10_000)
     rest = torch.empty_like(x)
     wires = packed.encode(x, torch.zeros(2), layout, rest)
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_not_lost() -> None:
 
 
 def test_non_finite_values_show_in_their_row() -> None:
-    layout = packed.PackedLayout(5_000, 0.3)
+    layout = packed.BitmapLayout(5_000, 0.3)
     x = gradients(3, 5_000)
     for value in (float("nan"), float("inf")):
         x[1, 1500] = value
@@ -68,13 +68,13 @@ def test_non_finite_values_show_in_their_row() -> None:
 
 
 def test_bytes() -> None:
-    layout = packed.PackedLayout(10_000_000, 0.2)
+    layout = packed.BitmapLayout(10_000_000, 0.2)
     bits = 0.2 * 16 + 1 + 32 / 4096 + 8 / 1024
     assert 8 * layout.wire_bytes / layout.numel == pytest.approx(bits, abs=0.001)
     with pytest.raises(ValueError, match="share"):
-        packed.PackedLayout(10, 0.0)
+        packed.BitmapLayout(10, 0.0)
     with pytest.raises(ValueError, match="x is"):
-        packed.encode(torch.zeros(1, 9), torch.zeros(1), packed.PackedLayout(10, 0.2))
+        packed.encode(torch.zeros(1, 9), torch.zeros(1), packed.BitmapLayout(10, 0.2))
 
 
 def test_a_union_without_room_keeps_the_largest() -> None:
@@ -107,7 +107,7 @@ def test_a_union_without_room_keeps_the_largest() -> None:
 
 def test_starts() -> None:
     """How many values come before every fourth row, of those that are sent."""
-    layout = packed.PackedLayout(30_000, 0.1)
+    layout = packed.BitmapLayout(30_000, 0.1)
     x = gradients(2, 30_000)
     rest = torch.empty_like(x)
     wires = packed.encode(x, torch.tensor([1.0, 8.0]), layout, rest)
@@ -128,10 +128,10 @@ def test_kernels_send_what_the_reference_sends() -> None:
 
 def edge_cases() -> None:
     """Where a value is just sent or just not: half a step, the threshold itself, the smallest exponent."""
-    from taco_kernels.packed import launch, reference
+    from taco_kernels.bitmap_sparse import launch, reference
 
     for bits in (8, 16, 32):
-        layout = packed.PackedLayout(9 * 1024, 1.0, bits)
+        layout = packed.BitmapLayout(9 * 1024, 1.0, bits)
         x = torch.zeros(9, 1024)
         ranks = torch.arange(1023) - 511.0
         for row, exponent in enumerate((0, 1, -94, -95, -96, 120, 127)):
@@ -161,7 +161,7 @@ def edge_cases() -> None:
 
 def reference_cases() -> None:
     """Sizes that divide nothing, a NaN, too many values, fewer rows than a tile: numel, share, bits, kept."""
-    from taco_kernels.packed import launch, reference
+    from taco_kernels.bitmap_sparse import launch, reference
 
     # several tiles, and several steps behind them, even here
     launch.PACK_ROWS, launch.SUM_ROWS, launch.ZEROS, launch.ZEROING = 2, 2, 1, 3
@@ -178,7 +178,7 @@ def reference_cases() -> None:
         (700, 0.3, 16, 0.2),
         (1, 0.5, 16, 1.0),
     ):
-        layout = packed.PackedLayout(numel, share, bits)
+        layout = packed.BitmapLayout(numel, share, bits)
         x = gradients(3, numel)
         x[0, numel // 2] = 1e-40
         x[1, numel // 3] = float("nan") if numel % 2 else 3e38

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from taco_kernels import packed
-from taco_kernels.homomorphic.selection import share_threshold
-from taco_kernels.packed import reference
+from taco_kernels.count_sketch.selection import share_threshold
+from taco_kernels.bitmap_sparse import reference
 from tests.unit import ptx_warp
 
 pytest.importorskip("triton")
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from taco_kernels.packed import kernels, launch, pack_kernels, sum_kernels
+from taco_kernels.bitmap_sparse import kernels, launch, pack_kernels, sum_kernels
 
 LANES = np.arange(32)
 ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [4], order = [0]}>"
@@ -25,7 +25,7 @@ ONE_EACH = "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCT
 @pytest.mark.parametrize(("numel", "share"), [(1024, 0.2), (1024, 1.0), (700, 0.3), (1021, 0.6)])
 def test_sum_of_a_row(numel: int, share: float) -> None:
     """Scan, look-up, loads and sums of a row of three senders, as sum_kernel puts them together."""
-    layout = packed.PackedLayout(numel, share)
+    layout = packed.BitmapLayout(numel, share)
     x = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
     x[1] *= 2.0**-120  # below the smallest exponent
     wires = reference.encode(x, share_threshold(x, share), layout)

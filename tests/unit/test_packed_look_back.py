@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from taco_kernels.packed.look_back import COUNTED, REACHED, look_back
+from taco_kernels.bitmap_sparse.look_back import COUNTED, REACHED, look_back
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 
 import taco_kernels as tk
 from taco_kernels import FORMATS, CodecConfig, Stream, reference
-from taco_kernels.philox import philox, uniform_nibbles
+from taco_kernels.count_sketch.philox import philox, uniform_nibbles
 from tests.unit.codec_formulas import INTEGERS, STREAM, grid, inputs
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit import ptx
 
 pytest.importorskip("triton")
-from taco_kernels.sdp4bit.triton.blocks import masked_xor
+from taco_kernels.sdp4bit.blocks import masked_xor
 
 
 @pytest.mark.parametrize(("bits", "shifts"), [(4, (0, 4, 8, 12, 16)), (8, (0, 8))])

@@ -18,7 +18,7 @@ def main() -> None:
 
     from taco_kernels.sdp4bit import GroupFormat, reference
     from taco_kernels.sdp4bit.testing import apart
-    from taco_kernels.sdp4bit.triton import launch
+    from taco_kernels.sdp4bit import launch
     from tests.unit.interpreter import speed_up
 
     speed_up()

@@ -105,7 +105,7 @@ class Case(NamedTuple):
 
 def use_small_tiles() -> "ModuleType":
     """Several tiles and steps even here; the module that has the expected results."""
-    from taco_kernels.triton import launch
+    from taco_kernels.taco import launch
     from tests.gpu import simulated_ranks as expected
 
     for name, tuning in launch.TUNING.items():

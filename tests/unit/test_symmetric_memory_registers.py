@@ -13,7 +13,7 @@ from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
 from taco_kernels.symmetric_memory.collectives import OPTIONS
 from taco_kernels.symmetric_memory.group import PROGRAMS_PER_MULTIPROCESSOR
 from taco_kernels.symmetric_memory.lane import exchange, tile_of
-from taco_kernels.triton.spec import make_flags, make_spec
+from taco_kernels.taco.spec import make_flags, make_spec
 
 INT64 = ("memory", "error", "timeout", "key", "stream", "first_run")
 POINTERS = dict(x="*bf16", out="*bf16", to_wire="*bf16", from_wire="*fp16", table="*i64", steps_done="*i64")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from taco_kernels.reference import hadamard
+from taco_kernels.taco.reference import hadamard
 from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.reference import bring_forward
 from tests.unit import ptx_warp
@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from taco_kernels.tah_quant import TahConfig, layout_of
-from taco_kernels.tah_quant.kernels import encode_quads, launch, quads, rows
-from taco_kernels.tah_quant.kernels.spec import spec_of
+from taco_kernels.tah_quant import encode_quads, launch, quads, rows
+from taco_kernels.tah_quant.spec import spec_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LANES = np.arange(32)

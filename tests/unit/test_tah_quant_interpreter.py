@@ -12,7 +12,7 @@ def main() -> None:
     import torch
 
     from taco_kernels.tah_quant import TahConfig, reference
-    from taco_kernels.tah_quant.kernels import launch
+    from taco_kernels.tah_quant import launch
     from taco_kernels.tah_quant.testing import difference
     from tests.unit.interpreter import speed_up
 

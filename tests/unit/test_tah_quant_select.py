@@ -12,7 +12,7 @@ def main() -> None:
     import numpy as np
     import torch
 
-    from taco_kernels.tah_quant.kernels.select import choose_kernel
+    from taco_kernels.tah_quant.select import choose_kernel
     from tests.unit.interpreter import speed_up
 
     speed_up()

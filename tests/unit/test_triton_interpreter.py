@@ -50,8 +50,8 @@ def check_format(format: str) -> None:
     import torch
 
     from taco_kernels import CodecConfig, Stream, reference
-    from taco_kernels.testing import difference
-    from taco_kernels.triton import launch
+    from taco_kernels.taco.testing import difference
+    from taco_kernels.taco import launch
 
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here

@@ -1,0 +1,10 @@
+"""Integers of channels without their mean and spread: what a pipeline stage sends, behind its own statistics.
+
+The statistics take one pass over the tensor, the normalisation none: it happens where the codec loads and
+stores. The codec of the values is ``taco_kernels.taco``'s, without its transform.
+"""
+
+from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.channel_norm.ops import decode, encode
+
+__all__ = ["ChannelNormLayout", "decode", "encode"]

@@ -1,0 +1,63 @@
+"""Normalised channels in plain torch: the definition that the kernels are tested against.
+
+    z = (x - mean) * (1 / rms)
+
+mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x - mean, rounded to
+bf16; all in fp32.
+
+z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
+which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
+"""
+
+import torch
+
+from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.taco import reference
+
+
+def statistics(x: torch.Tensor, scaled: bool) -> torch.Tensor:
+    """bf16 ``[1 + scaled, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
+
+    About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
+    all that there is.
+    """
+    variance, mean = torch.var_mean(x.float(), dim=0, correction=0)
+    sent = mean.bfloat16()
+    if not scaled:
+        return sent[None]
+    return torch.stack([sent, (variance + (mean - sent.float()).square()).sqrt().bfloat16()])
+
+
+def inverse(rms: torch.Tensor) -> torch.Tensor:
+    """1 / rms in fp32; 0 for a channel whose values are all alike."""
+    return torch.where(rms == 0, 0.0, rms.float().reciprocal())
+
+
+def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
+    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride).
+
+    Raises:
+        ValueError: x is not of the layout's shape.
+    """
+    layout.check_values(x)
+    found = statistics(x, layout.scaled)
+    z = x.float() - found[0].float()
+    if layout.scaled:
+        z = z * inverse(found[1])
+    payload = reference.encode(z, layout.config)[0]
+    return torch.cat([payload, found.view(torch.uint8).flatten()])
+
+
+def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of encode: ``[tokens, channels]`` in ``dtype``, rounded to it once.
+
+    Raises:
+        ValueError: wire is not uint8 ``[wire_bytes]``.
+    """
+    layout.check_wire(wire)
+    found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(layout.rows, -1).float()
+    shape = (layout.tokens, layout.channels)
+    payload = wire[None, : layout.statistics_at]
+    z = reference.decode(payload, layout.config, shape, torch.float32)
+    x = z * found[1] + found[0] if layout.scaled else z + found[0]
+    return x.to(dtype)

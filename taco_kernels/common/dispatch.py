@@ -1,0 +1,27 @@
+"""The Triton kernels for CUDA tensors, the plain-torch definition for all others."""
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+
+
+def dispatched[**P, R](definition: Callable[P, R]) -> Callable[P, R]:
+    """``definition``, a function of some ``reference.py`` that begins with a tensor, on either device.
+
+    Of a CUDA tensor the function of that name and signature in the ``launch.py`` beside it is called, which
+    is imported then: a host without a GPU may have no Triton.
+    """
+    package, _, _ = definition.__module__.rpartition(".")
+    name = definition.__name__
+    launched: list[Callable[P, R]] = []
+
+    @wraps(definition)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor = args[0] if args else next(iter(kwargs.values()))
+        if not tensor.is_cuda:
+            return definition(*args, **kwargs)
+        if not launched:
+            launched.append(getattr(import_module(f"{package}.launch"), name))
+        return launched[0](*args, **kwargs)
+
+    return operation

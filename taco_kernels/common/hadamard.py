@@ -1,0 +1,100 @@
+"""Walsh-Hadamard transform of a tile of groups, as a product with a matrix of +-1 on the tensor cores.
+
+The matrix entries (+-1, or +-1/G for the mean) are exact in bf16 and fp16, products with bf16 or fp16 values
+are exact in the fp32 accumulator, and an fp32 value is the exact sum of three bf16 values. What is left is
+the rounding of fp32 sums, as in a butterfly; sums of integer codes are exact in any order.
+Groups longer than 128 take 128-point products and one or two butterfly stages on top.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sylvester(C: tl.constexpr, VALUE: tl.constexpr, SHUFFLED: tl.constexpr, dtype: tl.constexpr):
+    """dtype[POINT, POINT]: VALUE * (-1)^popcount(i & j), columns in the order of ``shuffle`` if SHUFFLED."""
+    row, column = tl.arange(0, C.POINT)[:, None], tl.arange(0, C.POINT)[None, :]
+    if SHUFFLED and C.POINT >= 64:
+        column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
+    parity = row & column
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = parity ^ (parity >> 1)
+    return tl.where((parity & 1) == 1, -VALUE, VALUE).to(dtype)
+
+
+@triton.jit
+def shuffle(x, C: tl.constexpr):
+    """Columns of x[R, G] in the order in which the tensor cores' registers hold them.
+
+    Of every 64 columns of an operand or accumulator a thread's registers hold pairs 8 apart: bits 1-2 of the
+    column number choose the thread. Here bits 4-5 of an element's number become those, so that a thread holds
+    16 consecutive elements: 16-byte accesses. Permuting bits leaves the parity of i & j alone, so H stays H
+    when its rows and columns are both shuffled.
+    """
+    if C.POINT >= 64:
+        x = tl.permute(tl.reshape(x, [C.R, C.G // 64, 4, 8, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(x, [C.R, C.G])
+
+
+@triton.jit
+def unshuffle(x, C: tl.constexpr):
+    """Inverse of shuffle."""
+    if C.POINT >= 64:
+        x = tl.permute(tl.reshape(x, [C.R, C.G // 64, 8, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(x, [C.R, C.G])
+
+
+@triton.jit
+def split_bf16(x):
+    """Three bf16 tensors whose sum is x (fp32) exactly: truncation, so that nothing rounds up to infinity."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = x - high
+    middle = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def to_blocks(x, C: tl.constexpr):
+    """x[R, G] as [R * BLOCKS, POINT], a group's blocks in rows 8 apart, and 64 apart where there are 4.
+
+    An accumulator's rows r and r + 8, and r and r + 64, lie in the same thread.
+    """
+    LOW: tl.constexpr = 8 if C.R > 8 else C.R
+    if C.BLOCKS == 2:
+        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT]), [0, 2, 1, 3])
+    elif C.BLOCKS == 4:
+        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT]), [2, 0, 3, 1, 4])
+    return tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
+
+
+@triton.jit
+def across_blocks(h, C: tl.constexpr):
+    """The last butterflies, over the blocks of each group: rows of to_blocks -> fp32[R, G]."""
+    LOW: tl.constexpr = 8 if C.R > 8 else C.R
+    if C.BLOCKS == 2:
+        low, high = tl.split(tl.permute(tl.reshape(h, [C.R // LOW, 2, LOW, C.POINT]), [0, 2, 3, 1]))
+        h = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+    elif C.BLOCKS == 4:
+        # [high bit of the block, R / LOW, low bit, LOW, POINT]; the nearer blocks first
+        h = tl.permute(tl.reshape(h, [2, C.R // LOW, 2, LOW, C.POINT]), [1, 3, 4, 0, 2])
+        low, high = tl.split(h)
+        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3]))
+        h = tl.permute(tl.join(low + high, low - high), [0, 1, 4, 3, 2])
+    return tl.reshape(h, [C.R, C.G])
+
+
+@triton.jit
+def transform(x, matrix, C: tl.constexpr):
+    """fp32[R, G] = x[R, G] (bf16, fp16 or fp32) times the Hadamard matrix of ``sylvester``."""
+    x = to_blocks(x, C)
+    if C.INTERPRET:  # the interpreter's product of 16-bit operands is wrong
+        h = tl.dot(x.to(tl.float32), matrix.to(tl.float32))
+    elif x.dtype == tl.float32:
+        high, middle, low = split_bf16(x)
+        h = tl.dot(low, matrix)
+        h = tl.dot(middle, matrix, h)
+        h = tl.dot(high, matrix, h)
+    else:
+        h = tl.dot(x, matrix)
+    return across_blocks(h, C)

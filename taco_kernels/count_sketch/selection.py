@@ -1,0 +1,113 @@
+"""Which values to send: a threshold a shard, found on the device, that the union of the senders can afford.
+
+The union of W senders' largest values is larger than each sender's share, by how much depends on how alike
+they are. So the senders tell each other before they choose: each puts a sample of its values into classes of
+magnitude, the maximum of the classes over the senders tells how large the union of every choice would be, and
+all take the largest share whose union fits the sketch. No synchronisation with the host, the same on every
+device.
+"""
+
+import functools
+import math
+
+import torch
+
+CLASSES = 250
+"""Candidate shares: ``keep * 2^(-i / 24)``, i from 0 to CLASSES - 1, so down to keep / 1300."""
+STEPS_AN_OCTAVE = 24
+MOST_SAMPLES = 16384
+"""Of those that are sent."""
+MOST_LOCAL_SAMPLES = 65536
+"""Of those that are not."""
+CONFIDENCE = 3.0
+"""Standard deviations of the sampled density that are held back."""
+
+
+def sample_count(numel: int) -> int:
+    """Sampled values of a shard: a 64th, at least 1024, at most 16384."""
+    return min(numel, MOST_SAMPLES, max(1024, numel // 64))
+
+
+@functools.lru_cache(maxsize=64)
+def sample_positions(numel: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64: one position in each of ``count`` <= numel equal strata, scattered to avoid any period."""
+    number = torch.arange(count, dtype=torch.int64)
+    begin, end = number * numel // count, (number + 1) * numel // count
+    scattered = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 8  # multiplicative hashing, 24 bits
+    return (begin + scattered % (end - begin)).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks(numel: int, keep: float, device: torch.device | str) -> torch.Tensor:
+    count = sample_count(numel)
+    shares = [keep * 2 ** (-(CLASSES - 1 - k) / STEPS_AN_OCTAVE) for k in range(CLASSES)]
+    return torch.tensor([max(1, math.floor(share * count)) - 1 for share in shares], device=device)
+
+
+def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Thresholds that keep a shard's candidate shares, and the classes of its sampled values.
+
+    Args:
+        x: fp32 ``[S, numel]``, one row a shard.
+        keep: the largest share to keep, in (0, 1].
+
+    Returns:
+        fp32 ``[S, CLASSES]``, falling; and uint8 ``[S, samples]``: how many of the thresholds a value
+        reaches.
+    """
+    positions = sample_positions(x.shape[1], sample_count(x.shape[1]), x.device)
+    sample = x[:, positions].abs()
+    ordered = sample.sort(dim=1, descending=True).values
+    thresholds = ordered[:, _ranks(x.shape[1], keep, x.device)]
+    # thresholds fall with their number, so a value reaches all from the first that is not above it
+    first = torch.searchsorted(-thresholds, -sample)
+    return thresholds, (CLASSES - first).to(torch.uint8)
+
+
+def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float) -> torch.Tensor:
+    """The thresholds fp32 ``[S]`` of the largest share whose union stays below a density.
+
+    Args:
+        thresholds: of ``candidates``.
+        union_classes: uint8 ``[S, samples]``, the senders' maximum of ``candidates``' classes.
+        density: the union's largest share of the values, which CONFIDENCE standard deviations of the sampling
+            keep away from.
+
+    The smallest candidate is taken if none fits.
+    """
+    shards, samples = union_classes.shape
+    counts = torch.zeros((shards, CLASSES + 1), dtype=torch.int64, device=thresholds.device)
+    counts.scatter_add_(1, union_classes.long(), torch.ones_like(union_classes, dtype=torch.int64))
+    # share k is kept by values of class CLASSES - k and above
+    union = counts.flip(1)[:, :CLASSES].cumsum(1).double() / samples
+    deviation = (union * (1 - union) / samples).sqrt()
+    fits = union + CONFIDENCE * deviation <= density
+    chosen = (fits.sum(1) - 1).clamp(min=0)
+    return thresholds.gather(1, chosen[:, None])[:, 0]
+
+
+def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
+    """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``.
+
+    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
+    counts as larger than infinity. A Triton kernel finds it on a GPU, the same to the last bit.
+    """
+    need = needed(x.shape[1], share)
+    if x.is_cuda:
+        from taco_kernels.count_sketch.order_launch import largest_of_sample  # CPU hosts may lack Triton
+
+        return largest_of_sample(x, MOST_LOCAL_SAMPLES, need)
+    return sorted_sample(x, MOST_LOCAL_SAMPLES)[:, need - 1]
+
+
+def needed(numel: int, share: float) -> int:
+    """How many of the sampled values are to reach ``share_threshold``, at least one."""
+    count = min(numel, MOST_LOCAL_SAMPLES)
+    spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)
+    return max(1, math.floor((share - CONFIDENCE * spread) * count))
+
+
+def sorted_sample(x: torch.Tensor, most: int) -> torch.Tensor:
+    """Magnitudes of ``most`` sampled values of each row, or of all, falling: ``[S, min(numel, most)]``."""
+    sample = x[:, sample_positions(x.shape[1], min(x.shape[1], most), x.device)].abs()
+    return sample.sort(dim=1, descending=True).values

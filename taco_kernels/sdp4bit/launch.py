@@ -1,0 +1,187 @@
+"""Launching the kernels: argument checks, tile sizes. Same signatures as reference.py."""
+
+import torch
+
+from taco_kernels.common.device import Tuning, device_for
+from taco_kernels.common.fast_launch import start
+from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+from taco_kernels.sdp4bit import reference
+from taco_kernels.sdp4bit.kernels import (
+    add_kernel,
+    difference_kernel,
+    quantize_kernel,
+    requantize_kernel,
+    sum_kernel,
+)
+from taco_kernels.sdp4bit.layout import HADAMARD_POINTS, GroupFormat, check_rows, check_wires
+from taco_kernels.sdp4bit.reference import new_wires
+from taco_kernels.sdp4bit.spec import make_blocks, make_rotation, make_tile
+
+TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
+    "quantize": Tuning(8192, 4, 4, 2),
+    "quantize_difference": Tuning(4096, 4, 1, 0),
+    "sum_dequantize": Tuning(2048, 2, 1, 0),
+    "sum_requantize": Tuning(2048, 2, 1, 0),
+    "add_dequantized": Tuning(8192, 8, 3, 2),
+}
+MOST_ROWS = 65535  # of a grid's second dimension
+
+
+def check_aligned(wires: torch.Tensor, name: str) -> None:
+    """Raise ValueError unless kernels can read and write wires with 16-byte accesses."""
+    if wires.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name} begins at address {wires.data_ptr()}; it must be a multiple of {ALIGNMENT}")
+
+
+def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None) -> torch.Tensor:
+    """reference.quantize as one kernel."""
+    check_rows(x, "x")
+    x = x[(None,) * (3 - x.dim())]
+    outer, inner, numel = x.shape
+    rows = outer * inner
+    if out is None:
+        out = new_wires(rows, numel, format, x.device)
+    check_wires(out, format, (rows,), numel)
+    check_aligned(out, "out")
+    if out.numel() == 0:
+        return out
+    tuning, device, groups = TUNING["quantize"], device_for(x), format.groups(numel)
+    # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
+    values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
+    tile = make_tile(format, max(values, format.group_size), device.interpret)
+    tiles = ceil_div(groups, tile.R.value) * rows
+    start(
+        quantize_kernel,
+        device.grid(tiles, tuning),
+        (x, out),
+        (numel, groups, rows, inner, x.stride(0), x.stride(1), out.stride(0)),
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages,
+        C=tile,
+        H=make_rotation(tile.R.value * format.group_size, device.interpret),
+        **tuning.options,
+    )
+    return out
+
+
+def quantize_difference(
+    new: torch.Tensor, old: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """reference.quantize_difference as one kernel; codes of the difference itself (no Hadamard)."""
+    if format.hadamard:
+        return reference.quantize_difference(new, old, format, out)
+    if new.shape != old.shape or new.dim() != 1 or not (new.is_contiguous() and old.is_contiguous()):
+        raise ValueError(f"new {list(new.shape)} and old {list(old.shape)} must be alike, flat, contiguous")
+    numel = new.numel()
+    if out is None:
+        out = new_wires(1, numel, format, new.device)
+    check_wires(out, format, (1,), numel)
+    check_aligned(out, "out")
+    if numel == 0:
+        return out
+    tuning, device, groups = TUNING["quantize_difference"], device_for(new), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    start(
+        difference_kernel,
+        (ceil_div(groups, tile.R.value),),
+        (new, old, out),
+        (numel, groups),
+        TAIL=numel % format.group_size != 0,
+        C=tile,
+        **tuning.options,
+    )
+    return out
+
+
+def sum_dequantize(
+    wires: torch.Tensor, format: GroupFormat, out: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """reference.sum_dequantize as one kernel."""
+    check_rows(out, "out")
+    if out.dim() != 2:
+        raise ValueError(f"out is {list(out.shape)}; it must be [rows, n]")
+    (rows, numel), senders = out.shape, wires.shape[0]
+    check_wires(wires, format, (senders, rows), numel)
+    check_aligned(wires, "wires")
+    if out.numel() == 0:
+        return out
+    tuning, device = TUNING["sum_dequantize"], device_for(wires)
+    blocks = make_blocks(format, tuning.tile, device.interpret)
+    for begin in range(0, rows, MOST_ROWS):
+        part = out[begin : begin + MOST_ROWS]
+        start(
+            sum_kernel,
+            (ceil_div(numel, tuning.tile), len(part)),
+            (wires[:, begin:] if begin else wires, part),
+            (numel, format.groups(numel), float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
+            S=senders,
+            TAIL=numel % HADAMARD_POINTS != 0,
+            B=blocks,
+            **tuning.options,
+        )
+    return out
+
+
+def sum_requantize(
+    wires: torch.Tensor,
+    format: GroupFormat,
+    numel: int,
+    target: GroupFormat,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """reference.sum_requantize as one kernel."""
+    if format.hadamard != target.hadamard:
+        raise ValueError(f"{format} and {target} must both be rotated or both not")
+    senders, rows = wires.shape[:2]
+    check_wires(wires, format, (senders, rows), numel)
+    check_aligned(wires, "wires")
+    if out is None:
+        out = new_wires(rows, numel, target, wires.device)
+    check_wires(out, target, (rows,), numel)
+    check_aligned(out, "out")
+    if out.numel() == 0:
+        return out
+    tuning, device = TUNING["sum_requantize"], device_for(wires)
+    values = max(tuning.tile, target.group_size)
+    source = make_blocks(format, values, device.interpret)
+    result = make_tile(target, values, device.interpret)
+    for begin in range(0, rows, MOST_ROWS):
+        part = out[begin : begin + MOST_ROWS]
+        start(
+            requantize_kernel,
+            (ceil_div(target.groups(numel), result.R.value), len(part)),
+            (wires[:, begin:] if begin else wires, part),
+            (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
+            S=senders,
+            B=source,
+            D=result,
+            **tuning.options,
+        )
+    return out
+
+
+def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor) -> torch.Tensor:
+    """reference.add_dequantized as one kernel."""
+    if format.hadamard:
+        return reference.add_dequantized(wires, format, weights)
+    check_rows(weights, "weights")
+    if weights.dim() != 2:
+        raise ValueError(f"weights is {list(weights.shape)}; it must be [rows, n]")
+    rows, numel = weights.shape
+    check_wires(wires, format, (rows,), numel)
+    check_aligned(wires, "wires")
+    if weights.numel() == 0:
+        return weights
+    tuning, device, groups = TUNING["add_dequantized"], device_for(wires), format.groups(numel)
+    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    start(
+        add_kernel,
+        device.grid(ceil_div(groups, tile.R.value) * rows, tuning),
+        (wires, weights),
+        (numel, groups, rows, wires.stride(0), weights.stride(0)),
+        TAIL=numel % format.group_size != 0,
+        STAGES=tuning.stages,
+        C=tile,
+        **tuning.options,
+    )
+    return weights

@@ -1,1 +1,0 @@
-"""SDP4Bit's operations as Triton kernels; imported only where they run."""

@@ -1,0 +1,207 @@
+"""The kernels: encode and decode, which read and write once, and sums of W senders' wires of one chunk.
+
+Sums are taken in the Hadamard domain, in the order of the senders.
+"""
+
+import triton
+import triton.language as tl
+
+from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
+from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
+from taco_kernels.taco.tensor import load_tile, store_tile
+from taco_kernels.taco.wire import decode_groups, encode_groups, load_step, load_values
+
+
+@triton.jit
+def encode_tile(x, out, tile, numel, groups, out_stride, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Encode tile number ``tile``: R groups of one chunk."""
+    tiles = tl.cdiv(groups, C.R)
+    chunk = tile // tiles
+    first = (tile % tiles) * C.R
+    group = chunk * groups + first
+    h = load_tile(x, group, numel, rows, FLAGS, C)
+    if C.HADAMARD:
+        h = unshuffle(transform(h, matrix, C), C)
+    else:
+        h = h.to(tl.float32)
+    encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+
+
+@triton.jit
+def encode_kernel(
+    x,
+    out,
+    numel,
+    groups,
+    chunks,
+    out_stride,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """out[chunk] = wire of ``groups`` groups, for ``chunks`` chunks. Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    matrix = sylvester(C, 1.0 / C.G, True, dot_type)
+    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
+        encode_tile(x, out, tl.program_id(0), numel, groups, out_stride, rows, matrix, FLAGS, C)
+    else:
+        tiles = tl.cdiv(groups, C.R) * chunks
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
+            encode_tile(x, out, tile, numel, groups, out_stride, rows, matrix, FLAGS, C)
+
+
+@triton.jit
+def decode_tile(
+    wires, x, tile, numel, groups, wire_stride, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr
+):
+    """Decode tile number ``tile``: R groups of one chunk."""
+    tiles = tl.cdiv(groups, C.R)
+    chunk = tile // tiles
+    first = (tile % tiles) * C.R
+    group = chunk * groups + first
+    h = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, matrix, C)
+    end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
+    store_tile(x, h, group, end, rows, FLAGS, C)
+
+
+@triton.jit
+def decode_kernel(
+    wires,
+    x,
+    numel,
+    groups,
+    chunks,
+    wire_stride,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    matrix = sylvester(C, 1.0, False, tl.float16)
+    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
+        decode_tile(wires, x, tl.program_id(0), numel, groups, wire_stride, rows, matrix, FLAGS, C)
+    else:
+        tiles = tl.cdiv(groups, C.R) * chunks
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
+            decode_tile(wires, x, tile, numel, groups, wire_stride, rows, matrix, FLAGS, C)
+
+
+@triton.jit
+def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr):
+    """total + q * step of one sender, one rounding; fp32[R, G]."""
+    q, step = load_values(wires + sender * wire_stride, first, groups, C)
+    return tl.fma(q, tl.broadcast_to(step[:, None], [C.R, C.G]), total)
+
+
+@triton.jit
+def add_sender_words(t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C: tl.constexpr):
+    """add_sender in an integer format, for the sums of every fourth element: fp32[R, G / 4] each."""
+    wire = wires + sender * wire_stride
+    words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+    return add_products(t0, t1, t2, t3, words, step, magic, C)
+
+
+@triton.jit
+def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
+    """fp32[R, G], summed in the order of the senders."""
+    if C.INTEGER:
+        t0 = tl.zeros([C.R, C.G // 4], tl.float32)
+        t1, t2, t3 = t0, t0, t0
+        magic = magic_bits(groups)
+        if W <= 8:  # unrolled, so that the senders' loads are in flight together
+            for w in tl.static_range(0, W):
+                sender = tl.full((), w, tl.int64)
+                t0, t1, t2, t3 = add_sender_words(
+                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
+                )
+        else:
+            for w in range(0, W):
+                sender = tl.full((), 0, tl.int64) + w
+                t0, t1, t2, t3 = add_sender_words(
+                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
+                )
+        total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
+    else:
+        total = tl.zeros([C.R, C.G], tl.float32)
+        if W <= 8:
+            for w in tl.static_range(0, W):
+                sender = tl.full((), w, tl.int64)
+                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+        else:
+            for w in range(0, W):
+                sender = tl.full((), 0, tl.int64) + w
+                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+    return total
+
+
+@triton.jit
+def decode_sum_tile(
+    wires,
+    x,
+    first,
+    numel,
+    groups,
+    wire_stride,
+    rows,
+    matrix,
+    W: tl.constexpr,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Groups first, first + 1, ... first + R - 1."""
+    h = sum_senders(wires, wire_stride, first, groups, W, C)
+    if C.HADAMARD:
+        h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+    store_tile(x, h, first, numel, rows, FLAGS, C)
+
+
+@triton.jit
+def decode_sum_kernel(
+    wires,
+    x,
+    numel,
+    groups,
+    wire_stride,
+    run,
+    inner,
+    stride_outer,
+    stride_inner,
+    W: tl.constexpr,
+    FLAGS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """x = WHT(sum of q * step). Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    matrix = sylvester(C, 1.0, False, tl.bfloat16)
+    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
+        first = tl.program_id(0) * C.R
+        decode_sum_tile(wires, x, first, numel, groups, wire_stride, rows, matrix, W, FLAGS, C)
+    else:
+        for tile in tl.range(
+            tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+        ):
+            decode_sum_tile(wires, x, tile * C.R, numel, groups, wire_stride, rows, matrix, W, FLAGS, C)
+
+
+@triton.jit
+def decode_sum_encode_kernel(
+    wires,
+    out,
+    groups,
+    wire_stride,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+):
+    """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
+    first = tl.program_id(0) * C.R
+    h = sum_senders(wires, wire_stride, first, groups, W, C)
+    encode_groups(h, out, first, groups, D)

@@ -1,0 +1,308 @@
+"""Launching the codec kernels: argument checks, strides, tile sizes. Same signatures as reference.py."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from taco_kernels.common import fast_launch
+from taco_kernels.common.device import Tuning, device_number
+from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+from taco_kernels.taco.kernels import (
+    decode_kernel,
+    decode_sum_encode_kernel,
+    decode_sum_kernel,
+    encode_kernel,
+)
+from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wire_shape
+from taco_kernels.taco.spec import make_flags, spec_of
+
+TUNING = {
+    "encode": Tuning(8192, 4, 4, 2),
+    "decode": Tuning(8192, 4, 3, 3),
+    "decode_sum": Tuning(8192, 4, 2, 2),
+    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
+}
+PLANS = 1024
+"""Kept for each operation; sizes that come back find theirs."""
+
+
+class Rows(NamedTuple):
+    """A tensor as rows of ``run`` groups; see tensor.py."""
+
+    run: int
+    inner: int
+    stride_outer: int
+    stride_inner: int
+    strided: bool
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Sizes and strides of a tensor, None of a contiguous one."""
+
+
+def tuning_of(operation: str, config: CodecConfig) -> Tuning:
+    """TUNING with what single configurations need."""
+    tuning = TUNING[operation]
+    if operation == "encode" and config.format == "int5":
+        tuning = tuning._replace(stages=3)
+    elif operation == "decode_sum" and config.format == "int8":
+        tuning = tuning._replace(stages=1)
+    elif operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(registers=80)
+    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
+        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
+    if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
+        tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
+    if config.group_size == 512 and operation == "decode_sum":
+        tuning = tuning._replace(stages=1)  # shared memory for one tile
+    return tuning
+
+
+def layout_of(x: torch.Tensor) -> Layout:
+    """What ``rows_of`` needs to know of x: sizes and strides, or None where x is contiguous."""
+    return None if x.is_contiguous() else (x.shape, x.stride())
+
+
+def rows_of(layout: Layout, group_size: int) -> Rows | None:
+    """How a kernel walks a tensor in row-major order without a copy, or None if it cannot.
+
+    It can when the tensor, after merging dimensions, is contiguous, or has at most three dimensions, the last
+    one contiguous and a multiple of the group size.
+    """
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(*layout or ((), ()), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    if not dims or (len(dims) == 1 and dims[0][1] == 1):
+        return Rows(1, 1, 0, 0, False)
+    if len(dims) > 3 or len(dims) < 2 or dims[-1][1] != 1 or dims[-1][0] % group_size:
+        return None
+    outer = dims[0][1] if len(dims) == 3 else 0
+    return Rows(dims[-1][0] // group_size, dims[-2][0], outer, dims[-2][1], True)
+
+
+def check_groups(groups: int) -> None:
+    """Kernels number groups with 32 bits."""
+    if groups >= 2**31 - 2**15:
+        raise ValueError(f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups")
+
+
+class Wires(NamedTuple):
+    """What a plan needs to know of a wire."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next, as the kernels take it."""
+        return self.strides[0]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether kernels can read and write every row, if they can the first: contiguous, 16 bytes apart."""
+        apart = self.strides[0] if len(self.shape) > 1 and self.shape[0] > 1 else 0
+        return self.strides[-1] == 1 and apart % ALIGNMENT == 0
+
+
+def wires_of(wires: torch.Tensor) -> Wires:
+    """The layout of a wire."""
+    return Wires(wires.shape, wires.stride(), wires.dtype)
+
+
+class Plan(NamedTuple):
+    """What is to be done for all calls whose arguments are alike but for addresses."""
+
+    wire: tuple[int, ...]
+    """Shape of the wire that is returned, or ()."""
+    launch: fast_launch.Launch | None
+    """None: there is nothing to do."""
+    reads: bool = True
+    """False: kernels cannot read the input in its strides. A wire must also be at a multiple of ALIGNMENT."""
+    writes: bool = True
+    """The same of the output."""
+
+
+def encode(
+    x: torch.Tensor,
+    config: CodecConfig,
+    chunks: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """reference.encode as one kernel."""
+    given = None if out is None else wires_of(out)
+    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, given, x.get_device())
+    if out is None:
+        out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
+    if plan.launch is None:
+        return out
+    if not plan.writes or out.data_ptr() % ALIGNMENT:
+        return out.copy_(encode(x, config, chunks))
+    plan.launch((x if plan.reads else x.contiguous(), out))
+    return out
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_encode(
+    config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int
+) -> Plan:
+    chunk = config.chunk_numel(numel, chunks)
+    wire = (chunks, config.wire_bytes(chunk))
+    if out is None:
+        out = Wires(wire, (wire[1], 1), torch.uint8)
+    check_wire_shape(out.shape, out.dtype, config, chunk)
+    if out.shape[0] != chunks:
+        raise ValueError(f"out has {out.shape[0]} rows for {chunks} chunks; give it one a chunk")
+    if chunk == 0:
+        return Plan(wire, None)
+    rows = rows_of(layout, config.group_size)
+    reads = rows is not None
+    rows = rows or rows_of(None, config.group_size)
+    groups = chunk // config.group_size
+    check_groups(groups * chunks)
+    device = device_number(index)
+    tuning = tuning_of("encode", config)
+    spec = spec_of(config, device, tuning)
+    tiles = ceil_div(groups, spec.R.value) * chunks
+    launch = fast_launch.Launch(
+        encode_kernel,
+        device.grid(tiles, tuning),
+        (numel, groups, chunks, out.stride, *rows[:4]),
+        dict(
+            FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
+            C=spec,
+            **tuning.options,
+        ),
+    )
+    return Plan(wire, launch, reads, out.aligned)
+
+
+def decode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """reference.decode as one kernel."""
+    layout = None if out is None else layout_of(out)
+    plan = _plan_decode("decode", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
+    return _decoded(plan, wires, config, shape, dtype, out, decode)
+
+
+def decode_sum(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """reference.decode_sum as one kernel."""
+    layout = None if out is None else layout_of(out)
+    plan = _plan_decode("decode_sum", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
+    return _decoded(plan, wires, config, shape, dtype, out, decode_sum)
+
+
+def _decoded(plan, wires, config, shape, dtype, out, operation) -> torch.Tensor:
+    """Do what ``plan`` says; ``operation`` is the caller."""
+    if out is not None and out.numel() != math.prod(shape):
+        raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
+    if not plan.writes:
+        return out.copy_(operation(wires, config, shape, dtype))
+    target = torch.empty(shape, dtype=dtype, device=wires.device) if out is None else out
+    if plan.launch is None:
+        return target
+    if not plan.reads or wires.data_ptr() % ALIGNMENT:
+        wires = wires.clone(memory_format=torch.contiguous_format)
+        return operation(wires, config, shape, dtype, target)
+    plan.launch((wires, target))
+    return target
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_decode(
+    operation: str, config: CodecConfig, numel: int, layout: Layout, wires: Wires, index: int
+) -> Plan:
+    summed = operation == "decode_sum"
+    chunks = 1 if summed else wires.shape[0]
+    chunk = config.chunk_numel(numel, max(chunks, 1))
+    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+    rows = rows_of(layout, config.group_size)
+    if numel and not wires.shape[0]:
+        raise ValueError(f"wires of shape {tuple(wires.shape)} hold nothing to decode")
+    if rows is None or numel == 0:
+        return Plan((), None, writes=rows is not None)
+    groups = chunk // config.group_size
+    check_groups(groups * chunks)
+    device = device_number(index)
+    tuning = tuning_of(operation, config)
+    spec = spec_of(config, device, tuning)
+    flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
+    constants = dict(FLAGS=flags, C=spec, **tuning.options)
+    if summed:
+        constants["W"] = wires.shape[0]
+    launch = fast_launch.Launch(
+        decode_sum_kernel if summed else decode_kernel,
+        device.grid(ceil_div(groups, spec.R.value) * chunks, tuning),
+        (numel, groups, *([] if summed else [chunks]), wires.stride, *rows[:4]),
+        constants,
+    )
+    return Plan((), launch, wires.aligned)
+
+
+def decode_sum_encode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    numel: int,
+    out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
+) -> torch.Tensor:
+    """reference.decode_sum_encode as one kernel."""
+    config_out = config_out or config
+    check_same_groups(config, config_out)
+    given = None if out is None else wires_of(out)
+    plan = _plan_decode_sum_encode(config, config_out, numel, wires_of(wires), given, wires.get_device())
+    if out is None:
+        out = torch.empty(plan.wire, dtype=torch.uint8, device=wires.device)
+    if plan.launch is None:
+        return out
+    if not plan.writes or out.data_ptr() % ALIGNMENT:
+        return out.copy_(decode_sum_encode(wires, config, numel, config_out=config_out))
+    if not plan.reads or wires.data_ptr() % ALIGNMENT:
+        wires = wires.clone(memory_format=torch.contiguous_format)
+        return decode_sum_encode(wires, config, numel, out, config_out)
+    plan.launch((wires, out))
+    return out
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_decode_sum_encode(
+    config: CodecConfig, config_out: CodecConfig, numel: int, wires: Wires, out: Wires | None, index: int
+) -> Plan:
+    chunk = config.chunk_numel(numel)
+    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+    wire = (config_out.wire_bytes(numel),)
+    if out is None:
+        out = Wires(wire, (1,), torch.uint8)
+    check_wire_shape((1, *out.shape), out.dtype, config_out, chunk)
+    if numel == 0:
+        return Plan(wire, None)
+    groups = chunk // config.group_size
+    check_groups(groups)
+    tuning = tuning_of("decode_sum_encode", config)
+    device = device_number(index)
+    spec = spec_of(config, device, tuning)
+    launch = fast_launch.Launch(
+        decode_sum_encode_kernel,
+        (ceil_div(groups, spec.R.value),),
+        (groups, wires.stride),
+        dict(W=wires.shape[0], C=spec, D=spec_of(config_out, device, tuning), **tuning.options),
+    )
+    return Plan(wire, launch, wires.aligned, out.aligned)

@@ -1,0 +1,227 @@
+"""The codec in plain torch: the definition that every kernel is tested against.
+
+TACO (arXiv 2604.24088) encodes a group x of G values as q = round(y / s), y = alpha * WHT(x) / sqrt(G),
+alpha = clamp(qmax / sqrt(mean(x^2) + 1e-6), 1e-3, 1e3), s = max|y| / qmax, and sends q, s and alpha. In exact
+arithmetic y / s does not depend on alpha, so the arithmetic here, all of it fp32, runs on the mean
+
+    h = WHT(x / G),   WHT in Sylvester order, stages of distance 1, 2, 4, ... G/2,
+
+which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exact power of two:
+
+    q     = round(h * (qmax / max|h|))          alpha = clamp(qmax / sqrt(sum(h^2) + 1e-6), 1e-3, 1e3)
+    s     = alpha * max|h| * (sqrt(G) / qmax)    (sum(h^2) = mean(x^2), Parseval)
+    step  = s / sqrt(G) / alpha                  decode: x = WHT(q * step) = WHT(q) * step
+
+Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Signed
+scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on either side of zero, rounded up
+to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
+overflows (values above bf16's largest may decode to infinity). Without the Hadamard transform h = x and the
+factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
+zero, and a group that is not finite sends NaN and so decodes to NaN.
+"""
+
+import math
+
+import torch
+
+from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
+from taco_kernels.common.sizes import ALIGNMENT
+from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
+
+EPSILON = 1e-6
+ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
+S_MIN = 1e-12
+
+
+def amax_floor(config: CodecConfig) -> float:
+    """Smallest max|h| that is told from zero: where s meets its floor at the largest alpha."""
+    return S_MIN / ALPHA_MAX * config.qmax / root(config)
+
+
+def root(config: CodecConfig) -> float:
+    """sqrt(G), or 1 without the transform: from the mean-normalised to the orthonormal transform."""
+    return math.sqrt(config.group_size) if config.hadamard else 1.0
+
+
+def round_to_grid(h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """Codes uint8[groups, G] of h fp32[groups, G] / step fp32[groups, 1], to nearest, ties to even.
+
+    -2^(bits - 1) <= v <= qmax for integers, |v| <= qmax in fp8, up to the rounding of one product: the clamp
+    is for NaN and infinity alone, which only groups with a NaN step have; their codes mean nothing.
+    """
+    if not config.is_float:
+        return round_to_integers(h, inverse, config.bits)
+    v = (h * inverse).nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
+    # n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the binade's
+    # first code, also where it carries into the next one or where the number is subnormal.
+    mantissa, lowest = (3, 121) if config.format == "fp8-e4m3" else (2, 113)  # biased exponent of min normal
+    bits = v.view(torch.int32)
+    exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
+    ulp = ((exponent - mantissa) << 23).view(torch.float32)
+    code = ((exponent - lowest) << mantissa) + torch.round(v.abs() / ulp).int()
+    return (code | bits >> 24 & 0x80).to(torch.uint8)
+
+
+def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """fp32 values of uint8 codes."""
+    if config.format == "fp8-e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if config.format == "fp8-e5m2":
+        return codes.view(torch.float8_e5m2).float()
+    return integer_values(codes, config.bits)
+
+
+def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Smallest bf16 that is not below x (x fp32, finite and >= 0)."""
+    return ((x.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+def encode_groups(h: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """Wire of one chunk from h fp32[groups, G] in the Hadamard domain: uint8[wire_bytes(groups * G)]."""
+    amax = h.abs().amax(dim=1)
+    bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
+    amax = amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
+    qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
+    if config.scales == "signed":
+        high, low = h.amax(dim=1), (-h).amax(dim=1)
+        near = torch.minimum(high, low).masked_fill(bad, 0.0) / qmax
+        step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near))
+        step = torch.where(high > low, -step, step)
+        inverse = step.float().reciprocal()
+        scales = [step]
+    elif config.scales == "single":
+        step = round_up_bf16(amax / qmax)
+        inverse = step.float().reciprocal()
+        scales = [step]
+    else:
+        inverse = qmax / amax
+        mean_square = (h * h).sum(dim=1) if config.hadamard else (h * h).mean(dim=1)
+        mean_square = mean_square.masked_fill(bad, 0.0)
+        alpha = (qmax / torch.sqrt(mean_square + EPSILON)).clamp(ALPHA_MIN, ALPHA_MAX)
+        s = (alpha * amax * (root(config) / config.qmax)).clamp(min=S_MIN)
+        scales = [s, alpha]
+    scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
+    codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config)
+    wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config.planes), *scales]])
+    return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
+
+
+def decode_groups(wire: torch.Tensor, groups: int, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code values fp32[groups, G] and step fp32[groups, 1] of one chunk's wire."""
+    widths = [groups * config.group_size * bits // 8 for bits in config.planes]
+    dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
+    scale_count = 2 if config.scales == "dual" else 1
+    pieces = wire[: groups * config.bytes_per_group()].split(widths + [groups * dtype.itemsize] * scale_count)
+    q = code_values(unpack([p.reshape(groups, -1) for p in pieces[: len(widths)]], config.planes), config)
+    scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
+    if config.scales == "dual":
+        step = scales[0] * (1.0 / root(config)) / scales[1]
+    else:
+        step = scales[0].float()
+    return q, step[:, None]
+
+
+def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor:
+    """h fp32[chunks, groups, G] of x: row-major, zero padded, prescaled, transformed."""
+    chunk = config.chunk_numel(x.numel(), chunks)
+    flat = torch.zeros(chunks * chunk, dtype=torch.float32, device=x.device)
+    flat[: x.numel()] = x.reshape(-1)
+    grouped = flat.view(chunks, chunk // config.group_size, config.group_size)
+    return hadamard(grouped / config.group_size) if config.hadamard else grouped
+
+
+def encode(
+    x: torch.Tensor,
+    config: CodecConfig,
+    chunks: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Encode x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order.
+
+    Returns uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks); zero padded at the end.
+    Into ``out`` if given.
+    """
+    h = to_groups(x, config, chunks)
+    chunk = h.shape[1] * config.group_size
+    if out is None:
+        out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
+    check_wires(out, config, chunk)
+    for c in range(chunks if chunk else 0):
+        out[c] = encode_groups(h[c], config)
+    return out
+
+
+def decode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Inverse of encode with chunks = wires.shape[0]; into ``out`` if given."""
+    numel = math.prod(shape)
+    chunk = config.chunk_numel(numel, max(wires.shape[0], 1))
+    check_wires(wires, config, chunk)
+    flat = torch.empty(wires.shape[0] * chunk, dtype=torch.float32, device=wires.device)
+    for c in range(wires.shape[0] if chunk else 0):
+        q, step = decode_groups(wires[c], chunk // config.group_size, config)
+        flat[c * chunk : (c + 1) * chunk] = ((hadamard(q) if config.hadamard else q) * step).reshape(-1)
+    result = flat[:numel].view(shape).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def sum_groups(wires: torch.Tensor, numel: int, config: CodecConfig) -> torch.Tensor:
+    """sum over w of q_w * step_w, fp32[groups, G] in the Hadamard domain, in order 0..W-1.
+
+    Each step is a fused multiply-add: one rounding to fp32. float64 stands in for it here (the product of two
+    fp32 numbers is exact in it); twice rounded is once rounded but in about one case of 2^29.
+    """
+    groups, total = config.chunk_numel(numel) // config.group_size, 0.0
+    for wire in wires:
+        q, step = decode_groups(wire, groups, config)
+        total = (q.double() * step.double() + total).float()
+    return total
+
+
+def decode_sum(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    shape: tuple[int, ...] | torch.Size,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum of the same chunk from W senders, wires uint8[W, wire_bytes(numel)]; one inverse WHT at the end.
+
+    fp32 accumulation in sender order.
+    """
+    numel = math.prod(shape)
+    check_wires(wires, config, config.chunk_numel(numel))
+    if numel == 0:
+        result = torch.empty(shape, dtype=dtype, device=wires.device)
+    else:
+        total = sum_groups(wires, numel, config)
+        result = (hadamard(total) if config.hadamard else total).reshape(-1)[:numel].view(shape).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def decode_sum_encode(
+    wires: torch.Tensor,
+    config: CodecConfig,
+    numel: int,
+    out: torch.Tensor | None = None,
+    config_out: CodecConfig | None = None,
+) -> torch.Tensor:
+    """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
+
+    Returns uint8[wire_bytes(numel)], by ``config_out`` if that is not the senders' config; the groups must be
+    the same.
+    """
+    config_out = config_out or config
+    check_same_groups(config, config_out)
+    check_wires(wires, config, config.chunk_numel(numel))
+    if out is None:
+        out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
+    check_wires(out[None], config_out, config.chunk_numel(numel))
+    if numel:
+        out.copy_(encode_groups(sum_groups(wires, numel, config), config_out))
+    return out

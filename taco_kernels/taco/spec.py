@@ -1,0 +1,100 @@
+"""Compile-time constants of a kernel, derived from a CodecConfig."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton.language as tl
+
+from taco_kernels.common.constants import Constants
+from taco_kernels.common.device import Device, Tuning
+from taco_kernels.taco import reference
+from taco_kernels.taco.layout import CodecConfig
+
+STEP_BYTES = 4  # a group saves with its dual scales merged into a step
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Flags(Constants):
+    """What a launch adds to a Spec."""
+
+    STRIDED: tl.constexpr
+    """The tensor is rows, see tensor.py; else contiguous."""
+    TAIL: tl.constexpr
+    """The last group is not whole."""
+    STAGES: tl.constexpr
+    """Depth of the software pipeline over tiles."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Spec(Constants):
+    """One argument for all constants: kernels read ``C.G`` and so on, each a tl.constexpr."""
+
+    R: tl.constexpr
+    """Groups a tile."""
+    G: tl.constexpr
+    """Values a group."""
+    POINT: tl.constexpr
+    """Points of the transform done as one matrix product: min(G, 128)."""
+    BLOCKS: tl.constexpr
+    """G / POINT."""
+    FORMAT: tl.constexpr
+    INTEGER: tl.constexpr
+    BITS: tl.constexpr
+    QMAX: tl.constexpr
+    PAYLOAD: tl.constexpr
+    """Bytes of a group's codes."""
+    BYTES: tl.constexpr
+    """Bytes of a group, scales included."""
+    DUAL: tl.constexpr
+    MERGED: tl.constexpr
+    """The wire has the fp32 step that dual scales make instead of the two."""
+    SIGNED: tl.constexpr
+    """One step with a sign (layout.CodecConfig.scales)."""
+    HADAMARD: tl.constexpr
+    ROOT: tl.constexpr
+    """sqrt(G), or 1 without the transform."""
+    FLOOR: tl.constexpr
+    """Smallest max|h| that is told from zero."""
+    HARDWARE_FP8: tl.constexpr
+    """The device converts fp32 to fp8 (sm_89 and later); else integer arithmetic does."""
+    INTERPRET: tl.constexpr
+    """Running under TRITON_INTERPRET=1."""
+
+
+@lru_cache
+def make_spec(
+    config: CodecConfig, groups_per_tile: int, hardware_fp8: bool, interpret: bool, merged: bool = False
+) -> Spec:
+    """Constants for ``config``; cached, as launches hash and compare them. ``merged``: see Spec.MERGED."""
+    G, merged = config.group_size, merged and config.scales == "dual"
+    return Spec.of(
+        R=groups_per_tile,
+        G=G,
+        POINT=min(G, 128),
+        BLOCKS=max(1, G // 128),
+        FORMAT=config.format,
+        INTEGER=not config.is_float,
+        BITS=config.bits,
+        QMAX=config.qmax,
+        PAYLOAD=config.payload_bytes_per_group(),
+        BYTES=config.bytes_per_group() - (STEP_BYTES if merged else 0),
+        DUAL=config.scales == "dual",
+        MERGED=merged,
+        SIGNED=config.scales == "signed",
+        HADAMARD=config.hadamard,
+        ROOT=reference.root(config),
+        FLOOR=reference.amax_floor(config),
+        HARDWARE_FP8=hardware_fp8,
+        INTERPRET=interpret,
+    )
+
+
+def spec_of(config: CodecConfig, device: Device, tuning: Tuning) -> Spec:
+    """Constants of a kernel that is run so."""
+    return make_spec(config, tuning.tile // config.group_size, device.hardware_fp8, device.interpret)
+
+
+@lru_cache
+def make_flags(strided: bool, tail: bool, stages: int) -> Flags:
+    """Flags of a launch, cached."""
+    return Flags.of(STRIDED=strided, TAIL=tail, STAGES=stages)
