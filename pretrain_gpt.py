@@ -5,17 +5,15 @@
 
 def main() -> None:
     """Parse the command line, then train. Bad input ends the run with one line."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
 
-    host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+    preflight.prepare()  # before megatron.training is imported
 
     from megatron.compression import entrypoint
-    from megatron.compression.arguments import add_compression_arguments
-    from megatron.compression.config import CompressionConfigError
 
-    with host.one_line_errors(CompressionConfigError):
-        entrypoint.run(entrypoint.parse_arguments(add_compression_arguments))
+    with one_line_errors():
+        entrypoint.run(entrypoint.parse_arguments())
 
 
 if __name__ == "__main__":

@@ -9,24 +9,23 @@ from argparse import ArgumentParser
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """All flags that are not Megatron's."""
-    from megatron.compression.arguments import add_compression_arguments
-    from megatron.compression.qwen.flags import add_qwen_arguments
+    from megatron.compression.huggingface.flags import add_qwen_arguments
+    from megatron.compression.setup import add_arguments as add_compression_arguments
 
     return add_qwen_arguments(add_compression_arguments(parser))
 
 
 def main() -> None:
     """Expand `--qwen-model`, parse the command line, then train. Bad input ends the run with one line."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
 
-    host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+    preflight.prepare()  # before megatron.training is imported
 
     from megatron.compression import entrypoint
-    from megatron.compression.config import CompressionConfigError
-    from megatron.compression.qwen.flags import expand
+    from megatron.compression.huggingface.flags import expand
 
-    with host.one_line_errors(CompressionConfigError):
+    with one_line_errors():
         if not {"-h", "--help"}.intersection(sys.argv):
             sys.argv[1:], added = expand(sys.argv[1:])
             if os.environ.get("RANK", "0") == "0":

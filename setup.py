@@ -1,18 +1,19 @@
-"""Dependencies come from megatron/compression/versions.py, so that each version is written once."""
+"""Dependencies come from megatron/compression/versions.py, so that each is written once."""
 
 import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-pins = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "versions.py"))["PINNED"]
+versions = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "versions.py"))
+extras = versions["EXTRAS"]
 
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
     packages=find_namespace_packages(include=["megatron.compression*", "megatron.host*", "taco_kernels*"]),
     py_modules=["pretrain_gpt", "pretrain_qwen"],
     install_requires=[
-        *pins,
+        *versions["REQUIRED"],
         # megatron-core imports these without declaring them.
         "psutil",
         "einops",
@@ -22,11 +23,13 @@ setup(
         # ours
         "numpy",
         "packaging",
-        "sentencepiece",
-        "safetensors",
         "tqdm",
-        "transformers",  # --tokenizer-type HuggingFaceTokenizer
-        "matplotlib",
     ],
-    extras_require={"dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"]},
+    extras_require=extras
+    | {
+        "dev": [
+            *sorted({name for names in extras.values() for name in names}),
+            *("pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"),
+        ]
+    },
 )

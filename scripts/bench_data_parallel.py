@@ -95,10 +95,9 @@ class Switch:
 
 def worker() -> None:
     """One rank of a regime's run: pretrain_gpt.py's loop, with the codecs changed at each block's start."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    preflight.prepare()
     from megatron.training import get_args
 
     from megatron.compression import entrypoint, weave

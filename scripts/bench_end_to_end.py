@@ -91,10 +91,9 @@ def parse_setting(text: str) -> Setting:
 
 def worker() -> None:
     """One rank of a regime's run: pretrain_gpt.py's loop, with the setting changed at each block's start."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    preflight.prepare()
     from megatron.core.utils import unwrap_model
     from megatron.training import get_args
     from megatron.training.models.gpt import default_layer_spec

@@ -41,10 +41,9 @@ MODEL = """--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-p
 
 def worker() -> None:
     """One rank of a regime's run: pretrain_gpt.py's loop, with the codecs changed at each block's start."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    preflight.prepare()
     from megatron.compression import entrypoint, weave
     from megatron.compression.arguments import add_compression_arguments
     from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec

@@ -27,13 +27,12 @@ SURVEY = "TACO_CODEC_SURVEY"
 def worker() -> None:
     """One rank of the run: pretrain_gpt.py's loop with a survey in the place of the error guard."""
     sys.path.insert(0, str(ROOT))
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    preflight.prepare()
     from megatron.compression import entrypoint
     from megatron.compression.arguments import add_compression_arguments
-    from megatron.compression.config import CompressionConfigError
     from megatron.compression.tensor_parallel.survey import CodecSurvey
 
     order = json.loads(os.environ[SURVEY])
@@ -46,7 +45,7 @@ def worker() -> None:
 
     entrypoint.ForwardStep = SurveyingForwardStep
     try:
-        with host.one_line_errors(CompressionConfigError):
+        with one_line_errors():
             entrypoint.run(entrypoint.parse_arguments(add_compression_arguments))
     finally:  # --exit-interval leaves by SystemExit
         path = Path(order["folder"], f"rank{os.environ['RANK']}.json")

@@ -31,11 +31,11 @@ except ImportError:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from megatron.compression.communication.ledger import Ledger, bytes_sent  # noqa: E402
 from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan  # noqa: E402
 from megatron.compression.data_parallel.codecs import data_parallel_codecs  # noqa: E402
 from megatron.compression.data_parallel.config import DataParallelCompression  # noqa: E402
 from megatron.compression.data_parallel.topology import find_topology  # noqa: E402
-from megatron.compression.telemetry import Ledger, bytes_sent  # noqa: E402
 
 ON = {"dp_compression": "sdp4bit", "quantized_gradients": True}
 OURS = {

@@ -1,10 +1,11 @@
-"""Convert Qwen2.5 and Qwen3 weights between Hugging Face safetensors and a Megatron checkpoint, on CPUs.
+"""Convert Qwen2.5, Qwen3 and Llama 3 weights between Hugging Face and Megatron, on CPUs.
 
     python scripts/convert_hf.py import --hf-dir Qwen2.5-7B --save checkpoints/qwen
     python scripts/convert_hf.py export --load checkpoints/qwen --hf-dir trained --tokenizer Qwen2.5-7B
 
 The checkpoint (torch_dist) holds weights alone and loads at any tensor- and pipeline-parallel size:
-`torchrun pretrain_qwen.py --qwen-model Qwen2.5-7B --load checkpoints/qwen ...` starts at iteration 0 from it.
+`torchrun pretrain_qwen.py --qwen-model Qwen2.5-7B --load checkpoints/qwen ...` starts at iteration 0 from it,
+`examples/gpt/train_llama3_8b.sh --load checkpoints/llama` from Llama 3 8B.
 An export takes the newest iteration of any checkpoint of such a model that pretrain_qwen.py or
 pretrain_gpt.py wrote.
 
@@ -23,10 +24,10 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only moves bytes: host memory holds larger models
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron import host
-from megatron.compression.versions import MEGATRON_CORE_VERSION
+from megatron.compression import preflight
+from megatron.compression.errors import one_line_errors
 
-host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+preflight.prepare()  # before megatron.training is imported
 
 import json  # noqa: E402
 
@@ -35,16 +36,16 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core.dist_checkpointing import load_common_state_dict  # noqa: E402
 from megatron.training import print_rank_0  # noqa: E402
 
-from megatron.compression.qwen.conversion import export_weights, import_weights  # noqa: E402
-from megatron.compression.qwen.hf_config import (  # noqa: E402
+from megatron.compression.huggingface.config import (  # noqa: E402
     config_from_model,
     model_from_config,
     read_config,
 )
-from megatron.compression.qwen.hf_files import TensorReader, TensorWriter, finish_index  # noqa: E402
-from megatron.compression.qwen.mapping import hugging_face_names  # noqa: E402
-from megatron.compression.qwen.models import QwenError, model_from_args  # noqa: E402
-from megatron.compression.qwen.session import Session, conversion_session, newest_iteration  # noqa: E402
+from megatron.compression.huggingface.conversion import export_weights, import_weights  # noqa: E402
+from megatron.compression.huggingface.files import TensorReader, TensorWriter, finish_index  # noqa: E402
+from megatron.compression.huggingface.mapping import hugging_face_names  # noqa: E402
+from megatron.compression.huggingface.models import ModelError, model_from_args  # noqa: E402
+from megatron.compression.huggingface.session import Session, conversion_session, newest_iteration  # noqa: E402
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -88,7 +89,7 @@ def export_model(load: str, hf_dir: str, dtype: str | None, tokenizer: str | Non
     """
     folder = Path(hf_dir)
     if (folder / "config.json").exists():
-        raise QwenError(f"--hf-dir {hf_dir} holds a model already; choose another folder or empty it")
+        raise ModelError(f"--hf-dir {hf_dir} holds a model already; choose another folder or empty it")
     trained_with = load_common_state_dict(str(newest_iteration(load)))["args"]
     model = model_from_args(trained_with)
     held = trained_with.params_dtype
@@ -119,7 +120,7 @@ def write_files(session: Session, model, folder: Path, dtype: torch.dtype) -> No
         files = [file for _, stage in sorted(written, key=lambda stage: stage[0]) for file in stage]
         found = {name for _, tensors in files for name in tensors}
         if missing := sorted(set(hugging_face_names(model)) - found):
-            raise QwenError(f"the checkpoint's model lacks {missing[:5]}")
+            raise ModelError(f"the checkpoint's model lacks {missing[:5]}")
         finish_index(folder, files)
 
 
@@ -155,7 +156,7 @@ def _cut(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 def main() -> None:
     """Run the command. Bad input ends it with one line."""
-    with host.one_line_errors():
+    with one_line_errors():
         given = parse(sys.argv[1:])
         if given.command == "import":
             import_model(given.hf_dir, given.save, given.dtype, given.flags)

@@ -80,10 +80,9 @@ def worker() -> None:
     """One rank of a run that was started ahead of its turn: pretrain_gpt.py, after a file has appeared."""
     sys.path.insert(0, str(demo.ROOT))
     import pretrain_gpt
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    preflight.prepare()
     from megatron.compression import entrypoint  # noqa: F401 - loads what takes long
 
     while not Path(os.environ[WAIT_FOR]).exists():

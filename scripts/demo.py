@@ -152,6 +152,20 @@ class Training:
         return json.loads((self.directory / "report" / "report.json").read_text())["summary"]
 
 
+def compare_reports(output: Path) -> None:
+    """Both runs' times, bytes, losses and memory in one table, and their curves, under output/comparison."""
+    reports = [output / name / "report" for name in ("baseline", "taco")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.compression.report",
+        *reports,
+        "--output",
+        output / "comparison",
+    ]
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 def show_progress(name: str, line: str) -> None:
     """A short line for each of Megatron's."""
     if match := ITERATION.search(line):
@@ -195,7 +209,9 @@ def main() -> None:
         print(f"{name:10} {losses:>21} {run['validation_loss']:16.4f} {run['tp_bytes_per_iteration']:24,.0f}")
     print(f"\ntensor-parallel bytes: {summary['ratio']:.3f}x fewer with --taco", end="")
     print(f"; validation loss {summary['validation_loss_difference']:+.2%}")
+    compare_reports(options.output)
     print(f"{options.output / 'summary.json'}; reports: {options.output}/{{baseline,taco}}/report/report.md")
+    print(f"both runs side by side: {options.output / 'comparison' / 'comparison.md'}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ FILLERS = [
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags of both entrypoints and those of this script."""
     from megatron.compression.arguments import add_compression_arguments
-    from megatron.compression.qwen.flags import add_qwen_arguments
+    from megatron.compression.huggingface.flags import add_qwen_arguments
 
     group = add_qwen_arguments(add_compression_arguments(parser)).add_argument_group("generation")
     group.add_argument("--prompt", default="import ", help="text to continue")
@@ -138,18 +138,17 @@ def generate(args) -> dict:
 
 def main() -> None:
     """Generate on all ranks; rank 0 prints and writes."""
-    from megatron import host
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
 
-    host.prepare(MEGATRON_CORE_VERSION)  # before megatron.training is imported
+    preflight.prepare()  # before megatron.training is imported
 
     import torch.distributed as dist
 
     from megatron.compression import entrypoint
-    from megatron.compression.config import CompressionConfigError
-    from megatron.compression.qwen.flags import expand
+    from megatron.compression.huggingface.flags import expand
 
-    with host.one_line_errors(CompressionConfigError):
+    with one_line_errors():
         if any(word.split("=")[0] == "--qwen-model" for word in sys.argv):
             sys.argv[1:], _ = expand(sys.argv[1:])
         sys.argv[1:1] = FILLERS

@@ -29,7 +29,7 @@ find_python() {
 }
 
 stamp=.venv/.megatron-taco-setup
-wanted=$(cat setup.py pyproject.toml megatron/compression/versions.py scripts/setup.sh | sha256sum | cut -d' ' -f1)
+wanted=$(cat setup.py pyproject.toml constraints.txt megatron/compression/versions.py scripts/setup.sh | sha256sum | cut -d' ' -f1)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     echo "setup: .venv is up to date"
     exit 0
@@ -45,7 +45,7 @@ if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 echo "setup: installing (torch's CUDA build is about 5 GB on disk; a few minutes)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 .venv/bin/python -W ignore -c 'import torch, triton, megatron.core, megatron.compression, taco_kernels'
 echo "$wanted" >"$stamp"
 echo "setup: done"

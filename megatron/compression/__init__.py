@@ -1,5 +1,74 @@
 """Compressed communication for Megatron-LM: tensor, data and pipeline parallelism.
 
 An overlay of the ``megatron`` namespace: ``megatron.compression`` stands beside the wheel's
-``megatron.core`` and ``megatron.training``.
+``megatron.core`` and ``megatron.training``. What an entrypoint or a package of one's own needs is here;
+everything is loaded when it is first asked for.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.compression.attach import Compression, attach
+    from megatron.compression.codecs import (
+        Codec,
+        parse_codec,
+        register_codec,
+        register_gradient_compressor,
+    )
+    from megatron.compression.communication import (
+        TorchTransport,
+        Work,
+        all_gather,
+        all_reduce,
+        reduce_scatter,
+    )
+    from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.config import CompressionConfig
+    from megatron.compression.data_parallel.compressor import (
+        GradientBucket,
+        GradientCompressor,
+        GradientSync,
+    )
+    from megatron.compression.errors import CompressionConfigError
+    from megatron.compression.setup import add_arguments, enable
+
+_PLACES = {
+    "setup": ("add_arguments", "enable"),
+    "attach": ("Compression", "attach"),
+    "config": ("CompressionConfig",),
+    "errors": ("CompressionConfigError",),
+    "codecs": ("Codec", "parse_codec", "register_codec", "register_gradient_compressor"),
+    "communication": ("TorchTransport", "Work", "all_gather", "all_reduce", "reduce_scatter"),
+    "communication.ledger": ("Ledger",),
+    "data_parallel.compressor": ("GradientBucket", "GradientCompressor", "GradientSync"),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Codec",
+    "Compression",
+    "CompressionConfig",
+    "CompressionConfigError",
+    "GradientBucket",
+    "GradientCompressor",
+    "GradientSync",
+    "Ledger",
+    "TorchTransport",
+    "Work",
+    "add_arguments",
+    "all_gather",
+    "all_reduce",
+    "attach",
+    "enable",
+    "parse_codec",
+    "reduce_scatter",
+    "register_codec",
+    "register_gradient_compressor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

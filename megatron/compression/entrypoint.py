@@ -1,10 +1,9 @@
 """What an entrypoint hands to `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
 
-Import it after `megatron.host.install()`: it loads megatron.training.
+Import it after `preflight.prepare()`: it loads megatron.training.
 """
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
@@ -18,49 +17,29 @@ from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training import arguments, get_args, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron import host
-from megatron.compression.extensions import missing_extension_overrides
-from megatron.compression.runtime import CompressionRuntime
-from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
-from megatron.compression.weave import current_iteration, weave
-from megatron.host import preflight, shared_gpus
-from megatron.host.errors import came_through
+from megatron.compression import setup
+from megatron.compression.data_checks import check_vocabulary
+from megatron.compression.exits import train_to_the_end
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
 
-def parse_arguments(add_arguments: Callable[[ArgumentParser], ArgumentParser] | None = None) -> Namespace:
+def parse_arguments(
+    add_arguments: Callable[[ArgumentParser], ArgumentParser] = setup.add_arguments,
+) -> Namespace:
     """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
 
-    Layers default to megatron-core's local implementation; Transformer Engine is used only when asked for.
-
     Raises:
-        InputError: Transformer Engine asked for and absent, a flag that needs it, a data flag not served,
-            a damaged dataset.
+        InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
+            Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
-
-    def extra_args(parser: ArgumentParser) -> ArgumentParser:
-        parser = add_native_defaults(parser)
-        parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
-        parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
-        return add_arguments(parser) if add_arguments is not None else parser
-
-    args = parse_and_validate_args(extra_args)
-    preflight.check_transformer_engine(args.transformer_impl)
-    preflight.check_supported_data(args)
-    preflight.check_datasets(args)
-    overrides = host.cpu_argument_overrides(args) if host.is_active() else []
-    overrides += shared_gpus.share_gpus_if_asked(args)
-    preflight.check_local_layers(args)
-    overrides += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
-    for line in overrides:
-        print_rank_0(line)
+    args = arguments.parse_and_validate_args(add_arguments)
+    check_vocabulary(args, get_tokenizer().vocab_size)
     return args
 
 
@@ -122,12 +101,8 @@ def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None 
 train_valid_test_datasets.is_distributed = True
 
 
-def get_batch(
-    data_iterator, vp_stage: int | None = None, on_broadcast: Callable[[int], None] | None = None
-) -> dict[str, torch.Tensor | None]:
+def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
     """The next micro-batch on this rank: tensor-parallel rank 0 reads it and broadcasts it to its group.
-
-    `on_broadcast` is told on that rank how many bytes the broadcast sends.
 
     Returns: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] fp32, attention_mask [b, 1, s, s]
     bool; None for what this pipeline stage does not use.
@@ -156,8 +131,6 @@ def get_batch(
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
-    if tp_rank == 0 and on_broadcast is not None:
-        on_broadcast(sum(value.nbytes for value in batch.values() if value is not None))
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
@@ -185,37 +158,20 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
     return loss, tokens, {"lm loss": logged}
 
 
-class ForwardStep:
-    """One micro-batch forward.
-
-    Args:
-        runtime: told which iteration is running and what the batch's broadcast sends.
-    """
-
-    def __init__(self, runtime: CompressionRuntime) -> None:
-        self.runtime = runtime
-
-    def __call__(self, data_iterator, model):
-        """Returns: (per-token losses or the stage's output, the loss function)."""
-        args = get_args()
-        self.runtime.iteration = current_iteration(args)
-        timers = get_timers()
-        timers("batch-generator", log_level=2).start()
-        vp_stage = get_attr_wrapped_model(model, "vp_stage")
-        batch = get_batch(data_iterator, vp_stage, self._count_broadcast)
-        timers("batch-generator").stop()
-        output = model(
-            batch["tokens"],
-            batch["position_ids"],
-            batch.get("attention_mask"),  # absent with --no-create-attention-mask-in-dataloader
-            labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
-        )
-        return output, partial(loss_func, batch["loss_mask"])
-
-    def _count_broadcast(self, sent: int) -> None:
-        world_size = mpu.get_tensor_model_parallel_world_size()
-        self.runtime.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, world_size)
+def forward_step(data_iterator, model):
+    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function)."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),  # absent with --no-create-attention-mask-in-dataloader
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
 
 
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
@@ -226,17 +182,7 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
             --exit-signal-handler), after the same clean ending.
     """
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
-    runtime, reporter = weave(args, model_config)
+    setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
-    early_exit = None
-    try:
-        pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, ForwardStep(runtime))
-    except SystemExit as exit_:
-        if not came_through(exit_, "train"):  # one rank alone may leave during set-up
-            raise
-        early_exit = exit_
-    reporter.finish()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    if early_exit is not None:
-        raise early_exit
+    kind = ModelType.encoder_or_decoder
+    train_to_the_end(lambda: training.pretrain(container, train_valid_test_datasets, kind, forward_step))

@@ -1,4 +1,21 @@
-"""Bad input ends a run with one line that names the flag or file and the fix."""
+"""Bad input ends a run with one line, on one rank, that names the flag or file and the fix."""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import importlib.util
+import os
+import shutil
+import sys
+import time
+import traceback
+from argparse import Namespace
+
+FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
 
 
 class InputError(ValueError):
@@ -6,4 +23,119 @@ class InputError(ValueError):
 
 
 class CompressionConfigError(InputError):
-    """A compression setting that cannot be honoured; the message names the flag and the fix."""
+    """A setting that cannot be honoured; the message names the flag and the fix."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of hundreds of flags."""
+
+    def error(self, message: str) -> None:
+        """Raises: InputError, with the flags that look like the unknown ones."""
+        known = [flag for action in self._actions for flag in action.option_strings]
+        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        if message.startswith("unrecognized") and unknown:
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            message += f"; did you mean {near[0]}?" if near else "; --help lists all"
+        raise InputError(message)
+
+
+def require_extra(module: str, extra: str, needed_by: str) -> None:
+    """Check that a package which comes with an extra of this project is installed.
+
+    Args:
+        module: what is imported, matplotlib for example.
+        extra: the extra's name in setup.py.
+        needed_by: the flag or the script that needs it, for the message.
+
+    Raises:
+        InputError: it is not.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
+
+
+def fail(message: str, status: int = 2) -> None:
+    """Print `error: message` and end this process with `status`, without a trace.
+
+    Every rank usually finds the same problem. The launcher kills the others as soon as one has ended, so the
+    others wait for rank 0 to speak; one that is still alive after that found something rank 0 did not see.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(PEER_GRACE_SECONDS)
+        message = f"rank {rank}: {message}"
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(status)  # a peer may be inside a collective: leaving by sys.exit could wait for it
+
+
+def came_through(error: BaseException, function: str) -> bool:
+    """Whether the exception passed through a function of this name."""
+    return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
+
+
+def explain(error: BaseException, args: Namespace | None = None) -> str | None:
+    """One line for an exception that the command line, a full disk or a lost peer caused, else None.
+
+    Args:
+        error: what ended the run.
+        args: the parsed command line, None where parsing itself failed.
+    """
+    if isinstance(error, InputError):
+        return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
+    if isinstance(error, AssertionError | ValueError | RuntimeError) and came_through(error, "validate_args"):
+        return first_line(error)
+    folder = args.save if args is not None else None
+    if _disk_is_full(error, folder):
+        where = f"--save {folder}" if folder else "the output folder"
+        return f"{where}: no space left: make room there, or name another folder"
+    if came_through(error, "load_checkpoint") and args is not None:
+        from megatron.compression.other_checkpoint import checkpoint_mismatch
+
+        return checkpoint_mismatch(error, args)
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        port = os.environ.get("MASTER_PORT", "29500")
+        return f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to another"
+    if "Connection closed by peer" in text or "Connection reset by peer" in text:
+        return "lost the connection to another rank: it died or was stopped; its own log says why"
+    if "Timed out waiting" in text:
+        return "another rank did not answer within --distributed-timeout-minutes: it hangs, or is that slow"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The message's first line; for a bare assertion the condition that did not hold."""
+    text = str(error).strip().splitlines()
+    if text:
+        return text[0]
+    return f"required: {traceback.extract_tb(error.__traceback__)[-1].line.removeprefix('assert ')}"
+
+
+def _disk_is_full(error: BaseException, folder: str | None) -> bool:
+    """Whether the system said so, or saving to `folder` failed and next to nothing is free there.
+
+    torch reports a full disk from its writers as an "iostream error", or as a failure of no rank.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        if getattr(one, "errno", None) in _FULL or any(os.strerror(code) in str(one) for code in _FULL):
+            return True
+        one = one.__cause__ or one.__context__
+    saving = folder is not None and os.path.isdir(folder) and came_through(error, "save_checkpoint")
+    return saving and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """Run an entrypoint's body so that bad input ends it with one line and a non-zero status."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        training = sys.modules.get("megatron.training.global_vars")
+        line = explain(error, getattr(training, "_GLOBAL_ARGS", None))
+        if line is None:
+            raise
+        fail(line)

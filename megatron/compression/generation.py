@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
 
 
 @torch.no_grad()

@@ -1,11 +1,19 @@
-"""The one place where versions are pinned. setup.py, scripts/setup.sh and the start-up check read it."""
+"""Which versions are required, in one place: setup.py and the start-up check read it.
 
-MEGATRON_CORE_VERSION = "0.19.2"
-TORCH_VERSION = "2.11.0"
-TRITON_VERSION = "3.6.0"
+Ranges are what the code is written for; constraints.txt has the versions that every test and number of this
+project was run with. Replaced symbols are checked one by one where they are replaced (``patches``).
+"""
 
-PINNED = [
-    f"megatron-core=={MEGATRON_CORE_VERSION}",
-    f"torch=={TORCH_VERSION}",
-    f"triton=={TRITON_VERSION}",
+MEGATRON_CORE_SERIES = "0.19"
+
+REQUIRED = [
+    "megatron-core>=0.19,<0.20",
+    "torch>=2.10,<2.13",
+    "triton>=3.5,<4",  # torch's wheels name the exact one
 ]
+
+EXTRAS = {
+    "plots": ["matplotlib"],
+    "tokenizers": ["sentencepiece", "transformers"],
+    "huggingface": ["safetensors", "transformers"],
+}

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import psutil
 import torch
 
+from megatron.compression.patches import put
+
 CPU = torch.device("cpu")
 
 
@@ -134,28 +136,27 @@ def install() -> None:
     # TP and context parallelism insist on this variable below compute capability 10; no queues here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda
-    # Buffers are created with device=torch.cuda.current_device(); device_count() == 0 would skip
-    # initialize_model_parallel and the seeding of the RNG tracker.
-    cuda.current_device = _returning(CPU)
-    cuda.device_count = _returning(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    cuda.get_device_properties = _calling(_properties)
-    cuda.get_device_capability = _returning((0, 0))
-    cuda.get_device_name = _returning("cpu")
-    # The memory report after the first iteration, and tensorboard's memory scalars.
+    why = "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel"
+    put(cuda, "current_device", _returning(CPU), why)
+    put(cuda, "device_count", _returning(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), why)
+    put(cuda, "get_device_properties", _calling(_properties), why)
+    put(cuda, "get_device_capability", _returning((0, 0)), why)
+    put(cuda, "get_device_name", _returning("cpu"), why)
+    why = "the memory report after the first iteration, and TensorBoard's memory scalars"
     for name in ("memory_allocated", "memory_reserved", "device_memory_used"):
-        setattr(cuda, name, _calling(_resident))
+        put(cuda, name, _calling(_resident), why)
     for name in ("max_memory_allocated", "max_memory_reserved"):
-        setattr(cuda, name, _calling(_peak))
-    cuda.memory_stats = _calling(_memory_stats)
-    cuda.mem_get_info = _calling(_free_and_total)
-    # Timers, checkpointing and pipeline communication synchronise the device and empty its cache.
+        put(cuda, name, _calling(_peak), why)
+    put(cuda, "memory_stats", _calling(_memory_stats), why)
+    put(cuda, "mem_get_info", _calling(_free_and_total), why)
+    why = "timers, checkpointing and pipeline communication synchronise the device and empty its cache"
     for name in ("empty_cache", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"):
-        setattr(cuda, name, _returning())
-    # DDP initialisation and the overlap of communication use streams and events.
-    cuda.Stream = _Stream
-    cuda.Event = _Event
-    cuda.current_stream = _returning(_STREAM)
-    cuda.default_stream = _returning(_STREAM)
-    cuda.stream = _calling(contextlib.nullcontext)
-    cuda.nvtx.range_push = _returning()
-    cuda.nvtx.range_pop = _returning()
+        put(cuda, name, _returning(), why)
+    why = "DDP initialisation and the overlap of communication use streams and events"
+    put(cuda, "Stream", _Stream, why)
+    put(cuda, "Event", _Event, why)
+    put(cuda, "current_stream", _returning(_STREAM), why)
+    put(cuda, "default_stream", _returning(_STREAM), why)
+    put(cuda, "stream", _calling(contextlib.nullcontext), why)
+    for name in ("range_push", "range_pop"):
+        put(cuda.nvtx, name, _returning(), "--nvtx-ranges")

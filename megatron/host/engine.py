@@ -7,6 +7,8 @@ import warnings
 
 import torch
 
+from megatron.compression.patches import put, replace
+
 # What every process of a CPU run would say: fused kernels are absent, and so is memory to pin.
 _EXPECTED_WARNINGS = (
     r"(Transformer Engine and )?Apex (is|are) not installed",
@@ -21,12 +23,12 @@ def _import_without_compile(name: str):
     Why: `megatron.core.jit.jit_fuser` is torch.compile, applied to small elementwise functions while the
     modules load. On CPU that costs seconds of C++ compilation in each process and gains nothing.
     """
-    compile_ = torch.compile
-    torch.compile = lambda fn=None, **_: fn if fn is not None else (lambda f: f)
+    compile_, why = torch.compile, "small functions of the modules that load now stay as they are"
+    put(torch, "compile", lambda fn=None, **_: fn if fn is not None else (lambda f: f), why)
     try:
         return importlib.import_module(name)
     finally:
-        torch.compile = compile_
+        put(torch, "compile", compile_, "they have loaded")
 
 
 def _with_own_generator(build):
@@ -37,7 +39,6 @@ def _with_own_generator(build):
     so would a resumed run from an uninterrupted one.
     """
 
-    @functools.wraps(build)
     def build_pretraining_data_loader(*args, **kwargs):
         loader = build(*args, **kwargs)
         if isinstance(loader, torch.utils.data.DataLoader):
@@ -45,6 +46,11 @@ def _with_own_generator(build):
         return loader
 
     return build_pretraining_data_loader
+
+
+def _without_cuda(initialize):
+    """For initialize_megatron, which asserts CUDA unless told otherwise; training.py holds it by name."""
+    return functools.partial(initialize, allow_no_cuda=True)
 
 
 def _skip_warm_up(tp_size=None) -> None:
@@ -61,13 +67,11 @@ def install() -> None:
         warnings.filterwarnings("ignore", message=message)
     training = _import_without_compile("megatron.training.training")
 
-    # initialize_megatron asserts CUDA unless told otherwise; training.py holds it by name.
-    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-
-    # Warms up functions that are not compiled here, and draws random numbers, how many depends on the tensor
-    # parallel size: weights from --use-cpu-initialization would differ between sizes.
-    training.set_jit_fusion_options = _skip_warm_up
-    training.build_pretraining_data_loader = _with_own_generator(training.build_pretraining_data_loader)
+    replace(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
+    # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
+    # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
+    put(training, "set_jit_fusion_options", _skip_warm_up, "nothing is compiled")
+    replace(training, "build_pretraining_data_loader", (), _with_own_generator)
 
     from megatron.core.tensor_parallel import random as tracker
 

@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from megatron.compression.patches import put
+
 
 def _get_state(*_args, **_kwargs) -> torch.Tensor:
     """For torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
@@ -44,14 +46,16 @@ def _fork(self, name: str = "model-parallel-rng"):
 
 def install() -> None:
     """Replace torch.cuda's random-state functions. Megatron's tracker follows in engine.install()."""
+    why = "the CPU's generator is the device's"
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = _get_state
-        module.set_rng_state = _set_state
-        module.manual_seed = _manual_seed
+        put(module, "get_rng_state", _get_state, why)
+        put(module, "set_rng_state", _set_state, why)
+        put(module, "manual_seed", _manual_seed, why)
 
 
 def install_tracker(random_module) -> None:
     """Replace the tracker's state access in `megatron.core.tensor_parallel.random`."""
-    random_module._get_cuda_rng_state = _get_state
-    random_module._set_cuda_rng_state = _set_state
-    random_module.CudaRNGStatesTracker.fork = _fork
+    why = "the tracker keeps the CPU generator's states"
+    put(random_module, "_get_cuda_rng_state", _get_state, why)
+    put(random_module, "_set_cuda_rng_state", _set_state, why)
+    put(random_module.CudaRNGStatesTracker, "fork", _fork, why)

@@ -4,10 +4,10 @@ The factory functions are wrapped one by one. A TorchFunctionMode would reach th
 class, but it intercepts every other operation as well: a tiny model's iteration takes a quarter longer.
 """
 
-import functools
-
 import torch
 from torch.utils._device import _device_constructors
+
+from megatron.compression.patches import put, replace
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,6 @@ def _is_cuda(device) -> bool:
 def _on_cpu(factory):
     """Wrap a tensor factory: device "cuda" means the CPU, pinned memory means ordinary memory."""
 
-    @functools.wraps(factory)
     def wrapper(*args, **kwargs):
         if kwargs:
             if _is_cuda(kwargs.get("device")):
@@ -40,10 +39,9 @@ def _on_cpu(factory):
     return wrapper
 
 
-def _wrap_type(original):
+def _type_on_gpu(original):
     """Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
 
-    @functools.wraps(original)
     def type(self, dtype=None, *args, **kwargs):
         if dtype is not None or args or kwargs:
             return original(self, dtype, *args, **kwargs)
@@ -53,8 +51,7 @@ def _wrap_type(original):
     return type
 
 
-def _wrap_to(original):
-    @functools.wraps(original)
+def _to_cpu(original):
     def to(self, *args, **kwargs):
         if args and _is_cuda(args[0]):
             args = (CPU, *args[1:])
@@ -69,13 +66,13 @@ def install() -> None:
     """Wrap the factories and the Tensor methods that move a tensor to the device."""
     _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        replace(torch, name, (), _on_cpu)
     tensor = torch.Tensor
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
-        setattr(tensor, name, _on_cpu(getattr(tensor, name)))
-    tensor.to = _wrap_to(tensor.to)
-    tensor.type = _wrap_type(tensor.type)
+        replace(tensor, name, (), _on_cpu)
+    replace(tensor, "to", (), _to_cpu)
+    replace(tensor, "type", (), _type_on_gpu)
     # Module.cuda() goes through Tensor.cuda(); both mean "where it is already".
-    tensor.cuda = lambda self, *args, **kwargs: self
-    tensor.pin_memory = lambda self, *args, **kwargs: self
-    tensor.record_stream = lambda self, stream: None
+    put(tensor, "cuda", lambda self, *args, **kwargs: self, "it is on the device")
+    put(tensor, "pin_memory", lambda self, *args, **kwargs: self, "there is nothing to pin for")
+    put(tensor, "record_stream", lambda self, stream: None, "there are no streams")

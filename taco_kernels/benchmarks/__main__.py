@@ -1,40 +1,35 @@
 """``python -m taco_kernels.benchmarks NAME [options]``."""
 
 import argparse
+from pathlib import Path
 
-from taco_kernels.benchmarks import (
-    codec,
-    collectives,
-    homomorphic,
-    instructions,
-    launch,
-    packed,
-    sdp4bit,
-    tah_quant,
-    tuning,
-)
+import torch
+
+from taco_kernels.benchmarks import bitmap_sparse, codec, collectives, count_sketch, sdp4bit, tah_quant
+from taco_kernels.benchmarks.timing import report
 
 BENCHMARKS = {
+    "bitmap-sparse": bitmap_sparse,
     "codec": codec,
     "collectives": collectives,
-    "homomorphic": homomorphic,
-    "instructions": instructions,
-    "launch": launch,
-    "packed": packed,
+    "count-sketch": count_sketch,
     "sdp4bit": sdp4bit,
     "tah-quant": tah_quant,
-    "tuning": tuning,
 }
 
 
 def main() -> None:
-    """Parse the name of a benchmark and its options, and run it."""
+    """Parse the name of a benchmark and its options, run it, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m taco_kernels.benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
-        module.add_arguments(commands.add_parser(name, help=module.__doc__.splitlines()[0]))
+        command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
+        module.add_arguments(command)
+        command.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    BENCHMARKS[options.name].run(options)
+    module = BENCHMARKS[options.name]
+    torch.manual_seed(0)
+    report(module.run(options), module.COLUMNS, options.json)
 
 
 if __name__ == "__main__":

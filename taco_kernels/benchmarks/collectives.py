@@ -1,51 +1,32 @@
-"""Compressed collectives against NCCL and against other compressed all-reduces; run it under torchrun."""
+"""Compressed collectives, over symmetric memory and over NCCL, against NCCL's own; run it under torchrun."""
 
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from taco_kernels import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
-from taco_kernels.benchmarks.timing import report
+from taco_kernels.benchmarks.timing import relative_error
+from taco_kernels.symmetric_memory import SymmetricGroup, unavailable_reason
+from taco_kernels.taco import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
-COLUMNS = {
-    "operation": "",
-    "MiB": "g",
-    "ranks": "d",
-    "mode": "",
-    "method": "",
-    "format": "",
-    "us": ".1f",
-    "bus GB/s": ".0f",
-    "x NCCL": ".2f",
-    "error": ".4f",
-    "replicas identical": "",
-}
-OURS = ("NCCL bf16", "torch.distributed", "symmetric")
+COLUMNS = {"operation": "", "MiB": "g", "ranks": "d", "mode": "", "method": "", "format": "", "us": ".1f"}
+COLUMNS |= {"bus GB/s": ".0f", "x NCCL": ".2f", "error": ".4f", "replicas identical": ""}
 Call = Callable[[], torch.Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
-    parser.add_argument(
-        "--mib",
-        type=float,
-        nargs="+",
-        default=MIB,
-        help="sizes of the whole bf16 tensor",
-    )
+    parser.add_argument("--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
     parser.add_argument("--graph-mib", type=float, default=1, help="replay CUDA graphs too up to this size")
     parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file (rank 0)")
 
 
 def call_time(call: Call, graph: bool, repeats: int = 15) -> float:
@@ -146,51 +127,9 @@ def nccl(operation: str, x: torch.Tensor) -> Call:
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
 
 
-def nccl_fp8(x: torch.Tensor) -> Call:
-    """The straw man: cast to e4m3 with one scale that no sum overflows, reduce the fp8 values, cast back."""
-    world_size = dist.get_world_size()
-
-    def all_reduce() -> torch.Tensor:
-        scale = x.abs().amax().float()
-        dist.all_reduce(scale, op=dist.ReduceOp.MAX)
-        scale = scale * (world_size / 448)
-        codes = (x / scale).to(torch.float8_e4m3fn)
-        dist.all_reduce(codes)
-        return codes.to(x.dtype) * scale
-
-    return all_reduce
-
-
-def torch_two_shot(x: torch.Tensor) -> Call:
-    """PyTorch's own uncompressed two-shot over symmetric memory, in place."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    buffer = symm_mem.empty(x.numel(), dtype=x.dtype, device=x.device)
-    symm_mem.rendezvous(buffer, dist.group.WORLD)
-    buffer.copy_(x)
-    name = dist.group.WORLD.group_name
-
-    def all_reduce() -> torch.Tensor:
-        return torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name)
-
-    return all_reduce
-
-
-def flashinfer(x: torch.Tensor) -> Call:
-    """FlashInfer's fp8 all-reduce, where the package is installed."""
-    from flashinfer.comm import quantized_all_reduce
-
-    return lambda: quantized_all_reduce(x, dist.group.WORLD)
-
-
 def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
     """(method, format, function that makes the call) for everything to compare."""
     yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
-    if operation == "all_reduce":
-        yield "NCCL fp8 as is", "fp8-e4m3", lambda: nccl_fp8(x)
-        if group is not None:
-            yield "torch two-shot", "bf16", lambda: torch_two_shot(x)
-            yield "FlashInfer", "fp8-e4m3", lambda: flashinfer(x)
     for format in options.formats:
         for scales in options.scales:
             config = CodecConfig(format, options.group_size, scales)
@@ -230,29 +169,21 @@ def measure(operation: str, mib: float, options: argparse.Namespace, group) -> l
     factor = (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
     rows, baseline = [], {}
     for method, format, make in methods(operation, x, options, group):
+        call = make()
+        result = call()
         row = {"operation": operation, "MiB": mib, "ranks": world_size, "method": method, "format": format}
-        try:
-            call = make()
-            result = call()
-            row["error"] = float((result.float() - exact).norm() / exact.norm())
-            row["replicas identical"] = "-" if operation == "reduce_scatter" else identical(result)
-            for mode in ("eager", "graph") if mib <= options.graph_mib else ("eager",):
-                us = call_time(call, mode == "graph")
-                baseline.setdefault(mode, us)
-                rate = factor * x.nbytes / us / 1e3
-                rows.append({**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us})
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:  # a peer that this machine lacks
-            if method in OURS:
-                raise
-            if dist.get_rank() == 0:
-                print(f"{method}, {mib:g} MiB: not measured, {str(error).splitlines()[0]}", flush=True)
+        row["error"] = relative_error(result, exact)
+        row["replicas identical"] = "-" if operation == "reduce_scatter" else identical(result)
+        for mode in ("eager", "graph") if mib <= options.graph_mib else ("eager",):
+            us = call_time(call, mode == "graph")
+            baseline.setdefault(mode, us)
+            rate = factor * x.nbytes / us / 1e3
+            rows.append({**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us})
     return rows
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure every size and print the table on rank 0."""
-    from taco_kernels.symmetric_memory import SymmetricGroup, unavailable_reason
-
+def run(options: argparse.Namespace) -> list[dict]:
+    """Measure every size; the rows of rank 0, none elsewhere."""
     if "RANK" not in os.environ:
         raise SystemExit(
             "start it under torchrun: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
@@ -263,17 +194,15 @@ def run(options: argparse.Namespace) -> None:
     try:
         reason = "--no-symmetric" if options.no_symmetric else unavailable_reason(dist.group.WORLD)
         group = SymmetricGroup(dist.group.WORLD) if reason is None else None
-        if dist.get_rank() == 0:
-            variables = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))
-            print(
-                f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}"
-            )
-            print(f"environment: {variables or 'no NCCL variables'}; symmetric memory: {reason or 'yes'}")
         rows = []
         for operation in options.operations:
             for mib in options.mib:
                 rows += measure(operation, mib, options, group)
-        if dist.get_rank() == 0:
-            report(rows, COLUMNS, options.json)
+        if dist.get_rank():
+            return []
+        variables = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))
+        print(f"NCCL {torch.cuda.nccl.version()}, {variables or 'no NCCL variables'}; ", end="")
+        print(f"symmetric memory: {reason or 'yes'}")
+        return rows
     finally:
         dist.destroy_process_group()

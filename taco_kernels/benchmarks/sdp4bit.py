@@ -1,25 +1,15 @@
 """SDP4Bit's operations against a device copy of the same run."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
 from taco_kernels import sdp4bit
-from taco_kernels.benchmarks.codec import DTYPES, relative_error
-from taco_kernels.benchmarks.copies import copy_rate
-from taco_kernels.benchmarks.timing import buffers_for, machine, microseconds, report
+from taco_kernels.benchmarks.timing import DTYPES, SPEED, buffers_for, relative_error, rotating, timed_rows
 from taco_kernels.sdp4bit import GroupFormat
 
-COLUMNS = {
-    "MiB": "g",
-    "gradients": "",
-    "operation": "",
-    "us": ".1f",
-    "GB/s": ".0f",
-    "of copy": ".2f",
-    "error": ".4f",
-}
+COLUMNS = {"MiB": "g", "gradients": "", "operation": ""} | SPEED | {"error": ".4f"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="of gradients")
     parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks: shards, senders")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
 
 
-def operations(numel: int, dtype: torch.dtype, ranks: int) -> dict[str, tuple[list, int, float]]:
-    """Per operation: calls on rotating buffers, bytes read and written by one, and its relative L2 error.
+def operations(numel: int, name: str, ranks: int) -> Iterator[tuple[dict, list, int]]:
+    """Per operation: its columns, calls on rotating buffers, bytes read and written by one.
 
     As a rank runs them on a bucket of ``numel`` values: quantising it whole, what arrives at its shard, and
     the weights. The errors of sums are against the sum of the exact shards.
     """
+    dtype = DTYPES[name]
     intra, inter = GroupFormat(8, 128, True), GroupFormat(4, 128, True)
     weights = GroupFormat(4, 2048)
     shard = numel // ranks
@@ -69,65 +59,37 @@ def operations(numel: int, dtype: torch.dtype, ranks: int) -> dict[str, tuple[li
     size = numel * dtype.itemsize
     w8, w4, ww = (f.wire_bytes(shard) for f in (intra, inter, weights))
 
-    def calls(operation) -> list:
-        return [lambda i=i: operation(i) for i in range(count)]
-
-    return {
-        "quantize int8 Hadamard": (
-            calls(lambda i: sdp4bit.quantize(gradients[i], intra, wires8[i])),
-            size + ranks * w8,
-            round_trip(intra),
-        ),
-        "quantize int4 Hadamard": (
-            calls(lambda i: sdp4bit.quantize(gradients[i], inter, wires4[i])),
-            size + ranks * w4,
-            round_trip(inter),
-        ),
-        f"sum {ranks} x int8, dequantize": (
-            calls(lambda i: sdp4bit.sum_dequantize(wires8[i][:, None], intra, outs[i])),
-            ranks * w8 + outs[0].nbytes,
-            summed(wires8[0], intra),
-        ),
-        f"sum {pairs} x {pairs} int8, requantize int4": (
-            calls(
-                lambda i: sdp4bit.sum_requantize(
-                    wires8[i].view(pairs, ranks // pairs, -1), intra, shard, inter
-                )
-            ),
-            ranks * w8 + ranks // pairs * w4,
-            relative_error(sdp4bit.sum_dequantize(again[None], inter, outs[0].float()), exact),
-        ),
-        f"sum {ranks} x int4, dequantize": (
-            calls(lambda i: sdp4bit.sum_dequantize(wires4[i][:, None], inter, outs[i])),
-            ranks * w4 + outs[0].nbytes,
-            summed(wires4[0], inter),
-        ),
-        "subtract, quantize int4": (
-            calls(lambda i: sdp4bit.quantize_difference(new[i], old[i], weights)),
-            4 * numel + weights.wire_bytes(numel),
-            relative_error(updated.view(-1).float() - old[0].float(), new[0].float() - old[0].float()),
-        ),
-        "dequantize int4, add": (
-            calls(lambda i: sdp4bit.add_dequantized(changes[i], weights, replicas[i])),
-            4 * numel + ranks * ww,
-            relative_error(updated.view(-1), new[0]),
-        ),
-    }
+    steps = [
+        ("quantize int8 Hadamard", lambda i: sdp4bit.quantize(gradients[i], intra, wires8[i]),
+         size + ranks * w8, round_trip(intra)),
+        ("quantize int4 Hadamard", lambda i: sdp4bit.quantize(gradients[i], inter, wires4[i]),
+         size + ranks * w4, round_trip(inter)),
+        (f"sum {ranks} x int8, dequantize",
+         lambda i: sdp4bit.sum_dequantize(wires8[i][:, None], intra, outs[i]),
+         ranks * w8 + outs[0].nbytes, summed(wires8[0], intra)),
+        (f"sum {pairs} x {pairs} int8, requantize int4",
+         lambda i: sdp4bit.sum_requantize(wires8[i].view(pairs, ranks // pairs, -1), intra, shard, inter),
+         ranks * w8 + ranks // pairs * w4,
+         relative_error(sdp4bit.sum_dequantize(again[None], inter, outs[0].float()), exact)),
+        (f"sum {ranks} x int4, dequantize",
+         lambda i: sdp4bit.sum_dequantize(wires4[i][:, None], inter, outs[i]),
+         ranks * w4 + outs[0].nbytes, summed(wires4[0], inter)),
+        ("subtract, quantize int4", lambda i: sdp4bit.quantize_difference(new[i], old[i], weights),
+         4 * numel + weights.wire_bytes(numel),
+         relative_error(updated.view(-1).float() - old[0].float(), new[0].float() - old[0].float())),
+        ("dequantize int4, add", lambda i: sdp4bit.add_dequantized(changes[i], weights, replicas[i]),
+         4 * numel + ranks * ww, relative_error(updated.view(-1), new[0])),
+    ]  # fmt: skip
+    for operation, call, moved, error in steps:
+        columns = {"gradients": name, "operation": operation, "error": error}
+        yield columns, rotating(call, count), moved
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure every size and type and print the table."""
-    torch.manual_seed(0)
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+def run(options: argparse.Namespace) -> list[dict]:
+    """Measure every size and type."""
     rows = []
     for mib in options.mib:
         numel = int(mib * 2**19) // options.ranks * options.ranks
-        us, rate = copy_rate(numel, torch.bfloat16)
-        base = {"MiB": mib, "gradients": "-", "operation": "copy bf16"}
-        rows.append({**base, "us": us, "GB/s": rate, "of copy": 1.0, "error": 0.0})
-        for name in options.dtypes:
-            for operation, (calls, moved, error) in operations(numel, DTYPES[name], options.ranks).items():
-                us = microseconds(calls)
-                speed = {"us": us, "GB/s": moved / us / 1e3, "of copy": moved / us / 1e3 / rate}
-                rows.append({**base, "gradients": name, "operation": operation, **speed, "error": error})
-    report(rows, COLUMNS, options.json)
+        every = (row for name in options.dtypes for row in operations(numel, name, options.ranks))
+        rows += timed_rows(numel, torch.bfloat16, {"MiB": mib}, every)
+    return rows

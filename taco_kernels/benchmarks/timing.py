@@ -1,18 +1,35 @@
-"""Timing on the device: graph replays over rotating buffers, medians."""
+"""Timing on the device: graph replays over rotating buffers, medians; and a copy, to compare with."""
 
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
+
+TILE = 4096
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SPEED = {"us": ".1f", "GB/s": ".0f", "of copy": ".2f"}
+"""Columns of ``speed``."""
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative L2 error."""
+    return float((result.float() - exact.float()).norm() / exact.float().norm())
 
 
 def buffers_for(bytes_each: int) -> int:
     """Buffer sets to rotate among, so that no call finds its data in the L2 cache."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, -(-4 * cache // max(bytes_each, 1)))
+
+
+def rotating(operation: Callable[[int], object], count: int) -> list[Callable[[], object]]:
+    """Calls of ``operation`` on each of ``count`` buffer sets."""
+    return [lambda i=i: operation(i) for i in range(count)]
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
@@ -44,10 +61,45 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> fl
     return sorted(times)[repeats // 2]
 
 
+@triton.jit
+def copy_kernel(source, target, count, T: tl.constexpr):
+    """target = source, T elements a program."""
+    place = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count)
+
+
+def copy_rate(numel: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Microseconds and GB/s (bytes read and written) of the faster of torch's copy and a kernel's.
+
+    Of 1 GiB the driver's is slower than kernels that read and write as much.
+    """
+    pairs = [
+        (torch.randn(numel, device="cuda").to(dtype), torch.empty(numel, device="cuda", dtype=dtype))
+        for _ in range(buffers_for(2 * numel * dtype.itemsize))
+    ]
+    grid = (triton.cdiv(numel, TILE),)
+    us = min(
+        microseconds([lambda a=a, b=b: b.copy_(a) for a, b in pairs]),
+        microseconds([lambda a=a, b=b: copy_kernel[grid](a, b, numel, T=TILE) for a, b in pairs]),
+    )
+    return us, 2 * numel * dtype.itemsize / us / 1e3
+
+
+def timed_rows(
+    numel: int, dtype: torch.dtype, base: dict, operations: Iterator[tuple[dict, list, int]]
+) -> list[dict]:
+    """Rows of a size: a copy of so many values, and (columns, calls, bytes moved) of each operation."""
+    us, rate = copy_rate(numel, dtype)
+    rows = [base | {"operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0}]
+    for columns, calls, moved in operations:
+        us = microseconds(calls)
+        speed = moved / us / 1e3
+        rows.append(base | columns | {"us": us, "GB/s": speed, "of copy": speed / rate})
+    return rows
+
+
 def machine() -> dict[str, str]:
     """What the numbers were measured on."""
-    import triton
-
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -57,10 +109,14 @@ def machine() -> dict[str, str]:
 
 
 def report(rows: list[dict], columns: dict[str, str], path: Path | None) -> None:
-    """Print ``rows`` as a Markdown table (``columns``: key to format spec); write JSON to ``path``."""
+    """Print ``rows``, if any, as a Markdown table (``columns``: key to format); write JSON to ``path``."""
+    if not rows:
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
     for row in rows:
-        print("| " + " | ".join(format(row[key], spec) for key, spec in columns.items()) + " |")
+        cells = [format(row[key], spec) if key in row else "-" for key, spec in columns.items()]
+        print("| " + " | ".join(cells) + " |")
     if path is not None:
         path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

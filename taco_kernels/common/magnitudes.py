@@ -1,4 +1,4 @@
-"""Magnitudes of fp32 by their bits, and the power-of-two grids of rows: what sparse codecs share, in torch."""
+"""Magnitudes of fp32 by their bits, and power-of-two grids of rows: what sparse codecs share, in torch."""
 
 import torch
 

@@ -21,8 +21,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 def round_to_integers(h: torch.Tensor, inverse: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 codes of h * inverse (fp32, broadcast), to the nearest integer, ties to even.
 
-    From -2^(bits - 1) to 2^(bits - 1) - 1; 8 bits in two's complement, fewer plus 2^(bits - 1). The product is
-    rounded once, to the integer: a fused multiply-add, exact in fp64. NaN becomes 0.
+    From -2^(bits - 1) to 2^(bits - 1) - 1; 8 bits in two's complement, fewer plus 2^(bits - 1). The product
+    is rounded once, to the integer: a fused multiply-add, exact in fp64. NaN becomes 0.
     """
     half = 2 ** (bits - 1)
     v = (h.double() * inverse.double()).nan_to_num(nan=0.0).clamp(-2 * half, 2 * half)

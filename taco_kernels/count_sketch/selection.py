@@ -90,14 +90,9 @@ def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
     """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``.
 
     From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
-    counts as larger than infinity. A Triton kernel finds it on a GPU, the same to the last bit.
+    counts as larger than infinity.
     """
-    need = needed(x.shape[1], share)
-    if x.is_cuda:
-        from taco_kernels.count_sketch.order_launch import largest_of_sample  # CPU hosts may lack Triton
-
-        return largest_of_sample(x, MOST_LOCAL_SAMPLES, need)
-    return sorted_sample(x, MOST_LOCAL_SAMPLES)[:, need - 1]
+    return sorted_sample(x, MOST_LOCAL_SAMPLES)[:, needed(x.shape[1], share) - 1]
 
 
 def needed(numel: int, share: float) -> int:

@@ -4,16 +4,13 @@ A rank writes its payloads into the memory of its peers and waits for flags in i
 posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``ring.py`` has the protocol.
 """
 
-from taco_kernels.symmetric_memory.collectives import ALGORITHMS, choose_algorithm
 from taco_kernels.symmetric_memory.copies import CopyExchanges
 from taco_kernels.symmetric_memory.group import SymmetricGroup, unavailable_reason
 from taco_kernels.symmetric_memory.lane import SymmetricMemoryError
 
 __all__ = [
-    "ALGORITHMS",
     "CopyExchanges",
     "SymmetricGroup",
     "SymmetricMemoryError",
-    "choose_algorithm",
     "unavailable_reason",
 ]

@@ -1,11 +1,7 @@
 """All-reduce in one kernel: encode, exchange, sum, exchange and decode, overlapped tile by tile.
 
-Two-shot: in every step a program sends its next tiles to their owners, sums the tile of the step before and
-sends the sum to everybody, and decodes the sums of the step before that. A rank sends 2 (W - 1) / W payloads.
-
-One-shot: everybody sends everything to everybody and computes every sum itself, encodes and decodes it once
-more, so that the result has the bits of the two-shot. A rank sends W - 1 payloads, in one hop instead of two:
-for small messages, and for two ranks.
+In every step a program sends its next tiles to their owners, sums the tile of the step before and sends the
+sum to everybody, and decodes the sums of the step before that. A rank sends 2 (W - 1) / W payloads.
 """
 
 import triton
@@ -107,67 +103,4 @@ def two_shot_kernel(
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
-    tl.store(steps_done + program, done + steps)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def one_shot_kernel(
-    x,
-    out,
-    to_wire,
-    from_wire,
-    table,
-    steps_done,
-    memory,
-    rank,
-    error,
-    timeout,
-    numel,
-    stride,
-    length,
-    groups,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    OUT_FLAGS: tl.constexpr,
-    C: tl.constexpr,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    DHALF: tl.constexpr,
-    E: tl.constexpr,
-):
-    """out = sum of every rank's x, as one piece of ``groups`` groups; constants as in ``two_shot_kernel``."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
-    data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
-
-    done = tl.load(steps_done + program)
-    steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
-    for i in range(steps + 1):
-        if i < steps:
-            first = (program + i * programs) * C.R
-            slot = arrival(program, done + i, rank, E)
-            matrix = load_matrix(to_wire, C)
-            h = encoded_tile(x, zero, first, message, rows, matrix, FLAGS, C)
-            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-            store_to_all(h, zero, full, table, slot, rank, E.W, C)
-            publish(table, program, rank, done + i + 1, done + tl.maximum(i - 1, 0), E)
-        if i >= 1:
-            first = (program + (i - 1) * programs) * C.R
-            wait(data, done + i, error, timeout, E.W, E)
-            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
-            own = slot_of(memory, returned(program, done + i - 1, rank, E))
-            for half in range(2):
-                row = half * HALF.R
-                h = reduced_groups(slots, row, full, E, HALF)
-                encode_groups(h, own, row, full, DHALF)
-            matrix = load_matrix(from_wire, C)
-            tl.debug_barrier()  # between the writes of own and its reads
-            value = decoded_slot(own, matrix, D)
-            write_tile(out, value, zero, first, message, rows, OUT_FLAGS, C)
-    publish(table, program, rank, done + steps, done + steps, E)
     tl.store(steps_done + program, done + steps)

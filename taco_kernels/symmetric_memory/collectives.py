@@ -1,4 +1,4 @@
-"""The collectives over one lane: argument checks, choice of algorithm, launches."""
+"""The collectives over one lane: argument checks and launches."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -10,7 +10,7 @@ from taco_kernels.common import fast_launch
 from taco_kernels.common.device import device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
-from taco_kernels.symmetric_memory.all_reduce import one_shot_kernel, two_shot_kernel
+from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
 from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
 from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
@@ -18,12 +18,7 @@ from taco_kernels.taco import launch
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 from taco_kernels.taco.spec import Spec, make_flags, make_spec
 
-ALGORITHMS = ("auto", "one-shot", "two-shot")
 MAX_WORLD_SIZE = 8
-ONE_SHOT_UP_TO = 256 * 2**10
-"""Bytes of the uncompressed tensor up to which an all-reduce goes one-shot. On four H200 (NVLink): level with
-the two-shot at 0.25 MiB (15.7 us both, int8) and behind at 1 MiB (19.9 us against 17.1). There is no size from
-which on torch.distributed would be faster than symmetric memory."""
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
@@ -39,13 +34,8 @@ class Plan(NamedTuple):
         return out
 
 
-def choose_algorithm(nbytes: int) -> str:
-    """``one-shot`` or ``two-shot`` for an all-reduce of ``nbytes`` uncompressed bytes."""
-    return "one-shot" if nbytes <= ONE_SHOT_UP_TO else "two-shot"
-
-
 def choose_splits(tiles: int, lane: Lane) -> int:
-    """How many programs share a tile number in a two-shot of ``tiles`` tiles a piece."""
+    """How many programs share a tile number in an all-reduce of ``tiles`` tiles a piece."""
     return lane.world_size if tiles * lane.world_size <= lane.programs else 1
 
 
@@ -53,7 +43,6 @@ def all_reduce(
     lane: Lane,
     x: torch.Tensor,
     config: CodecConfig,
-    algorithm: str = "auto",
     out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
@@ -63,33 +52,26 @@ def all_reduce(
         lane: this rank's end.
         x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
         config: of the codec.
-        algorithm: one of ALGORITHMS; the result is the same, the speed is not.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
     """
     lane.check()
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_all_reduce, config, config_out, algorithm, *like)(x, out)
+    return _plan(lane, _plan_all_reduce, config, config_out, *like)(x, out)
 
 
-def _plan_all_reduce(lane, config, config_out, algorithm, numel, dtype, layout) -> Plan:
+def _plan_all_reduce(lane, config, config_out, numel, dtype, layout) -> Plan:
     config_out = config_out or config
     check_same_groups(config, config_out)
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
-    if algorithm == "auto":
-        algorithm = choose_algorithm(numel * dtype.itemsize)
-    two_shot = algorithm == "two-shot"
-    groups = config.chunk_numel(numel, lane.world_size if two_shot else 1) // config.group_size
+    groups = config.chunk_numel(numel, lane.world_size) // config.group_size
     values = groups * config.group_size
     tiles = ceil_div(values, tile_of(config))
-    splits = choose_splits(tiles, lane) if two_shot else 1
-    kernel = two_shot_kernel if two_shot else one_shot_kernel
+    splits = choose_splits(tiles, lane)
     rows = launch.rows_of(layout, config.group_size)
     tail = numel % config.group_size != 0
     message = (numel, values, values, groups)
-    return _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
+    return _prepare(two_shot_kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
 
 
 def reduce_scatter(
@@ -176,16 +158,14 @@ def _plan_all_gather(lane, config, shard, dtype, layout, encoded) -> Plan:
 
 
 def all_reduce_stores(
-    numel: int, nbytes: int, config: CodecConfig, world_size: int, config_out: CodecConfig | None = None
+    numel: int, config: CodecConfig, world_size: int, config_out: CodecConfig | None = None
 ) -> dict[str, int]:
     """Bytes that a rank stores in its peers' memory in an all-reduce, by the exchange that they stand for.
 
     Args:
-        numel, nbytes: values and bytes of the uncompressed tensor.
-        config, world_size, config_out: as for the call, whose ``algorithm`` is auto.
+        numel: values of the tensor.
+        config, world_size, config_out: as for the call.
     """
-    if choose_algorithm(nbytes) == "one-shot":
-        return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
     hops = {"all_to_all": config, "all_gather": config_out or config}
     piece = config.chunk_numel(numel, world_size)
     return {name: (world_size - 1) * _tile_bytes(piece, hop) for name, hop in hops.items()}
@@ -273,7 +253,7 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
         E=exchange(*shape),
         **OPTIONS,
     )
-    if kernel in (one_shot_kernel, two_shot_kernel):
+    if kernel is two_shot_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
     if encoded is not None:

@@ -142,12 +142,11 @@ class SymmetricGroup:
         self,
         x: torch.Tensor,
         config: CodecConfig,
-        algorithm: str = "auto",
         out: torch.Tensor | None = None,
         config_out: CodecConfig | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_reduce``."""
-        return collectives.all_reduce(self.lane(), x, config, algorithm, out, config_out)
+        return collectives.all_reduce(self.lane(), x, config, out, config_out)
 
     def reduce_scatter(
         self,
@@ -182,7 +181,7 @@ class SymmetricGroup:
         self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None
     ) -> dict[str, int]:
         """See ``collectives.all_reduce_stores``."""
-        return collectives.all_reduce_stores(x.numel(), x.nbytes, config, self.world_size, config_out)
+        return collectives.all_reduce_stores(x.numel(), config, self.world_size, config_out)
 
     def reduce_scatter_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
         """See ``collectives.reduce_scatter_stores``."""

@@ -6,7 +6,7 @@ each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what co
 Program p of a rank talks to program p of its peers only, step after step, and counts its steps from the
 lane's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n it uses
 slot n % DEPTH. Data flag n + 1 from a peer: its tiles of step n have arrived. Ack flag n + 1 from a peer: it
-has read the tiles of step n that were sent to it, and in a two-shot its sums of step n have arrived.
+has read the tiles of step n that were sent to it, and in an all-reduce its sums of step n have arrived.
 A sender waits for the acks of step n - DEPTH before it fills a slot again, also across calls, so a peer never
 finds a slot overwritten that it still reads.
 """

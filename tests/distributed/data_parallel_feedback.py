@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import GradientBucket
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync, ExactGradientCodec
 from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
 from megatron.compression.data_parallel.topology import Topology, find_topology
-from megatron.compression.telemetry import Ledger
 from taco_kernels.sdp4bit import GroupFormat
 
 NUMEL, STEPS = 20_000, 8

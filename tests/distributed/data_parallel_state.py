@@ -7,13 +7,13 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
 from megatron.compression.data_parallel.checkpoint import KEY, GradientState
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.gradients import CodedGradientSync
 from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
 from megatron.compression.data_parallel.topology import Topology, find_topology
-from megatron.compression.telemetry import Ledger
 from taco_kernels.sdp4bit import GroupFormat
 
 SIZES = (700, 64, 3000)

@@ -89,7 +89,7 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     from megatron.core import parallel_state
 
     from megatron.compression import weave
-    from megatron.compression.reporter import Reporter
+    from megatron.compression.report import Reporter
 
     result, held = RankResult(), {}
     bind = weave.bind_compression

@@ -5,13 +5,12 @@ import functools
 import gc
 import importlib
 
-from megatron import host
-from megatron.compression.versions import MEGATRON_CORE_VERSION
+from megatron.compression import preflight
 
-host.prepare(MEGATRON_CORE_VERSION)
+preflight.prepare()
 
 for name in (
-    *("megatron.compression.entrypoint", "megatron.compression.qwen.session"),
+    *("megatron.compression.entrypoint", "megatron.compression.huggingface.session"),
     # what Megatron and torch load while a run goes on
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",

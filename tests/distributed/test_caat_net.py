@@ -174,7 +174,7 @@ def check_with_codec(ranks: list[dict], fraction: float, changes: dict | None = 
             assert 1e-4 < error < INT8_BOUND, (rank, name, error)
         for name in result["replicated"]:
             assert torch.equal(result["gradients"][name], ranks[0]["gradients"][name]), name
-        rows = [row for row in result["rows"] if row["channel"] in ("tp.forward", "tp.backward")]
+        rows = [row for row in result["rows"] if row["traffic"] in ("tp.forward", "tp.backward")]
         assert rows and {row["kind"] for row in rows} == {"compressed"}
 
 

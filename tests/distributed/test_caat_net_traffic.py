@@ -72,7 +72,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
 
 
 def sent_in(rows: list[dict], *channels: str) -> int:
-    return sum(row["sent_bytes"] for row in rows if row["channel"] in channels)
+    return sum(row["sent_bytes"] for row in rows if row["traffic"] in channels)
 
 
 def check_traffic(by_rank: list[list[dict]]) -> None:

@@ -104,7 +104,7 @@ def test_layouts_with_a_codec(runs: Runs, layout: str) -> None:
     assert len(norms) == len(exact) == ITERATIONS
     assert norms == pytest.approx(exact, rel=CODEC_NORM)
     for rank in run.ranks:
-        rows = [row for row in rank.ledger if row["channel"] in ("tp.forward", "tp.backward")]
+        rows = [row for row in rank.ledger if row["traffic"] in ("tp.forward", "tp.backward")]
         assert rows and {row["kind"] for row in rows} == {"compressed"}
         sent, plain = (sum(row[size] for row in rows) for size in ("sent_bytes", "plain_bytes"))
         assert 3.7 < plain / sent < 4, "8.125 bits for 32, and padding"

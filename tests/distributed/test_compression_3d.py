@@ -23,7 +23,7 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
     check_channels(whole)
     check_replicas(whole, tied=True)
     written = json.loads((report / "report.json").read_text())
-    errors = {(row["site"], row["channel"]): row["relative_error"] for row in written["errors"]}
+    errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
     assert 0.03 < errors["pipeline stage 0", "pp.forward"] < 0.15
     assert 0.005 < errors["pipeline stage 1", "pp.backward"] < 0.05
     summary = written["summary"]
@@ -58,7 +58,7 @@ def test_recommended_settings_resume_exactly(tmp_path: Path) -> None:
     assert "int4 tile 32, signed scales, standardized channels (--pp-compression auto)" in whole.output
     check_replicas(whole, tied=True)
     for channel in (*SIX[:2], *SIX[4:]):
-        rows = [row for rank in whole.ranks for row in rank.ledger if row["channel"] == channel]
+        rows = [row for rank in whole.ranks for row in rank.ledger if row["traffic"] == channel]
         sent, plain = (
             sum(row[size] for row in rows if row["kind"] == "compressed")
             for size in ("sent_bytes", "plain_bytes")
@@ -79,7 +79,7 @@ def check_channels(run: ForkedRun) -> None:
     sent, plain = dict.fromkeys(SIX, 0), dict.fromkeys(SIX, 0)
     for rank in run.ranks:
         for row in rank.ledger:
-            if row["channel"] in SIX and row["kind"] == "compressed":
-                sent[row["channel"]] += row["sent_bytes"]
-                plain[row["channel"]] += row["plain_bytes"]
+            if row["traffic"] in SIX and row["kind"] == "compressed":
+                sent[row["traffic"]] += row["sent_bytes"]
+                plain[row["traffic"]] += row["plain_bytes"]
     assert all(0 < sent[channel] < plain[channel] for channel in SIX), (sent, plain)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import host
 from tests.distributed.spawn import spawn
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 48, 2, 4, 2, 8
@@ -12,9 +11,10 @@ SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 48, 2, 4, 2, 8
 
 def attention_worker(rank: int, world_size: int) -> dict[str, tuple[float, list]]:
     """For each kind of mask: the largest difference of output and gradients, and the collectives counted."""
-    from megatron.compression.versions import MEGATRON_CORE_VERSION
 
-    host.prepare(MEGATRON_CORE_VERSION)
+    from megatron.compression import preflight
+
+    preflight.prepare()
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -29,7 +29,7 @@ def identity_worker(rank: int, world_size: int) -> dict[str, tuple[str, str, int
         hooked, same = train(
             rank, replace(setup, settings=ENABLED, codecs=lambda: exact_codecs(3)), ITERATIONS
         )
-        kinds = {(row["channel"], row["kind"]) for row in hooked.runtime.ledger.rows()}
+        kinds = {(row["traffic"], row["kind"]) for row in hooked.runtime.ledger.rows()}
         assert ("dp.gradient", "compressed") in kinds
         assert ("dp.gradient", "off") not in kinds, "every reduction went through the codec"
         with_weights = setup.distributed_optimizer and setup.dtype != torch.float32

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.bucket import transport_for
 from megatron.compression.data_parallel.topology import find_topology, nodes_of
-from megatron.compression.telemetry import Ledger
 from tests.distributed.data_parallel_feedback import conservation_worker, non_finite_worker
 from tests.distributed.data_parallel_state import state_worker
 from tests.distributed.spawn import spawn

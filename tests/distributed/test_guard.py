@@ -53,14 +53,14 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
                 channel,
                 name,
             )
-        rows = [row for row in layer.site.runtime.ledger.rows() if row["channel"] == channel]
+        rows = [row for row in layer.site.runtime.ledger.rows() if row["traffic"] == channel]
         kinds = {row["kind"] for row in rows if not row["operation"].startswith("instead")}
         # The column layer's backward gathers the forward's payload once more, which stays compressed.
         both = (kind, channel) == ("column", "tp.backward")
         assert kinds == ({"guarded", "compressed"} if both else {"guarded"})
         other = "tp.backward" if channel == "tp.forward" else "tp.forward"
         assert any(
-            r["kind"] == "compressed" for r in layer.site.runtime.ledger.rows() if r["channel"] == other
+            r["kind"] == "compressed" for r in layer.site.runtime.ledger.rows() if r["traffic"] == other
         )
 
 
@@ -86,9 +86,9 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     assert len({line.split()[1] for line in said}) == 10
     for rank in whole.ranks:
         calls = {
-            (row["channel"], row["kind"]): row["calls"]
+            (row["traffic"], row["kind"]): row["calls"]
             for row in rank.ledger
-            if row["operation"] == "reduce_scatter" and row["channel"].startswith("tp.")
+            if row["operation"] == "reduce_scatter" and row["traffic"].startswith("tp.")
         }
         assert ("tp.backward", "guarded") in calls and ("tp.forward", "guarded") not in calls
     shutil.rmtree(saved / "iter_0000006")

@@ -223,7 +223,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     check_replicas(run, cell.tied)
     activations, channels = ("tp.forward", "tp.backward", "pp.forward", "pp.backward"), set()
     for rank in run.ranks:
-        kinds = {(row["channel"], row["kind"]) for row in rank.ledger if row["channel"] in activations}
+        kinds = {(row["traffic"], row["kind"]) for row in rank.ledger if row["traffic"] in activations}
         assert {kind for _, kind in kinds} == {"compressed"}
         channels |= {channel for channel, _ in kinds}
     assert channels == set(activations[: 2 if cell.pipeline == "1" else 4])

@@ -245,7 +245,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.compression import seams
+    from megatron.compression import patches
     from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
     from megatron.compression.pipeline_parallel.exchange import PipelineExchange
     from megatron.compression.telemetry import ErrorProbe, Ledger
@@ -258,8 +258,8 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     )
     if codec == "identity":
         exchange.codecs = dict.fromkeys(exchange.codecs, MaskedIdentity(IdentityCodec()))
-    seams.through_pipeline_exchange(exchange)
-    seams.around_schedules(exchange.begin, exchange.finish)
+    patches.through_pipeline_exchange(exchange)
+    patches.around_schedules(exchange.begin, exchange.finish)
     model = _build(rank, case)
     losses = []
     step = get_forward_backward_func()

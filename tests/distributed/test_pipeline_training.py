@@ -35,7 +35,7 @@ def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[
     totals: dict[str, tuple[int, int, int]] = {}
     for rank in run.ranks:
         for row in rank.ledger:
-            if (row["channel"], row["phase"]) == (channel, phase):
+            if (row["traffic"], row["phase"]) == (channel, phase):
                 calls, bytes_sent, plain = totals.get(row["kind"], (0, 0, 0))
                 calls += row["calls"] if row["operation"] == "send" else 0
                 totals[row["kind"]] = calls, bytes_sent + row["sent_bytes"], plain + row["plain_bytes"]

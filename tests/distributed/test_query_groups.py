@@ -56,10 +56,10 @@ def check_few_groups(sequence_parallel: bool, **options) -> None:
         assert exact_loss == pytest.approx(plain_loss, rel=1e-6)
         assert taco_loss == pytest.approx(plain_loss, rel=0.01) and taco_loss != plain_loss
         for channel, operation in (("tp.forward", "all_gather"), ("tp.backward", "reduce_scatter")):
-            mine = [row for row in taco if row["channel"] == channel]
+            mine = [row for row in taco if row["traffic"] == channel]
             assert {row["kind"] for row in mine} == {"compressed"}
             if not sequence_parallel:  # else the linear layers gather and scatter as well
-                (row,) = (r for r in plain if (r["channel"], r["operation"]) == (channel, operation))
+                (row,) = (r for r in plain if (r["traffic"], r["operation"]) == (channel, operation))
                 (instead,) = (r for r in mine if r["operation"] == f"instead_of_{operation}")
                 expected = LAYERS * QKV * (world_size - 1) // world_size
                 assert row["sent_bytes"] == instead["plain_bytes"] == expected

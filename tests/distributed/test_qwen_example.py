@@ -16,8 +16,8 @@ host.install()
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 from megatron.compression.arguments import add_compression_arguments  # noqa: E402
-from megatron.compression.qwen.flags import add_qwen_arguments, expand  # noqa: E402
-from megatron.compression.qwen.models import MODELS, model_from_args  # noqa: E402
+from megatron.compression.huggingface.flags import add_qwen_arguments, expand  # noqa: E402
+from megatron.compression.huggingface.models import MODELS, model_from_args  # noqa: E402
 from tests.distributed.launch import environment, start_as_torchrun  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

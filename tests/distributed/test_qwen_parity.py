@@ -1,4 +1,4 @@
-"""Small random Qwen2 and Qwen3 models of Hugging Face's own code: same logits, and bitwise there and back."""
+"""Small random models of Hugging Face's own code: same logits, and bitwise there and back."""
 
 import os
 import re
@@ -10,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megatron.compression.huggingface.config import LLAMA3_ROPE
 from tests.distributed.launch import start
 from tests.distributed.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(5))
-FAMILIES = ("qwen2", "qwen3")
+FAMILIES = ("qwen2", "qwen3", "llama")
 FLAGS = ["--seq-length", "40"]
 
 
@@ -34,6 +35,9 @@ def make_hugging_face_model(family: str, folder: Path, dtype: torch.dtype) -> to
     )
     if family == "qwen2":
         config = transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
+    elif family == "llama":
+        sizes["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, **LLAMA3_ROPE}
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
     else:
         config = transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
     torch.manual_seed(3)
@@ -93,10 +97,10 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
     from megatron import host
 
     host.install()
-    from megatron.compression.qwen.conversion import import_weights
-    from megatron.compression.qwen.flags import find_model
-    from megatron.compression.qwen.hf_files import TensorReader
-    from megatron.compression.qwen.session import conversion_session
+    from megatron.compression.huggingface.conversion import import_weights
+    from megatron.compression.huggingface.files import TensorReader
+    from megatron.compression.huggingface.flags import find_model
+    from megatron.compression.huggingface.session import conversion_session
 
     sys.path.insert(0, str(ROOT / "scripts"))
     from convert_hf import write_files
@@ -164,7 +168,7 @@ def test_logits_are_hugging_faces(family, parallel, parity) -> None:
 def test_sequence_parallelism_leaves_the_norms_gradients_alone(family, parity) -> None:
     _, _, (results, _) = parity
     wanted, got = results[f"{family} TP 1 gradients"], results[f"{family} TP 2 SP gradients"]
-    assert wanted.keys() == got.keys() and len(wanted) == 1 + 4 * (2 if family == "qwen2" else 4)
+    assert wanted.keys() == got.keys() and len(wanted) == 1 + 4 * (4 if family == "qwen3" else 2)
     for name in wanted:
         assert wanted[name].norm() > 1e-4
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-3, atol=1e-6)

@@ -37,7 +37,7 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
         outcomes.append((losses[0], losses[-1]))
         topology = training.groups[0].topology
         assert topology.regular == (world_size == 4 or "dp_intra_node_size" not in setup.settings)
-        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
+        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
         assert kinds == {"compressed"}
     return outcomes
 
@@ -60,7 +60,7 @@ def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
         training = Training(rank, setup)
         training.step()
         training.settle()
-        assert {row["kind"] for row in training.runtime.ledger.rows() if "grad" in row["channel"]} == {
+        assert {row["kind"] for row in training.runtime.ledger.rows() if "grad" in row["traffic"]} == {
             "warmup"
         }
         training.runtime.ledger.tallies.clear()
@@ -86,7 +86,7 @@ def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
     return sum(
         row["sent_bytes"]
         for row in rows
-        if (row["channel"], row["link"], row["operation"]) == (channel, link, operation)
+        if (row["traffic"], row["link"], row["operation"]) == (channel, link, operation)
     )
 
 
@@ -98,7 +98,7 @@ def check_bytes(results: dict) -> None:
     assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
     weights = sum(_sent(rows, "dp.weight", link, "all_gather") for link in ("intra", "inter"))
     assert 4.0 < 8 * weights / (values * 3 / 4) <= 4.05
-    plain = sum(row["plain_bytes"] for row in rows if row["channel"] == "dp.gradient")
+    plain = sum(row["plain_bytes"] for row in rows if row["traffic"] == "dp.gradient")
     assert plain == values * 4 * 3 // 4, "what a fp32 reduce-scatter would have sent"
     rows, values = results["plain"]["rows"], results["plain"]["values"]
     gathered = sum(_sent(rows, "dp.gradient", link, "all_gather") for link in ("intra", "inter"))

@@ -61,11 +61,11 @@ def test_no_activation_byte_is_uncompressed(sequence_parallel: bool) -> None:
                 operation: count * FACTORS[operation] * MESSAGE * (world_size - 1) // world_size
                 for operation, count in operations.items()
             }
-            sent = [row for row in plain if row["channel"] == channel]
+            sent = [row for row in plain if row["traffic"] == channel]
             assert {row["kind"] for row in sent} == {"off"}
             assert {row["operation"]: row["sent_bytes"] for row in sent} == expected
             for rows in compressed:
-                mine = [row for row in rows if row["channel"] == channel]
+                mine = [row for row in rows if row["traffic"] == channel]
                 assert {row["kind"] for row in mine} == {"compressed"}
                 stands_for = {
                     row["operation"].removeprefix("instead_of_"): row["plain_bytes"]

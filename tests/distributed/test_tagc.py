@@ -37,12 +37,12 @@ def make_sync(
     sharded: bool, dtype: torch.dtype, cell_bits: int = 16, node_size: int | None = None, wire: str = "sketch"
 ):
     """A sync over a made-up bucket, and its ledger and monitor."""
+    from megatron.compression.communication.ledger import Ledger
     from megatron.compression.data_parallel import tagc, tagc_layers
     from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
     from megatron.compression.data_parallel.error_feedback import ErrorFeedback
     from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
     from megatron.compression.data_parallel.topology import find_topology
-    from megatron.compression.telemetry import Ledger
 
     tagc_layers.SMALLEST = 8192
     spans, start = [], 0
@@ -257,7 +257,7 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
     for setup, count in ((tagc, iterations), (plain, iterations // 3), (packed, iterations // 3)):
         training, losses = train(rank, setup, count)
         assert same_everywhere(training.digest())
-        kinds = {(row["channel"], row["kind"]) for row in training.runtime.ledger.rows()}
+        kinds = {(row["traffic"], row["kind"]) for row in training.runtime.ledger.rows()}
         assert ("dp.gradient", "compressed") in kinds and ("dp.gradient", "excluded") in kinds
         assert ("dp.gradient", "off") not in kinds
         values, union, leftovers, *_ = training.runtime.gradient_sync.monitor.take().tolist()
@@ -295,7 +295,7 @@ def nodes_worker(rank: int, world_size: int) -> list[list[float]]:
             losses.append(training.step()[0])
             if iteration % 10 == 9:
                 assert same_everywhere(training.digest()), (settings, iteration)
-        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
+        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
         assert "compressed" in kinds and "off" not in kinds
         everything.append(losses)
     return everything
@@ -326,7 +326,7 @@ def warm_up_worker(rank: int, world_size: int) -> None:
         for training in (plain, warm):
             training.step()
             training.settle()
-        kinds = {row["kind"] for row in warm.runtime.ledger.rows() if row["channel"] == "dp.gradient"}
+        kinds = {row["kind"] for row in warm.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
         started = iteration == 2
         assert (warm.digest() == plain.digest()) != started, f"iteration {iteration}"
         assert remembered() == started and ("compressed" in kinds) == started and "warmup" in kinds

@@ -129,18 +129,18 @@ def test_ledger_matches_the_transport() -> None:
         for result in results:
             assert total_of(result["rows"]) == result["audit"]
             for channel in ("tp.forward", "tp.backward"):
-                plain = _sum(result["rows"], "plain_bytes", channel=channel)
+                plain = _sum(result["rows"], "plain_bytes", traffic=channel)
                 assert plain == 2 * sites * message * 2 * (world_size - 1) // world_size
         compressed, off, small, warmup = (
-            [row for row in r["rows"] if row["channel"] != "tp.other"] for r in results
+            [row for row in r["rows"] if row["traffic"] != "tp.other"] for r in results
         )
         assert {row["kind"] for row in compressed} == {"compressed"}
         assert {row["kind"] for row in off} == {"off"}
         assert {row["kind"] for row in small} == {"small"}
         plain = [_sum(warmup, "plain_bytes", kind=kind) for kind in ("warmup", "compressed")]
         assert plain[0] == plain[1] > 0, "one iteration each"
-        sent = _sum(compressed, "sent_bytes", channel="tp.forward")
-        assert sent * 16 == _sum(compressed, "plain_bytes", channel="tp.forward") * 8.5, "8.5 bits a value"
+        sent = _sum(compressed, "sent_bytes", traffic="tp.forward")
+        assert sent * 16 == _sum(compressed, "plain_bytes", traffic="tp.forward") * 8.5, "8.5 bits a value"
 
 
 def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[tuple]:

@@ -93,13 +93,13 @@ def test_evaluation_is_counted_apart() -> None:
     report = read_report(run)
     rows = report["ledger_by_rank"][0]
     plain = {
-        phase: sum(r["plain_bytes"] for r in rows if r["phase"] == phase and r["channel"] == "tp.forward")
+        phase: sum(r["plain_bytes"] for r in rows if r["phase"] == phase and r["traffic"] == "tp.forward")
         for phase in ("train", "eval")
     }
     # One batch of two micro-batches each of the validation and the test set; five sites, all-reduce of fp32.
     assert plain["eval"] == 2 * 2 * 5 * (MICRO_BATCH * SEQUENCE * HIDDEN * 4)
     assert plain["train"] > plain["eval"] / 2
-    assert not [row for row in rows if row["phase"] == "eval" and row["channel"] == "tp.backward"]
+    assert not [row for row in rows if row["phase"] == "eval" and row["traffic"] == "tp.backward"]
     assert report["summary"]["validation_loss"] > 0
     for name in ("loss.png", "bytes.png", "error.png"):
         assert (run.report / name).exists()

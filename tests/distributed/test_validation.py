@@ -21,7 +21,7 @@ def flags(*more: str) -> list[str]:
 def rows(run: ForkedRun, phase: str) -> list[list[dict]]:
     """The ledger of each rank in a phase, without what never is compressed."""
     return [
-        [row for row in rank.ledger if row["phase"] == phase and not row["channel"].endswith("other")]
+        [row for row in rank.ledger if row["phase"] == phase and not row["traffic"].endswith("other")]
         for rank in run.ranks
     ]
 
@@ -63,6 +63,6 @@ def test_ledger_counts_what_evaluations_send(runs) -> None:
     for with_flag, uncompressed in zip(rows(exact, "eval"), rows(evaluated, "eval"), strict=True):
         assert with_flag and {row["kind"] for row in with_flag} == {"evaluation"}
         assert {row["kind"] for row in uncompressed} == {"off"}
-        sent = {(row["channel"], row["operation"]): row["sent_bytes"] for row in with_flag}
-        twice = {(row["channel"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}
+        sent = {(row["traffic"], row["operation"]): row["sent_bytes"] for row in with_flag}
+        twice = {(row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}
         assert sent == twice, "four evaluations against two"

@@ -40,7 +40,7 @@ class Training:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron.compression import seams
+        from megatron.compression import patches
         from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
         from megatron.compression.data_parallel.weights import copy_masters
 
@@ -50,9 +50,9 @@ class Training:
         gradients, weights = setup.codecs() if setup.codecs is not None else (None, None)
         self.runtime = CompressionRuntime(config, gradient_sync=gradients, weight_codec=weights)
         ledger = self.runtime.ledger
-        seams.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
-        seams.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
-        seams.on_master_copy(copy_masters)
+        patches.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
+        patches.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
+        patches.on_master_copy(copy_masters)
         self.model = build_tiny_gpt(rank, 1, self.runtime, setup.dtype)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=setup.fp32_gradients,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.compression.telemetry import bytes_sent
+from megatron.compression.communication.ledger import bytes_sent
 
 # c10d operator -> (operation, position of the tensors that make up the buffer)
 _OPERATORS = {

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig
+from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_sum_encode to another format")

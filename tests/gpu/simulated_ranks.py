@@ -2,7 +2,7 @@
 
 import torch
 
-from taco_kernels import CodecConfig, Stream, decode, decode_sum, decode_sum_encode, encode
+from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 from taco_kernels.symmetric_memory.lane import Lane, lane_bytes, make_lanes
 
 

@@ -86,7 +86,7 @@ def test_auto_transport(world_size: int) -> None:
         for rank in by_rank:
             result = rank[name]
             for channel in ("tp.forward", "tp.backward"):
-                rows = [row for row in result["rows"] if row["channel"] == channel]
+                rows = [row for row in result["rows"] if row["traffic"] == channel]
                 assert {row["kind"] for row in rows} == {"compressed"}
                 assert sent_in(rows, channel) == expected, (name, channel)
             assert result["losses"] == first["losses"] and result["losses"][1] < result["losses"][0]

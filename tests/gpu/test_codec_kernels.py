@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import taco_kernels as tk
-from taco_kernels import FORMATS, GROUP_SIZES, CodecConfig, Stream, reference
-from taco_kernels.taco.testing import difference
+import taco_kernels.taco as tk
+from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
+from taco_kernels.taco import reference
+from tests.kernels.wires.taco import difference
 from tests.gpu.codec_cases import DTYPES, OPERATIONS, SIGNED, case_of, roundings
 
 # What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;

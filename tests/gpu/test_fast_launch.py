@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from taco_kernels import CodecConfig, Stream, packed, sdp4bit, tah_quant
+from taco_kernels.taco import CodecConfig
+from taco_kernels import bitmap_sparse, sdp4bit, tah_quant
 from taco_kernels.sdp4bit import GroupFormat
 from tests.gpu.simulated_ranks import on_all_ranks, simulated_lanes
 

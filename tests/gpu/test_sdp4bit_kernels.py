@@ -12,7 +12,7 @@ from taco_kernels.sdp4bit import (
     sum_dequantize,
     sum_requantize,
 )
-from taco_kernels.sdp4bit.testing import apart
+from tests.kernels.wires.sdp4bit import apart
 
 FORMATS = [
     GroupFormat(bits, size, hadamard)

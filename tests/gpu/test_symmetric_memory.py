@@ -19,7 +19,7 @@ from megatron.compression.collectives import (
     all_reduce,
     reduce_scatter,
 )
-from taco_kernels import CodecConfig, Stream
+from taco_kernels.taco import CodecConfig
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from taco_kernels.tah_quant import TahConfig, decode, encode, layout_of, reference
-from taco_kernels.tah_quant.testing import difference
+from tests.kernels.wires.tah_quant import difference
 
 CASES = (
     (TahConfig(), (2048, 1, 4096)),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.compression.qwen.hf_files import INDEX, SINGLE, TensorReader, TensorWriter, finish_index
-from megatron.compression.qwen.mapping import (
+from megatron.compression.huggingface.files import INDEX, SINGLE, TensorReader, TensorWriter, finish_index
+from megatron.compression.huggingface.mapping import (
     hugging_face_names,
     merge_qkv,
     pad_vocabulary,
@@ -17,14 +17,14 @@ from megatron.compression.qwen.mapping import (
     split_qkv,
     unshard,
 )
-from megatron.compression.qwen.models import MODELS, QwenError, QwenModel
+from megatron.compression.huggingface.models import MODELS, DenseModel, ModelError
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN = 6, 2, 4, 10
 
 
-def tiny(family: str, tied: bool = False) -> QwenModel:
+def tiny(family: str, tied: bool = False) -> DenseModel:
     """Few layers, sizes that divide nothing by accident."""
-    return QwenModel(
+    return DenseModel(
         family=family,
         layers=3,
         hidden=HIDDEN,
@@ -88,7 +88,7 @@ def test_vocabulary_padding_is_zeros_at_the_end() -> None:
     padded = pad_vocabulary(table, 16)
     assert torch.equal(padded[:11], table) and (padded[11:] == 0).all() and padded.shape == (16, HIDDEN)
     assert torch.equal(rule_for("output_layer.weight", tiny("qwen2")).split(padded)[0], table)
-    with pytest.raises(QwenError, match="--padded-vocab-size only 8"):
+    with pytest.raises(ModelError, match="--padded-vocab-size only 8"):
         pad_vocabulary(table, 8)
 
 
@@ -157,12 +157,12 @@ def test_transformer_engines_names_of_the_norms_are_known() -> None:
     ],
 )
 def test_parameters_that_a_qwen_lacks_are_named(family, name) -> None:
-    with pytest.raises(QwenError, match=name):
+    with pytest.raises(ModelError, match=name):
         rule_for(name, tiny(family))
 
 
 def test_heads_must_be_a_multiple_of_groups() -> None:
-    with pytest.raises(QwenError, match="num_attention_heads 28"):
+    with pytest.raises(ModelError, match="num_attention_heads 28"):
         dataclasses.replace(MODELS["2.5-7b"], groups=3)
 
 
@@ -210,8 +210,8 @@ def test_files_of_two_writers_share_an_index(tmp_path) -> None:
 
 
 def test_missing_files_and_tensors_are_named(tmp_path) -> None:
-    with pytest.raises(QwenError, match=SINGLE):
+    with pytest.raises(ModelError, match=SINGLE):
         TensorReader(tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
-    with pytest.raises(QwenError, match="no tensor model"):
+    with pytest.raises(ModelError, match="no tensor model"):
         TensorReader(tmp_path).read("model.norm.weight")

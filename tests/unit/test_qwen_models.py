@@ -1,4 +1,4 @@
-"""The table of Qwen models, and `--qwen-model` as Megatron flags."""
+"""The table of dense models, and `--qwen-model` as Megatron flags."""
 
 import argparse
 import dataclasses
@@ -16,18 +16,18 @@ host.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from megatron.compression.qwen import session  # noqa: E402
-from megatron.compression.qwen.flags import SWITCHES, add_qwen_arguments, expand, find_model  # noqa: E402
-from megatron.compression.qwen.hf_config import config_from_model, model_from_config  # noqa: E402
-from megatron.compression.qwen.mapping import hugging_face_names  # noqa: E402
-from megatron.compression.qwen.models import (  # noqa: E402
+from megatron.compression.huggingface import session  # noqa: E402
+from megatron.compression.huggingface.config import config_from_model, model_from_config  # noqa: E402
+from megatron.compression.huggingface.flags import SWITCHES, add_qwen_arguments, expand, find_model  # noqa: E402
+from megatron.compression.huggingface.mapping import hugging_face_names  # noqa: E402
+from megatron.compression.huggingface.models import (  # noqa: E402
     MODELS,
-    QwenError,
+    ModelError,
     megatron_flags,
     model_from_args,
     padded_vocabulary,
 )
-from megatron.compression.qwen.session import newest_iteration  # noqa: E402
+from megatron.compression.huggingface.session import newest_iteration  # noqa: E402
 
 # Parameters of the published weights, tied embeddings counted once.
 PUBLISHED_PARAMETERS = {
@@ -44,6 +44,12 @@ PUBLISHED_PARAMETERS = {
     "3-8b": 8_190_735_360,
     "3-14b": 14_768_307_200,
     "3-32b": 32_762_123_264,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
 }
 
 
@@ -61,10 +67,10 @@ found = {}
 for name, config in configs.items():
     shapes = []
     for layers in (2, 3):
-        kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[config["model_type"]]
+        kind = {"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "llama": "LlamaConfig"}[config["model_type"]]
         config["num_hidden_layers"] = layers
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(kind(**config))
+            model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**config))
         shapes.append({name: parameter.numel() for name, parameter in model.named_parameters()})
     found[name] = shapes
 json.dump(found, sys.stdout)
@@ -102,10 +108,11 @@ def test_flags_and_config_describe_the_same_model(name, parser) -> None:
 
 
 def test_transformers_reads_and_writes_the_config(tmp_path) -> None:
-    for name in ("2.5-7b", "3-4b"):
+    for name in ("2.5-7b", "3-4b", "llama-3-8b", "llama-3.1-8b"):
         (tmp_path / "config.json").write_text(json.dumps(config_from_model(MODELS[name], "bfloat16")))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert config.rope_parameters["rope_theta"] == 1e6 and config.dtype == torch.bfloat16
+        assert config.rope_parameters["rope_theta"] == MODELS[name].rotary_base
+        assert config.dtype == torch.bfloat16
         config.save_pretrained(tmp_path)
         assert find_model(str(tmp_path)) == MODELS[name]
 
@@ -129,7 +136,7 @@ def test_the_users_flags_win(parser) -> None:
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_each_switch_can_be_left_out(switch, parser) -> None:
-    name = "3-8b" if switch == "qk-layernorm" else "2.5-7b"
+    name = {"qk-layernorm": "3-8b", "use-rope-scaling": "llama-3.1-8b"}.get(switch, "2.5-7b")
     with_it, _ = expand(["--qwen-model", name])
     without, added = expand(["--qwen-model", name, f"--no-{switch}"])
     assert f"--{switch}" in with_it and f"--{switch}" not in added
@@ -157,7 +164,7 @@ def test_a_vocabulary_of_the_users_own_is_padded_by_megatron() -> None:
     ],
 )
 def test_errors_name_the_flag(arguments, message) -> None:
-    with pytest.raises(QwenError, match=message):
+    with pytest.raises(ModelError, match=message):
         expand(arguments)
 
 
@@ -167,7 +174,8 @@ def test_errors_name_the_flag(arguments, message) -> None:
         ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"rope_theta": 1e6 + 0.5}, "rope_theta"),
@@ -177,7 +185,7 @@ def test_errors_name_the_flag(arguments, message) -> None:
 )
 def test_configs_that_are_not_covered_are_refused(change, message) -> None:
     config = config_from_model(MODELS["2.5-7b"], "bfloat16") | change
-    with pytest.raises(QwenError, match=message):
+    with pytest.raises(ModelError, match=message):
         model_from_config(config)
 
 
@@ -185,14 +193,15 @@ def test_configs_that_are_not_covered_are_refused(change, message) -> None:
     ("change", "message"),
     [
         (["--normalization", "LayerNorm"], "--normalization RMSNorm"),
-        (["--add-qkv-bias"], "--add-qkv-bias .* or --qk-layernorm"),
+        (["--add-qkv-bias"], "--add-qkv-bias .*, --qk-layernorm"),
+        (["--use-rope-scaling"], "--use-rope-scaling"),
         (["--rotary-percent", "0.5"], "--rotary-percent"),
         (["--apply-layernorm-1p"], "--apply-layernorm-1p"),
     ],
 )
 def test_arguments_of_another_model_are_refused(change, message, parser) -> None:
     arguments = expand(["--qwen-model", "3-8b", *change])[0]
-    with pytest.raises(QwenError, match=message):
+    with pytest.raises(ModelError, match=message):
         model_from_args(parser.parse_args(arguments))
 
 
@@ -210,17 +219,17 @@ def test_a_caat_net_is_no_qwen_model(parser) -> None:
     """It is another function of the same weights: no export to a format that cannot say so."""
     args = parser.parse_args(expand(["--qwen-model", "3-8b"])[0])
     args.caat_net_sync_fraction = 0.5
-    with pytest.raises(QwenError, match="--caat-net-sync-fraction"):
+    with pytest.raises(ModelError, match="--caat-net-sync-fraction"):
         model_from_args(args)
 
 
 def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
-    with pytest.raises(QwenError, match=r"there is no Megatron checkpoint"):
+    with pytest.raises(ModelError, match=r"there is no Megatron checkpoint"):
         newest_iteration(str(tmp_path))
     for written, folder in (("release", "release"), ("120", "iter_0000120")):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{written}\n")
         (tmp_path / folder).mkdir()
-        with pytest.raises(QwenError, match=r"save with --ckpt-format torch_dist"):
+        with pytest.raises(ModelError, match=r"save with --ckpt-format torch_dist"):
             newest_iteration(str(tmp_path))
         (tmp_path / folder / "metadata.json").write_text("{}")
         assert newest_iteration(str(tmp_path)) == tmp_path / folder

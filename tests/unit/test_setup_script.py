@@ -9,10 +9,15 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 
+SET_UP_READS = (
+    *("setup.py", "pyproject.toml", "constraints.txt", "megatron/compression/versions.py"),
+    "scripts/setup.sh",
+)
+
 
 def copy_of_the_script(directory: Path) -> Path:
     """A checkout with only what set-up reads before it installs anything."""
-    for name in ("setup.py", "pyproject.toml", "megatron/compression/versions.py", "scripts/setup.sh"):
+    for name in SET_UP_READS:
         target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text((REPO / name).read_text())
@@ -77,7 +82,7 @@ def test_a_second_run_does_nothing(tmp_path) -> None:
     venv = tmp_path / "clone" / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    files = ("setup.py", "pyproject.toml", "megatron/compression/versions.py", "scripts/setup.sh")
+    files = SET_UP_READS
     together = b"".join((tmp_path / "clone" / name).read_bytes() for name in files)
     digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
     (venv / ".megatron-taco-setup").write_bytes(digest + b"\n")

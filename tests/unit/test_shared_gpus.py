@@ -1,4 +1,4 @@
-"""Which device ranks share, and what NCCL is told (megatron/host/shared_gpus.py)."""
+"""Which device ranks share, and what NCCL is told (megatron/compression/shared_gpus.py)."""
 
 import os
 from argparse import Namespace
@@ -6,8 +6,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.host.errors import InputError
-from megatron.host.shared_gpus import share_gpus, share_gpus_if_asked
+from megatron.compression.errors import InputError
+from megatron.compression.shared_gpus import share_gpus, share_gpus_if_asked
 
 
 @pytest.fixture(autouse=True)

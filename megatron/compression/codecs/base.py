@@ -112,3 +112,8 @@ class Codec(abc.ABC):
     def bits_per_value(self, shape: Shape = (2**20,)) -> float:
         """What a value of a row of ``shape`` costs, scales and padding included."""
         return 8 * self.payload_bytes(shape) / math.prod(shape)
+
+
+def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[rows, ...]`` of a codec's results; a single one is not copied."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(tuple(rows))

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.base import Codec, Shape, stacked
 from taco_kernels import taco
 from taco_kernels.taco import CodecConfig
 
@@ -62,8 +62,8 @@ class GroupedCodec(Codec):
     ) -> torch.Tensor:
         """See ``Codec.decode_sum``."""
         if payloads.shape[1] > 1:
-            rows = [self.decode_sum(payloads[:, r : r + 1], shape, dtype, scale) for r in range(payloads.shape[1])]
-            total = torch.cat(rows)
+            rows = payloads.split(1, dim=1)
+            total = torch.cat([self.decode_sum(row, shape, dtype, scale) for row in rows])
             return total if out is None else out.copy_(total)
         shape = (1, *shape)
         if scale == 1.0:
@@ -75,14 +75,19 @@ class GroupedCodec(Codec):
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """See ``Codec.decode_sum_encode``; does not leave the Hadamard domain where both have the same."""
         values = math.prod(shape)
-        same = isinstance(into, GroupedCodec) and into.fused_config is not None and (
-            into.config.group_size,
-            into.config.hadamard,
-        ) == (self.config.group_size, self.config.hadamard)
+        same = (
+            isinstance(into, GroupedCodec)
+            and into.fused_config is not None
+            and (
+                into.config.group_size,
+                into.config.hadamard,
+            )
+            == (self.config.group_size, self.config.hadamard)
+        )
         if not same:
             return super().decode_sum_encode(payloads, shape, into)
         rows = [
             taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
             for row in range(payloads.shape[1])
         ]
-        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        return stacked(rows)

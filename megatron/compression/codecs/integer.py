@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.base import Codec, Shape, stacked
 from megatron.compression.codecs.grouped import GroupedCodec
 from megatron.compression.codecs.registry import register_codec
 from taco_kernels import channel_norm
@@ -46,7 +46,7 @@ class IntCodec(GroupedCodec):
 
     def __post_init__(self) -> None:
         if self.scales == "dual":
-            raise ValueError("scales=dual belongs to taco; give taco:format=int..., or scales=single or signed")
+            raise ValueError("scales=dual belongs to taco; give taco:format=int8, or scales=signed")
         if self.normalize not in ("none", "center", "standardize"):
             raise ValueError(f"normalize={self.normalize} must be none, center or standardize")
         if self.normalize != "none" and self.hadamard:
@@ -87,7 +87,7 @@ class IntCodec(GroupedCodec):
         if layout is None:
             return super().encode(x)
         rows = x.reshape(len(x), layout.tokens, layout.channels)
-        return torch.stack([channel_norm.encode(row, layout) for row in rows])
+        return stacked([channel_norm.encode(row, layout) for row in rows])
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class IntCodec(GroupedCodec):
         layout = self._layout(shape)
         if layout is None:
             return super().decode(payloads, shape, dtype, out)
-        values = torch.stack([channel_norm.decode(row, layout, dtype) for row in payloads])
+        values = stacked([channel_norm.decode(row, layout, dtype) for row in payloads])
         values = values.view(len(payloads), *shape)
         return values if out is None else out.copy_(values)
 

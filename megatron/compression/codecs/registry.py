@@ -108,17 +108,17 @@ class Registry:
     def spec(self, entry: Any) -> str:
         """The canonical text of an instance: parses back to an equal one."""
         self._load()
+        text, taken = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
         for name, (cls, fixed) in self._entries.items():
             if type(entry) is cls and all(getattr(entry, key) == value for key, value in fixed.items()):
+                text, taken = name, fixed
                 break
-        else:
-            name, fixed = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
         changed = [
             f"{field.name}={_text(getattr(entry, field.name))}"
-            for field in settings_of(type(entry), fixed).values()
+            for field in settings_of(type(entry), taken).values()
             if getattr(entry, field.name) != field.default
         ]
-        return name + (":" + ",".join(changed) if changed else "")
+        return text + (":" + ",".join(changed) if changed else "")
 
     def _import(self, text: str, path: str) -> type:
         module, _, name = path.partition(":")

@@ -20,7 +20,7 @@ class Sdp4bitCodec(Codec):
     """
 
     intra: int = 8
-    """Bits inside a node, where on one node all exchanges are; and of a collective's first exchange: 4 or 8."""
+    """Bits inside a node, where on one node all exchanges are; and of the first exchange of two: 4 or 8."""
 
     inter: int = 4
     """Bits between nodes, and of a collective's second exchange: 4 or 8."""

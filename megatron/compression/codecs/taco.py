@@ -27,7 +27,7 @@ class TacoCodec(GroupedCodec):
 
     def __post_init__(self) -> None:
         if self.scales == "signed":
-            raise ValueError(f"scales=signed belongs to the int codecs; give int6, or scales=single")
+            raise ValueError("scales=signed belongs to the int codecs; give int6, or scales=single")
         _ = self.config
 
     @cached_property

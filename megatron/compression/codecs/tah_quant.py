@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.base import Codec, Shape, stacked
 from megatron.compression.codecs.integer import IntCodec
 from megatron.compression.codecs.registry import register_codec
 from taco_kernels import tah_quant
@@ -57,11 +57,11 @@ class TahQuantCodec(Codec):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Codec.encode``; a row is ``[tokens, ..., channels]``."""
-        return torch.stack([tah_quant.encode(row, self.config) for row in x])
+        return stacked([tah_quant.encode(row, self.config) for row in x])
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``Codec.decode``."""
-        rows = torch.stack([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
+        rows = stacked([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
         return rows if out is None else out.copy_(rows)

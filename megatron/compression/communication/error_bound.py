@@ -23,7 +23,8 @@ class ErrorBound:
     """Relative L2 error of one encoding by site and traffic class, and the sites that passed the bound.
 
     Args:
-        bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed from then on.
+        bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed
+            from then on.
         group_size: values that the codec encodes together.
         interval: measure in the last of this many iterations (``--log-interval``); 0 never.
     """

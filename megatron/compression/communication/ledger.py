@@ -1,4 +1,4 @@
-"""The byte ledger and the error probe: what was really sent, and how wrong it was.
+"""The byte ledger: what was really sent.
 
 Bytes follow the convention of nccl-tests: what one rank of a group of W sends. All-reduce 2 (W-1)/W of the
 buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)/W; send and broadcast the
@@ -6,23 +6,45 @@ payload.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-TRAFFIC = (
-    *("tp.forward", "tp.backward", "tp.other"),
-    *("dp.gradient", "dp.weight"),
-    *("pp.forward", "pp.backward", "pp.other"),
-    *("cp.forward", "cp.backward"),
-)
-"""tp.other: loss terms and the batch's broadcast. pp.other: the sum of tied embeddings' gradients over the
-first and the last stage. cp: keys and values under context parallelism, and their gradients. The rest is
-named after what it carries."""
+TRAFFIC = {
+    "tp.forward": "tensor parallelism: activations",
+    "tp.backward": "tensor parallelism: gradients of activations",
+    "tp.other": "tensor parallelism: loss terms, the batch's broadcast, gradients of norms and biases",
+    "dp.gradient": "data parallelism: gradients of the weights",
+    "dp.weight": "data parallelism: updated weights",
+    "pp.forward": "pipeline parallelism: activations between stages",
+    "pp.backward": "pipeline parallelism: gradients between stages",
+    "pp.other": "pipeline parallelism: the sum of tied embeddings' gradients",
+    "cp.forward": "context parallelism: keys and values",
+    "cp.backward": "context parallelism: gradients of keys and values",
+    "ep.forward": "expert parallelism: tokens on their way to experts and back",
+    "ep.backward": "expert parallelism: gradients of those tokens",
+}
+"""Classes of traffic: which dimension of parallelism sends, what, and in which direction."""
 
-KINDS = ("compressed", "small", "warmup", "excluded", "guarded", "evaluation", "off", "exact", "probe")
-"""compressed: a codec's payload. The others are uncompressed: small = under the size threshold, warmup =
-before the start iteration, excluded = a layer that --taco-layers leaves out, guarded = a site whose error
-passed --taco-error-bound, evaluation = left out by --validate-uncompressed, off = no codec chosen, exact =
-left exact by design, probe = the error probe's own reference."""
+DIMENSIONS = {
+    "tensor parallel": "tp.",
+    "data parallel": "dp.",
+    "pipeline parallel": "pp.",
+    "expert parallel": "ep.",
+    "context parallel": "cp.",
+}
+"""How the names of a dimension's traffic begin."""
+
+KINDS = {
+    "compressed": "a codec's payload",
+    "small": "uncompressed: the message is under the size threshold",
+    "warmup": "uncompressed: before the first compressed iteration",
+    "excluded": "uncompressed: a layer that is left out by choice",
+    "guarded": "uncompressed: the site's error passed the bound",
+    "evaluation": "uncompressed: evaluation with --validate-uncompressed",
+    "off": "uncompressed: no codec chosen",
+    "exact": "uncompressed by design",
+    "probe": "the error probe's own reference, sent only where a report is written",
+}
+"""Why bytes travel as they do."""
 
 LINKS = ("", "intra", "inter")
 """Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""
@@ -67,7 +89,7 @@ class Tally:
 
 
 class Ledger:
-    """Counts bytes handed to the transport, by phase, channel, kind, operation and link.
+    """Counts bytes handed to the transport, by phase, traffic, kind, operation and link.
 
     A compressed operation is recorded in parts: each transport call with what it sends (``plain=0``), then
     once what the uncompressed operation would have sent (``record_plain``).
@@ -78,50 +100,50 @@ class Ledger:
         self.evaluating = False
         """Set during evaluation: its traffic is kept apart from the training iterations'."""
 
-    def record(self, channel: str, kind: str, operation: str, sent: int, plain: int, link: str = "") -> None:
+    def record(self, traffic: str, kind: str, operation: str, sent: int, plain: int, link: str = "") -> None:
         """Count one transport call.
 
         Args:
-            channel: one of ``TRAFFIC``.
+            traffic: one of ``TRAFFIC``.
             kind: one of ``KINDS``.
             operation: a key of ``TRANSPORT_FACTORS``.
             sent: bytes this rank sends in this call.
             plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
             link: one of ``LINKS``.
         """
-        if channel not in TRAFFIC or kind not in KINDS or link not in LINKS:
-            raise KeyError(f"unknown ledger channel, kind or link: {channel!r}, {kind!r}, {link!r}")
+        if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
+            raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
         phase = "eval" if self.evaluating else "train"
-        self.tallies[phase, channel, kind, operation, link].add(sent, plain)
+        self.tallies[phase, traffic, kind, operation, link].add(sent, plain)
 
     def record_uncompressed(
-        self, channel: str, kind: str, operation: str, buffer_bytes: int, world_size: int
+        self, traffic: str, kind: str, operation: str, buffer_bytes: int, world_size: int
     ) -> None:
         """Count one uncompressed transport call over a buffer of ``buffer_bytes``."""
         sent = bytes_sent(operation, buffer_bytes, world_size)
-        self.record(channel, kind, operation, sent, sent)
+        self.record(traffic, kind, operation, sent, sent)
 
-    def record_plain(self, channel: str, operation: str, buffer_bytes: int, world_size: int) -> None:
+    def record_plain(self, traffic: str, operation: str, buffer_bytes: int, world_size: int) -> None:
         """Say what the uncompressed operation would have sent for a compressed one."""
         plain = bytes_sent(operation, buffer_bytes, world_size)
-        self.record(channel, "compressed", f"instead_of_{operation}", 0, plain)
+        self.record(traffic, "compressed", f"instead_of_{operation}", 0, plain)
 
     def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
-        """``{channel: {kind: (sent, plain)}}`` since the start, all channels and kinds present."""
-        totals = {channel: dict.fromkeys(KINDS, (0, 0)) for channel in TRAFFIC}
-        for (tally_phase, channel, kind, _, _), tally in self.tallies.items():
+        """``{traffic: {kind: (sent, plain)}}`` since the start, all classes and kinds present."""
+        totals = {traffic: dict.fromkeys(KINDS, (0, 0)) for traffic in TRAFFIC}
+        for (tally_phase, traffic, kind, _, _), tally in self.tallies.items():
             if tally_phase == phase:
-                sent, plain = totals[channel][kind]
-                totals[channel][kind] = (sent + tally.sent, plain + tally.plain)
+                sent, plain = totals[traffic][kind]
+                totals[traffic][kind] = (sent + tally.sent, plain + tally.plain)
         return totals
 
     def between_nodes(self, phase: str = "train") -> dict[str, tuple[int, int]]:
-        """``{channel: (sent, plain)}`` of what is known to have crossed nodes since the start."""
+        """``{traffic: (sent, plain)}`` of what is known to have crossed nodes since the start."""
         totals = dict.fromkeys(TRAFFIC, (0, 0))
-        for (tally_phase, channel, _, _, link), tally in self.tallies.items():
+        for (tally_phase, traffic, _, _, link), tally in self.tallies.items():
             if tally_phase == phase and link == "inter":
-                sent, plain = totals[channel]
-                totals[channel] = (sent + tally.sent, plain + tally.plain)
+                sent, plain = totals[traffic]
+                totals[traffic] = (sent + tally.sent, plain + tally.plain)
         return totals
 
     def rows(self) -> list[dict]:
@@ -129,7 +151,7 @@ class Ledger:
         return [
             {
                 "phase": phase,
-                "channel": channel,
+                "traffic": traffic,
                 "kind": kind,
                 "operation": operation,
                 "link": link,
@@ -137,5 +159,5 @@ class Ledger:
                 "sent_bytes": tally.sent,
                 "plain_bytes": tally.plain,
             }
-            for (phase, channel, kind, operation, link), tally in sorted(self.tallies.items())
+            for (phase, traffic, kind, operation, link), tally in sorted(self.tallies.items())
         ]

@@ -57,9 +57,7 @@ class Transports:
                 lines.append(line)
                 continue
             if self.choice == "symmetric":
-                raise TransportError(
-                    f"--compression-transport symmetric is not possible: {reason}; use auto"
-                )
+                raise TransportError(f"--compression-transport symmetric is not possible: {reason}; use auto")
             count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)

@@ -1,24 +1,52 @@
 """Megatron's bucket group, with compressed collectives in place of its own."""
 
+from collections import deque
+
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron.compression.data_parallel.bucket import GradientSync
-from megatron.compression.data_parallel.in_flight import InFlight, Works
-from megatron.compression.data_parallel.replicas import AlignedWork, Replicas
-from megatron.compression.data_parallel.topology import Topology
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.topology import Topology
+from megatron.compression.communication.work import Work, join
+from megatron.compression.data_parallel.compressor import GradientSync
+from megatron.compression.data_parallel.replicas import Replicas
 from megatron.compression.data_parallel.weights import BucketWeights
-from megatron.compression.runtime import CompressionRuntime
+
+
+class InFlight:
+    """Moves older reductions on when a newer one has been started.
+
+    During the backward pass only the hooks of later buckets give an earlier bucket the chance to start its
+    second exchange and to free its buffers. ``lag`` buckets are left alone, so that the computation does not
+    wait for an exchange that has just begun.
+    """
+
+    def __init__(self, lag: int = 1) -> None:
+        self._lag = lag
+        self._works: deque[Work] = deque()
+
+    def add(self, work: Work) -> None:
+        """Take in a reduction that has just been started."""
+        for older in list(self._works)[: max(0, len(self._works) - self._lag)]:
+            older.advance()
+        self._works = deque(older for older in self._works if not older.done)
+        self._works.append(work)
+
+    def advance(self) -> None:
+        """Move all of them on: their second exchanges run while the first one's result is waited for."""
+        for work in self._works:
+            work.advance()
+        self._works = deque(work for work in self._works if not work.done)
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """A bucket group whose class was changed after building (bind.py); Megatron's own calls drive it.
+    """A bucket group whose class was changed after building (hooks.py); Megatron's own calls drive it.
 
     What it does not compress, it hands to megatron-core's methods, after saying why in ``uncompressed_kind``,
     under which the ledger counts it.
     """
 
-    runtime: CompressionRuntime
+    policy: Policy
     topology: Topology
     gradient_syncs: list[GradientSync]
     """One a bucket; empty: gradients are not compressed."""
@@ -44,19 +72,19 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             raise RuntimeError("a gradient reduction of this bucket group is still under way")
         self._prepare_gradients()
         with torch.no_grad():
-            works = Works([sync.start() for sync in self.gradient_syncs])
+            work = join([sync.start() for sync in self.gradient_syncs])
         if self.ddp_config.overlap_grad_reduce:
-            self.in_flight.add(works)
-            self.grad_reduce_handle = works
+            self.in_flight.add(work)
+            self.grad_reduce_handle = work
         else:
-            works.wait()
+            work.wait()
 
     def _gradient_kind(self, force_all_reduce: bool | None) -> str:
         if not self.gradient_syncs:
             return "off"
         if force_all_reduce:
             return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
-        return self.runtime.gradient_kind()
+        return self.policy.decide("dp.gradient").why
 
     def _prepare_gradients(self) -> None:
         """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
@@ -79,17 +107,22 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the updated weights: compressed after an optimizer step, as they are at any other time."""
         if not self.weights or any(weights.pending is None for weights in self.weights):
-            # Nothing has changed since the last gather (a skipped step, a checkpoint), or a gather is under
-            # way and is to be waited for.
-            self.uncompressed_kind = "exact" if self.weights else "off"
+            # Nothing has changed since the last gather (a skipped step, a checkpoint), Megatron has copied
+            # the weights itself (warm-up), or a gather is under way and is to be waited for.
+            self.uncompressed_kind = self.weights[0].uncompressed_kind if self.weights else "off"
             super().start_param_sync(force_sync)
+            for weights in self.weights:
+                weights.uncompressed_kind = "exact"
             return
         if self.param_gather_handle is not None:
             raise RuntimeError("a weight gather of this bucket group is still under way")
-        works = Works([weights.start() for weights in self.weights])
-        works = AlignedWork(works, self.weight_replicas)
+        work = join([weights.start() for weights in self.weights]).then(self._align_weights)
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = works
+            self.param_gather_handle = work
         else:
-            works.wait()
+            work.wait()
         self.param_gather_dispatched = True
+
+    def _align_weights(self, _: None) -> None:
+        for replicas in self.weight_replicas:
+            replicas.align()

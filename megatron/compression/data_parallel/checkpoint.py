@@ -5,13 +5,13 @@ fingerprint of how its group cuts parameters into buckets and shards. A resume t
 its own rows, bit for bit. Otherwise (another data-parallel size, bucket size, padding, node size, ...) only
 the sum over ranks matters: it is formed again, rescaled where gradients are averaged over another number of
 ranks, and spread evenly over the ranks that compress the same values. Where the model is cut otherwise
-(tensor parallelism, pipeline stages) it is dropped. The log says which.
+(tensor parallelism, pipeline stages), or on one data-parallel rank, it is dropped. The log says which.
 """
 
 import hashlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron.compression.data_parallel.bucket import GradientBucket, GradientSync, split_by_parameter
-from megatron.compression.data_parallel.tagc_config import parse_tagc_layers
+from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
 
 logger = logging.getLogger(__name__)
 
 KEY = "data_parallel_compression"
-"""In the checkpoint's state dict."""
+"""In the checkpoint's state dict: the state."""
+MADE_BY = "data_parallel_compressor"
+"""In the checkpoint's state dict: what the state is of, plain values."""
+
+_PREFIX = "data-parallel compression: "
 
 MODEL_PARALLEL = (
     "tensor_model_parallel_size",
@@ -45,21 +48,27 @@ class GradientState:
     """Carries the state of all gradient syncs of this rank into checkpoints and back.
 
     Args:
-        args: this run's flags.
-        syncs: every bucket's, added as the model is bound.
+        args: Megatron's flags of this run.
+        compressor: spec of what compresses gradients; None: nothing does.
+        error_feedback: as ``--dp-error-feedback``.
+        syncs: every bucket's, added as the model is attached.
+        say: prints a line on rank 0.
         read_metadata: a checkpoint's path to {key: what it holds}.
     """
 
     def __init__(
         self,
         args: Namespace,
+        compressor: str | None,
+        error_feedback: str,
         syncs: list[tuple[GradientSync, GradientBucket]],
+        say: Callable[[str], None] = print,
         read_metadata: Callable[[str], dict] = load_tensors_metadata,
     ) -> None:
-        self.args = args
-        self.syncs = syncs
-        self._read_metadata = read_metadata
+        self.args, self.syncs, self._say, self._read_metadata = args, syncs, say, read_metadata
+        self._made_by = {"compression": compressor, "error_feedback": error_feedback}
         self._saved: Namespace | None = None
+        self._saved_by: dict[str, Any] = {}
         self._path: str | None = None
         self._exact = False
         self._requested: dict[str, dict[str, torch.Tensor]] | None = None
@@ -67,10 +76,15 @@ class GradientState:
     def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
         """Put what is to be saved, or where to load it to, into a checkpoint's state dict."""
         states = [sync.state() for sync, _ in self.syncs]
+        if self.syncs and not is_loading:
+            state_dict[MADE_BY] = {**self._made_by, "state": any(states)}
         if not any(states):
-            if is_loading and self._saved_feedback():
-                alone = "on one data-parallel rank" if not self.syncs else "without --dp-error-feedback"
-                _say(f"the checkpoint's error feedback is dropped: this run goes on {alone}")
+            if is_loading and self._saved_by.get("state"):
+                if self._made_by["compression"] is None:
+                    reason = "without --dp-compression"
+                else:
+                    reason = "without --dp-error-feedback" if self.syncs else "on one data-parallel rank"
+                self._say(f"{_PREFIX}the checkpoint's error feedback is dropped: this run goes on {reason}")
             return
         if not is_loading:
             named = {name: values.detach() for name, values in self._named(states).items()}
@@ -80,7 +94,7 @@ class GradientState:
             return
         self._requested = None
         if (reason := self._why_fresh()) is not None:
-            _say(f"{reason}: what gradients have to make up for starts from zero")
+            self._say(f"{_PREFIX}{reason}: what gradients have to make up for starts from zero")
             return
         saved_ranks = _ranks_of(self._saved)
         held = self._read_metadata(self._path)
@@ -94,7 +108,7 @@ class GradientState:
             if row.key in held and tuple(held[row.key].global_shape) == tuple(row.global_shape)
         }
         if not there:
-            _say("the checkpoint holds no error feedback of this model: it starts from zero")
+            self._say(f"{_PREFIX}the checkpoint holds no error feedback of this model: it starts from zero")
             return
         if missing := len(wanted) - len(there):
             # it was saved where nothing of the bucket was compressed, or the parameter is new
@@ -114,8 +128,9 @@ class GradientState:
         if self._requested is None:
             if "args" in state_dict:
                 self._saved, self._path = state_dict["args"], path
+                self._saved_by = state_dict.get(MADE_BY, {})
             return
-        if KEY not in state_dict and self._any_requested():
+        if KEY not in state_dict and any(self._requested.values()):
             return
         rows = {name: dict(state_dict.get(KEY, {}).get(name, {})) for name in self._requested}
         for sync, bucket in self.syncs:
@@ -138,11 +153,10 @@ class GradientState:
             line += f"over {self._ranks()} ranks"
             if _ranks_of(self._saved) == self._ranks():
                 line += ", whose buckets or nodes are cut otherwise"
-        if self.args.dp_compression == "tagc" and (
-            parse_tagc_layers(self._saved.tagc_layers) - parse_tagc_layers(self.args.tagc_layers)
-        ):
-            line += "; what is compressed no more (--tagc-layers) was dropped"
-        _say(f"error feedback: {line}")
+        before, now = self._saved_by["compression"], self._made_by["compression"]
+        if before != now:
+            line += f"; it was {before}'s, and what {now} does not compress was dropped"
+        self._say(f"{_PREFIX}error feedback: {line}")
 
     def _named(self, states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         named = {}
@@ -172,12 +186,6 @@ class GradientState:
     def _ranks(self) -> int:
         return self.syncs[0][1].topology.world_size
 
-    def _any_requested(self) -> bool:
-        return any(self._requested.values())
-
-    def _saved_feedback(self) -> bool:
-        return getattr(self._saved, "dp_error_feedback", "none") != "none"
-
     def _rescale(self) -> float:
         """Sums are averaged over the ranks, unless the loss is already one a token."""
         if getattr(self.args, "calculate_per_token_loss", False):
@@ -187,12 +195,15 @@ class GradientState:
     def _why_fresh(self) -> str | None:
         if self._saved is None:
             return "the checkpoint does not say how it was made"
-        if getattr(self._saved, "dp_compression", "none") != self.args.dp_compression:
-            return "the checkpoint was made with another --dp-compression"
-        if not self._saved_feedback() and self.args.dp_error_feedback != "none":
-            return "the checkpoint was made without --dp-error-feedback"
         if _ranks_of(self._saved) == 1:
             return "the checkpoint was made on one data-parallel rank"
+        before, now = (
+            str(made["compression"]) for made in ({"compression": None} | self._saved_by, self._made_by)
+        )
+        if before.partition(":")[0] != now.partition(":")[0]:
+            return "the checkpoint was made with another --dp-compression"
+        if not self._saved_by["state"]:
+            return "the checkpoint was made without --dp-error-feedback"
         for name in MODEL_PARALLEL:
             # a pipeline layout is an object that is equal to itself alone
             if str(getattr(self._saved, name, None)) != str(getattr(self.args, name, None)):
@@ -211,6 +222,6 @@ def _ranks_of(args: Namespace) -> int:
     return args.data_parallel_size * getattr(args, "context_parallel_size", 1)
 
 
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(f" data-parallel compression: {line}", flush=True)
+def split_by_parameter(flat: torch.Tensor, spans: Iterable[ParameterSpan]) -> dict[str, torch.Tensor]:
+    """{parameter name: its part of ``flat`` [numel]}."""
+    return {span.name: flat[span.start : span.end] for span in spans}

@@ -1,180 +1,219 @@
-"""Settings of data-parallel compression; the flags are generated from the fields."""
+"""Settings of data parallelism: how gradients and weights travel, and what Megatron's flags allow."""
 
-import argparse
-import math
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from argparse import Namespace
+from dataclasses import dataclass, replace
 
-from megatron.compression.config_errors import CompressionConfigError, changed_flags, flag_name
-from megatron.compression.data_parallel.tagc_config import check_tagc, default_warmup
+from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.communication.policy import Rule
+from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
+from megatron.compression.data_parallel.error_feedback import parse_error_feedback
+from megatron.compression.errors import CompressionConfigError
 
-BITS = (4, 8)
-GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off"}
+"""Weights' codec by the gradients' spec, where nobody chooses one: SDP4Bit's own (arXiv 2410.15526)."""
 
-
-def _switch(name: str) -> dict:
-    """A field with both ``--name`` and ``--no-name``."""
-    return {"argparse_meta": {"arg_names": [flag_name(name)], "action": argparse.BooleanOptionalAction}}
+# Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
+_REFUSED = {
+    "use_megatron_fsdp": "communicates inside its own buffers",
+    "use_torch_fsdp2": "communicates inside torch",
+    "num_experts": "has a data-parallel group of its own for experts, which is not covered",
+    "fp8_param_gather": "gathers fp8 weights already",
+    "fp4_param_gather": "gathers fp4 weights already",
+    "reuse_grad_buf_for_mxfp8_param_ag": "gathers weights through the gradients' buffer",
+    "overlap_param_gather_with_optimizer_step": "gathers weights in the middle of the optimizer's step",
+    "ddp_reduce_scatter_with_fp32_accumulation": "has its own reduce-scatter; ours sums in fp32 too",
+    "nccl_ub": "registers the buffers that its own collectives use",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelCompression:
-    """Compression of the gradients and weights that data parallelism sends.
+class DataParallelConfig:
+    """Compression of the gradients and weights that data parallelism sends."""
 
-    The defaults below ``dp_compression`` are the settings of the SDP4Bit paper (arXiv 2410.15526), and the
-    names those of its authors.
-    """
+    compression: str = "none"
+    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit alone
+    compresses the distributed optimizer's weights as well."""
 
-    dp_compression: Literal["none", "sdp4bit", "tagc"] = "none"
-    """Compression of data-parallel traffic: sdp4bit = 4-bit weight differences, and gradients in 8 bits
-    inside a node and 4 bits between nodes. Alone it means --quantized-weights (with
-    --use-distributed-optimizer) and --quantized-gradients. tagc = the largest gradients only, with error
-    feedback; --quantized-weights can be added."""
+    weights: str | None = None
+    """Codec of the change of the weights that the distributed optimizer gathers; None: what ``compression``
+    says alone."""
 
-    quantized_weights: bool = False
-    """SDP4Bit: gather the quantised difference between the updated and the current weights instead of the
-    weights. Needs --use-distributed-optimizer and --bf16 or --fp16."""
+    error_feedback: str | None = None
+    """What the compression of a gradient lost is added to the next one: fp32, or int8 (LoCo), each with
+    ``:average=A`` in (0, 1], the weight of the newest error; none; None: the compressor's own choice. What is
+    lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
-    weight_quantization_bits: int = 4
-    """Bits of a weight difference: 4 or 8."""
-
-    wq_group_size: int = 2048
-    """Weights that share one fp32 scale: a power of two from 64 to 4096."""
-
-    weight_difference: bool = field(default=True, metadata=_switch("weight_difference"))
-    """Quantise the difference to the current weights; --no-weight-difference quantises the weights
-    themselves, the control that shows what the difference is for."""
-
-    quantized_gradients: bool = False
-    """SDP4Bit: quantise gradients, once inside each node and once between nodes."""
-
-    gradient_quantization_bits_intra: int = 8
-    """Bits of a gradient inside a node: 4 or 8. On one node it is the only exchange."""
-
-    gq_group_size_intra: int = 128
-    """Gradient values that share one fp32 scale inside a node: a power of two from 64 to 4096."""
-
-    gradient_quantization_bits_inter: int = 4
-    """Bits of a gradient between nodes: 4 or 8."""
-
-    gq_group_size_inter: int = 128
-    """Gradient values that share one fp32 scale between nodes: a power of two from 64 to 4096."""
-
-    hadamard_transform: bool = field(default=True, metadata=_switch("hadamard_transform"))
-    """Rotate every 32 gradient values by a Hadamard transform before quantising them, so that one outlier
-    does not decide its group's grid."""
-
-    gradient_alltoall_pipeline: int = 0
-    """Pieces in which a bucket's gradients travel, so that the exchange between nodes runs behind the one
-    inside the node; 0 takes 8 where there are both, else 1. Small buckets take fewer."""
-
-    gradients_quantization_start_iteration: int | None = None
-    """Iterations whose gradients go uncompressed before their compression starts; by default none with
-    sdp4bit, and with tagc a fifth of --train-iters, at most 1000."""
-
-    dp_intra_node_size: int | None = None
-    """Data-parallel ranks that count as one node, in the order of the ranks; by default the real topology, by
-    LOCAL_WORLD_SIZE or the hosts' names. Splits one host into several nodes for a trial."""
-
-    dp_communicators: int = 0
-    """Communicators that carry each payload that crosses nodes (or that of the only exchange), gradients'
-    and weights', a share on each: one alone does not fill a TCP link. 0 takes 2 where the links are TCP and 1
-    elsewhere."""
-
-    dp_error_feedback: Literal["none", "fp32", "int8"] = "none"
-    """Remember what the compression of a gradient lost and add it to the next one: fp32, or int8 (LoCo's
-    moving average in 8 bits). That of the exchange between nodes, or of the only one, and of the sum that
-    ranks without the distributed optimizer gather; not that of the 8 bits inside a node before the exchange
-    between nodes. Saved in checkpoints: 4 bytes a parameter and rank. With tagc fp32 is the default, and it
-    cannot be left out."""
-
-    dp_error_feedback_average: float = 1.0
-    """Weight of the newest error in the moving average that error feedback keeps, in (0, 1]. 1 keeps the
-    newest error only, and so nothing is ever lost; LoCo takes less."""
-
-    tagc_sparsity: float = 0.8
-    """TAGC: share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest,
-    which wait in error feedback."""
-
-    tagc_wire: Literal["packed", "sketch"] = "packed"
-    """TAGC: how the values travel: packed = end to end with a bitmap, exact at any density and a third of the
-    sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
-
-    tagc_layers: str = "mlp,embedding"
-    """TAGC: weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
-    attention, separated by commas, or all. The others go uncompressed, and so do biases and norms."""
-
-    tagc_sketch_ratio: float | None = None
-    """TAGC: gradient values a cell of --tagc-wire sketch; by default what the union of the ranks' choices
-    needs to be recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks
-    agree on sending fewer values, as many as their union has room for."""
-
-    tagc_bits: int = 16
-    """TAGC: bits of a cell of the sketch (16, 32) or of a packed value (8, 16, 32): precision of what is
-    sent, counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback
-    keeps the rest."""
+    node_size: int | None = None
+    """Data-parallel ranks that count as one node, in the order of the ranks; None takes the real nodes. Splits
+    one host into several nodes for a trial."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "weight_quantization_bits",
-            "gradient_quantization_bits_intra",
-            "gradient_quantization_bits_inter",
-        ):
-            if getattr(self, name) not in BITS:
-                raise CompressionConfigError(f"{flag_name(name)} {getattr(self, name)} must be 4 or 8")
-        for name in ("wq_group_size", "gq_group_size_intra", "gq_group_size_inter"):
-            if getattr(self, name) not in GROUP_SIZES:
-                raise CompressionConfigError(
-                    f"{flag_name(name)} {getattr(self, name)} is not possible; it must be a power of two "
-                    f"from 64 to 4096: {', '.join(map(str, GROUP_SIZES))}"
-                )
-        for name, lowest in (
-            ("gradient_alltoall_pipeline", 0),
-            ("gradients_quantization_start_iteration", 0),
-            ("dp_intra_node_size", 1),
-            ("dp_communicators", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise CompressionConfigError(f"{flag_name(name)} {value} must be an integer >= {lowest}")
-        average = self.dp_error_feedback_average
-        if not (math.isfinite(average) and 0 < average <= 1):
-            raise CompressionConfigError(f"--dp-error-feedback-average {average} must lie in (0, 1]")
-        if average != 1 and self.dp_error_feedback == "none":
+        if self.node_size is not None and self.node_size < 1:
+            raise CompressionConfigError(f"--dp-compression-node-size {self.node_size} must be a number >= 1")
+        if self.weights not in (None, "none"):
+            parse_codec(self.weights)
+        parse_error_feedback(self.error_feedback or "none")
+        compressor = self.compressor
+        if compressor is None and self.feedback != "none":
             raise CompressionConfigError(
-                "--dp-error-feedback-average given without --dp-error-feedback fp32 or int8"
+                f"--dp-error-feedback {self.feedback} given, but gradients are not compressed; add "
+                "--dp-compression"
             )
-        check_tagc(self)
-        if not self.enabled and (idle := changed_flags(self)):
+        if compressor is not None and self.feedback == "none" != compressor.default_error_feedback:
             raise CompressionConfigError(
-                f"{', '.join(idle)} given, but data-parallel compression is off; add --dp-compression sdp4bit"
+                f"--dp-error-feedback none: {self.compression} would lose most of each gradient; drop it, or "
+                "give fp32 or int8"
+            )
+        if self.node_size is not None and not self.enabled:
+            raise CompressionConfigError(
+                "--dp-compression-node-size given, but data-parallel compression is off; add --dp-compression"
             )
 
     @property
     def enabled(self) -> bool:
         """Whether any data-parallel traffic is to be compressed."""
-        return self.dp_compression != "none"
+        return self.compression != "none" or self.weights not in (None, "none")
 
     @property
-    def gradients_start_iteration(self) -> int:
-        """The first iteration whose gradients are compressed, counted from 0."""
-        return self.gradients_quantization_start_iteration or 0
+    def compressor(self) -> GradientCompressor | None:
+        """A new instance of the gradients' compressor; None: uncompressed."""
+        return None if self.compression == "none" else parse_gradient_compressor(self.compression)
 
-    def resolved(
-        self, use_distributed_optimizer: bool, train_iters: int | None = None
-    ) -> "DataParallelCompression":
-        """What ``--dp-compression`` alone leaves to be understood, spelled out: parts, feedback, warm-up.
+    @property
+    def weight_codec(self) -> Codec | None:
+        """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
+        spec = PAIRED_WEIGHTS.get(self.compression, "none") if self.weights is None else self.weights
+        return None if spec == "none" else parse_codec(spec)
+
+    @property
+    def feedback(self) -> str:
+        """``error_feedback``, or the compressor's own choice."""
+        if self.error_feedback is not None or self.compressor is None:
+            return self.error_feedback or "none"
+        return self.compressor.default_error_feedback
+
+    def resolved(self, args: Namespace) -> "DataParallelConfig":
+        """What is left to be understood, spelled out: weights and error feedback.
 
         Args:
-            use_distributed_optimizer: whether there are weights to gather.
-            train_iters: how long the run is; None, unknown, means no warm-up unless one is asked for.
+            args: Megatron's validated flags.
         """
-        if self.dp_compression == "tagc":
-            feedback, start = self.dp_error_feedback, self.gradients_quantization_start_iteration
-            if start is None:
-                start = default_warmup(train_iters)
-            feedback = "fp32" if feedback == "none" else feedback
-            return replace(self, dp_error_feedback=feedback, gradients_quantization_start_iteration=start)
-        if self.dp_compression != "sdp4bit" or self.quantized_weights or self.quantized_gradients:
-            return self
-        return replace(self, quantized_weights=use_distributed_optimizer, quantized_gradients=True)
+        weights = self.weights
+        if weights is None:
+            sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
+            weights = PAIRED_WEIGHTS.get(self.compression, "none") if sharded else "none"
+        return replace(self, weights=weights, error_feedback=self.feedback)
+
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+        """For the policy. The codec of dp.gradient's rule is a ``GradientCompressor``.
+
+        Args:
+            start_iteration: the first iteration that compresses; None: the compressor's own choice.
+            train_iters: how long the run is, where it is known.
+        """
+        compressor, start = self.compressor, start_iteration
+        if start is None and compressor is not None:
+            start = compressor.default_start_iteration(train_iters)
+        return {
+            "dp.gradient": Rule(compressor, start_iteration=start or 0, activations=False),
+            "dp.weight": Rule(self.weight_codec, start_iteration=start_iteration or 0, activations=False),
+        }
+
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave traffic uncompressed without a word, or break training.
+
+        Args:
+            args: Megatron's validated flags.
+
+        Raises:
+            CompressionConfigError: with the flag, the reason and the fix.
+        """
+        if not self.enabled:
+            return
+        for name, reason in _REFUSED.items():
+            if getattr(args, name, None):
+                raise CompressionConfigError(
+                    f"--{name.replace('_', '-')} {reason}; drop it or --dp-compression"
+                )
+        if getattr(args, "use_layer_wise_distributed_optimizer", False):
+            raise CompressionConfigError(
+                f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "
+                "instead of shards; drop --use-distributed-optimizer or --dp-compression"
+            )
+        if args.num_distributed_optimizer_instances > 1:
+            raise CompressionConfigError(
+                "--num-distributed-optimizer-instances reduces gradients in two steps of its own; drop it, "
+                "--dp-compression knows the nodes itself"
+            )
+        if getattr(args, "gtp_weight_remat_size", 1) > 1:
+            raise CompressionConfigError(
+                "--tensor-parallel-num-weight-shards spreads data-parallel ranks over another group as well, "
+                "which is not covered; drop it or --dp-compression"
+            )
+        if getattr(args, "cuda_graph_impl", "none") != "none":
+            raise CompressionConfigError(
+                "--dp-compression chooses and counts on the host, which a replayed graph leaves out; drop "
+                "--cuda-graph-impl or --dp-compression"
+            )
+        if self.weight_codec is not None:
+            _check_weights(args)
+        if self.feedback != "none":
+            _check_error_feedback(args)
+
+    def idle_reason(self, ranks: int) -> str | None:
+        """Why an enabled compression has nothing to do on so many data-parallel ranks, or None."""
+        if self.enabled and ranks == 1:
+            return (
+                "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
+            )
+        return None
+
+    def describe(self) -> str:
+        """For the log: what travels how."""
+        compressor, weights = self.compressor, self.weight_codec
+        parts = ["weights uncompressed" if weights is None else f"weight changes {weights.name}"]
+        parts.append("gradients uncompressed" if compressor is None else compressor.describe())
+        if self.feedback != "none":
+            parts.append(f"error feedback in {self.feedback}")
+        return f"data parallelism uses {self.compression}: {'; '.join(parts)}"
+
+
+def _check_weights(args: Namespace) -> None:
+    if not args.use_distributed_optimizer:
+        raise CompressionConfigError(
+            "--dp-weight-compression compresses the distributed optimizer's all-gather; add "
+            "--use-distributed-optimizer, or drop it: without one every rank updates all weights itself"
+        )
+    if not (args.bf16 or args.fp16):
+        raise CompressionConfigError(
+            "--dp-weight-compression needs fp32 masters apart from the weights that are sent; add --bf16 or "
+            "--fp16, or drop it"
+        )
+    if args.use_precision_aware_optimizer:
+        raise CompressionConfigError(
+            "--use-precision-aware-optimizer writes the weights inside its own kernel, where the difference "
+            "to the old ones is lost; drop it or give --dp-weight-compression none"
+        )
+    if args.optimizer_cuda_graph:
+        raise CompressionConfigError(
+            "--optimizer-cuda-graph replays the optimizer's step, where the host has to hand over the "
+            "difference of the weights; drop it or give --dp-weight-compression none"
+        )
+
+
+def _check_error_feedback(args: Namespace) -> None:
+    if args.rerun_mode == "report_stats":
+        raise CompressionConfigError(
+            "--rerun-mode report_stats runs every iteration twice, and error feedback would lose what the "
+            "first time sent; drop it or error feedback"
+        )
+    if args.fp16:
+        raise CompressionConfigError(
+            "--dp-error-feedback remembers gradients in units of the loss scale, which --fp16 changes; use "
+            "--bf16 or drop it"
+        )
+    if args.save and args.ckpt_format != "torch_dist":
+        raise CompressionConfigError(
+            f"--dp-error-feedback is saved with --ckpt-format torch_dist, not {args.ckpt_format}; use it or "
+            "drop --dp-error-feedback"
+        )

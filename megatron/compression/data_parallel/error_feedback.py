@@ -10,25 +10,23 @@ that error to lost_t. A value whose error is not finite keeps what it remembered
 is skipped. Finite values of such a step, and other ranks', are sent and remembered as ever, and what they
 sent of their memory is lost with the step: keeping the memory until the step is known to be taken would
 double it.
+
+It survives a restart, also on another number of ranks (checkpoint.py). It is lost where nothing is left to
+compress: a run that goes on on one data-parallel rank drops what the others held back, and says so.
 """
 
-from typing import Protocol
+import math
+from collections.abc import Callable
 
 import torch
 
+from megatron.compression.codecs import Codec
+from megatron.compression.codecs.sdp4bit import Sdp4bitCodec
+from megatron.compression.errors import CompressionConfigError
 from taco_kernels import error_feedback
 
-
-class ValueStore(Protocol):
-    """How remembered values are kept: a codec that ``ErrorFeedback`` uses for its memory."""
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[rows, n]`` to uint8 ``[rows, bytes]``."""
-        ...
-
-    def decode(self, wires: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[rows, bytes]`` into fp32 ``out [rows, n]``."""
-        ...
+INT8 = Sdp4bitCodec(intra=8, inter=8, hadamard=False)
+"""How ``--dp-error-feedback int8`` keeps values: in groups of 128, never rotated."""
 
 
 class ErrorFeedback:
@@ -36,10 +34,10 @@ class ErrorFeedback:
 
     Args:
         average: weight of the newest error, in (0, 1].
-        store: how to keep the values; None keeps fp32.
+        store: the codec that keeps the values; None keeps fp32.
     """
 
-    def __init__(self, average: float = 1.0, store: ValueStore | None = None) -> None:
+    def __init__(self, average: float = 1.0, store: Codec | None = None) -> None:
         self.average = average
         self.store = store
         self._held: list[torch.Tensor] = []
@@ -91,5 +89,28 @@ class ErrorFeedback:
         """fp32 ``[rows, n]``: the memory itself, or a copy where it is stored otherwise."""
         if self.store is None:
             return held
-        out = torch.empty(len(held), self._widths[piece], device=held.device)
-        return self.store.decode(held, out)
+        return self.store.decode(held, (self._widths[piece],), torch.float32)
+
+
+def parse_error_feedback(text: str) -> Callable[[], ErrorFeedback | None]:
+    """What makes the memories that ``--dp-error-feedback`` asks for: none, fp32, or int8, the last two with
+    ``:average=A``.
+
+    Raises:
+        CompressionConfigError: something else.
+    """
+    kind, _, setting = text.partition(":")
+    name, _, value = setting.partition("=")
+    if kind not in ("none", "fp32", "int8") or (setting and (name != "average" or kind == "none")):
+        raise CompressionConfigError(
+            f"--dp-error-feedback {text} must be none, fp32 or int8; :average=A can follow the last two"
+        )
+    try:
+        average = float(value or 1)
+    except ValueError:
+        average = math.nan
+    if not 0 < average <= 1:
+        raise CompressionConfigError(f"--dp-error-feedback {text}: average must lie in (0, 1]")
+    if kind == "none":
+        return lambda: None
+    return lambda: ErrorFeedback(average, INT8 if kind == "int8" else None)

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from megatron.compression.data_parallel.bucket import ParameterSpan
-from megatron.compression.telemetry import Ledger
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.data_parallel.compressor import ParameterSpan
 
 
 class Replicas:
@@ -77,18 +77,3 @@ def align_gradients(chunks: Iterable) -> None:
         for group in getattr(chunk, "bucket_groups", ()):
             for replicas in getattr(group, "gradient_replicas", ()):
                 replicas.align()
-
-
-class AlignedWork:
-    """A handle that aligns replicas when its work has been waited for."""
-
-    def __init__(self, work, replicas: list[Replicas]) -> None:
-        self._work = work
-        self._replicas = replicas
-
-    def wait(self) -> None:
-        """Wait, then align; a second call does nothing more."""
-        self._work.wait()
-        replicas, self._replicas = self._replicas, []
-        for part in replicas:
-            part.align()

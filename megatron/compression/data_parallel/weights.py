@@ -11,27 +11,15 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron.compression.collectives.work import CompressedWork
-from megatron.compression.data_parallel.bucket import WeightCodec, transport_for
-from megatron.compression.data_parallel.topology import Topology
-from megatron.compression.telemetry import Ledger
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Decision, Policy
+from megatron.compression.communication.topology import Topology
+from megatron.compression.communication.work import Work
+from megatron.compression.data_parallel.flat_rows import flat_rows
 
 ATTRIBUTE = "compressed_weights"
 """Where a bucket of Megatron's keeps its ``BucketWeights``."""
-
-
-class ExactWeightCodec:
-    """The new weights as they are: the control that tests the hooks around a codec."""
-
-    name = "exact"
-
-    def encode(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """See ``WeightCodec.encode``."""
-        return new.clone().view(torch.uint8)
-
-    def apply(self, wires: torch.Tensor, weights: torch.Tensor) -> None:
-        """See ``WeightCodec.apply``."""
-        weights.copy_(wires.view(weights.dtype))
 
 
 class BucketWeights:
@@ -39,44 +27,51 @@ class BucketWeights:
 
     Args:
         weights: the bucket's ``param_data``, ``[ranks * n]``, bf16 or fp16.
-        codec: encodes the update of a shard.
+        policy: decides at each optimizer step whether the update is compressed, and by which codec.
         topology: of the data-parallel group.
         ledger: counts the gather.
     """
 
-    def __init__(self, weights: torch.Tensor, codec: WeightCodec, topology: Topology, ledger: Ledger) -> None:
+    def __init__(self, weights: torch.Tensor, policy: Policy, topology: Topology, ledger: Ledger) -> None:
         self.weights = weights.view(topology.world_size, -1)
-        self.codec = codec
-        self.topology = topology
-        self.ledger = ledger
+        self.policy, self.topology, self.ledger = policy, topology, ledger
         self.pending: torch.Tensor | None = None
-        """Payload of this rank's shard; None: every rank holds the weights already."""
+        """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
+        self.uncompressed_kind = "exact"
+        """The ledger's kind of Megatron's next gather: exact where nothing has changed."""
+        self._codec: Codec | None = None
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard, as all ranks hold it."""
         return self.weights[self.topology.rank]
 
+    def decide(self) -> Decision:
+        """How the update of the optimizer step that has just been taken travels."""
+        decision = self.policy.decide("dp.weight")
+        self.uncompressed_kind = "exact" if decision.codec is not None else decision.why
+        self._codec = None if decision.codec is None else flat_rows(decision.codec)
+        return decision
+
     def update(self, masters: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Take an optimizer step's result: (offset in the shard, master values of any type) a parameter."""
         new = self.shard.clone()
         for start, master in masters:
             new[start : start + master.numel()].copy_(master.view(-1))
-        self.pending = self.codec.encode(new, self.shard)
+        self.pending = self._codec.encode_difference(new, self.shard)
 
-    def start(self) -> CompressedWork:
+    def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
-        wire, self.pending = self.pending, None
+        payload, self.pending = self.pending, None
+        codec = self._codec
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
-        transport = transport_for(self.topology, self.ledger, "dp.weight")
-        wires, work = transport.all_gather(wire, async_op=True)
+        payloads, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload)
 
         def apply() -> torch.Tensor:
             with torch.no_grad():
-                self.codec.apply(wires, self.weights)
-            return self.weights
+                return codec.add_decoded(payloads, self.weights)
 
-        return CompressedWork(work, apply)
+        return Work(pending, apply)
 
 
 def copy_masters(optimizer) -> bool:
@@ -86,10 +81,15 @@ def copy_masters(optimizer) -> bool:
     part on every rank, also where a rank's shard holds no parameter.
 
     Returns:
-        False where no bucket is compressed: Megatron's own copy is to run.
+        False where no bucket is compressed now: Megatron's own copy is to run.
     """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    if not any(hasattr(bucket, ATTRIBUTE) for bucket in buckets):
+    compressed = {
+        id(bucket): getattr(bucket, ATTRIBUTE)
+        for bucket in buckets
+        if hasattr(bucket, ATTRIBUTE) and getattr(bucket, ATTRIBUTE).decide().codec is not None
+    }
+    if not compressed:
         return False
     masters: dict[int, list[tuple[int, torch.Tensor]]] = {id(bucket): [] for bucket in buckets}
     for shards, parameters in zip(
@@ -101,9 +101,8 @@ def copy_masters(optimizer) -> bool:
             place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
             masters[id(bucket)].append((place.start, master))
     for bucket in buckets:
-        held = masters[id(bucket)]
-        if hasattr(bucket, ATTRIBUTE):
-            weights: BucketWeights = getattr(bucket, ATTRIBUTE)
+        held, weights = masters[id(bucket)], compressed.get(id(bucket))
+        if weights is not None:
             first = weights.topology.rank * weights.shard.numel()
             weights.update((start - first, master) for start, master in held)
         else:

@@ -1,123 +1,71 @@
 """What pipeline stages send each other, encoded on the way.
 
-Every schedule of megatron-core sends through ``P2PCommunicator._communicate``; a seam hands those calls to
+Every schedule of megatron-core sends through ``P2PCommunicator._communicate``; a patch hands those calls to
 ``PipelineExchange``. It replaces the tensors by their payloads, has megatron-core's own functions send
 them in the same order, and decodes what arrives, at once or when the schedule waits for it.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 
-from megatron.compression.codecs import MessageCodec
-from megatron.compression.config_errors import CompressionConfigError
-from megatron.compression.pipeline_parallel.codecs import backward_codec, forward_codec
-from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
-from megatron.compression.pipeline_parallel.in_flight import Send, SendsInFlight
-from megatron.compression.pipeline_parallel.streams import MessageStreams
-from megatron.compression.telemetry import ErrorProbe, Ledger
-from taco_kernels import Stream
+from megatron.compression.codecs import Codec
+from megatron.compression.communication import Decision, Policy, Work
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.pipeline_parallel.config import message_bytes
+from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
+RECEIVED = ("recv_prev", "recv_next")
+TRAFFIC = {"send_next": FORWARD, "recv_prev": FORWARD, "send_prev": BACKWARD, "recv_next": BACKWARD}
+"""Traffic class of what megatron-core calls its messages."""
 
 
 class Arrival:
-    """A tensor on its way: what the schedule holds until it waits for the message."""
+    """A tensor on its way to this stage.
 
-    def __init__(
-        self,
-        codec: MessageCodec | None,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device | int,
-        random: Stream | None = None,
-    ) -> None:
-        self.codec = codec
-        self.random = random
-        self.shape = shape
+    Attributes:
+        tensor: what the schedule holds until it has waited for the message.
+        buffer: what the transport fills.
+    """
+
+    def __init__(self, codec: Codec | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._codec, self._shape = codec, shape
+        device = torch.cuda.current_device()
         size = shape if codec is None else 0  # empty until it is decoded, so that nobody reads it too early
         self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
         self.buffer = self.tensor
-        """What the transport fills."""
         if codec is not None:
-            self.buffer = torch.empty(codec.wire_bytes(shape), dtype=torch.uint8, device=device)
+            self.buffer = torch.empty(1, message_bytes(codec, shape), dtype=torch.uint8, device=device)
 
-    def take(self) -> None:
-        """Fill the tensor from the payload, which has arrived; a second call does nothing."""
-        if self.codec is not None and self.buffer is not None:
+    def take(self, _: Any = None) -> None:
+        """Fill the tensor from the payload, which has arrived."""
+        if self._codec is not None:
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
-            self.tensor.data = self.codec.decode(self.buffer, self.shape, self.tensor.dtype, self.random)
-            self.buffer = None
-
-
-@dataclass
-class Handle:
-    """A request of the transport, as the schedule knows it: ``wait``."""
-
-    request: Any
-    arrival: Arrival | None = None
-    put_off: bool = False
-    """A payload's send, which ``SendsInFlight`` waits for: nobody else has to."""
-
-    def wait(self) -> None:
-        """Wait for the request (on NCCL: the current stream does) and decode what it brought."""
-        if self.put_off:
-            return
-        self.request.wait()
-        if self.arrival is not None:
-            self.arrival.take()
+            self.tensor.data = self._codec.decode(self.buffer, self._shape, self.tensor.dtype)[0]
+        self.buffer = None
 
 
 class PipelineExchange:
     """Sends between pipeline stages, compressed or not, and counts both.
 
     Args:
-        settings: what the command line says.
-        ledger: counts pp.forward and pp.backward.
+        policy: decides for pp.forward and pp.backward: from settings, iteration and size, which both ends of
+            a message know alike. Its iteration is asked before the forward step of an iteration has run.
+        ledger: counts both.
         probe: gets the relative error of a stage's payloads.
-        iteration: the zero-based iteration that all ranks are in. It is asked before the first message of an
-            iteration, when the forward step has not run yet.
-        seed: the job's, for codecs that round with random numbers.
-        replica: this rank's data-parallel rank, which the stages of a pipeline share.
-        validate_uncompressed: send without a codec while the ledger is told of an evaluation.
     """
 
-    def __init__(
-        self,
-        settings: PipelineParallelCompression,
-        ledger: Ledger,
-        probe: ErrorProbe,
-        iteration: Callable[[], int],
-        seed: int = 0,
-        replica: Callable[[], int] = lambda: 0,
-        validate_uncompressed: bool = False,
-    ) -> None:
-        self.settings = settings
-        self.ledger = ledger
-        self.probe = probe
-        self.iteration = iteration
-        self.codecs: dict[str, MessageCodec | None] = {
-            FORWARD: forward_codec(settings),
-            BACKWARD: backward_codec(settings),
-        }
-        self.streams = MessageStreams(seed)
-        self.replica = replica
-        self.validate_uncompressed = validate_uncompressed
+    def __init__(self, policy: Policy, ledger: Ledger, probe: ErrorProbe) -> None:
+        self.policy, self.ledger, self.probe = policy, ledger, probe
         self.in_flight = SendsInFlight()
-        self.put_off_sends = True
-        """Whether the computation goes on before a payload has been sent."""
-
-    def begin(self) -> None:
-        """Before each forward-backward pass of a schedule, on every rank."""
-        if not self.ledger.evaluating:  # several passes in one iteration, which are never repeated
-            self.streams.restart()
 
     def finish(self) -> None:
-        """Behind each pass: what it has sent has arrived."""
+        """Call it behind each forward-backward pass of a schedule: what it has sent has arrived."""
         self.in_flight.flush()
 
     def __call__(
@@ -129,23 +77,24 @@ class PipelineExchange:
         tensor_send_prev: torch.Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-        tensor_shape: tuple[int, ...] | None,
+        tensor_shape: Sequence[int] | None,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """Stand in for ``P2PCommunicator._communicate`` with its arguments and results.
+        """Take the place of ``P2PCommunicator._communicate`` with its arguments and results.
 
         Args:
             communicate: the original, bound.
 
         Raises:
-            CompressionConfigError: a set-up in which the two directions' messages would be mixed up.
+            CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a
+                codec that cannot encode them.
         """
         refuse_ambiguous_batch(communicator)
-        codecs = {channel: self._codec_now(channel) for channel in (FORWARD, BACKWARD)}
-        if codecs[FORWARD] is None and codecs[BACKWARD] is None:
-            for channel, tensor in ((FORWARD, tensor_send_next), (BACKWARD, tensor_send_prev)):
-                if tensor is not None:
-                    self.ledger.record(channel, self._kind(channel), "send", tensor.nbytes, tensor.nbytes)
+        tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        if all(self.policy.rule(traffic).codec is None for traffic in (FORWARD, BACKWARD)):
+            for name, tensor in tensors.items():
+                self._count_uncompressed(TRAFFIC[name], "off", tensor)
             return communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=tensor_send_prev,
@@ -154,146 +103,107 @@ class PipelineExchange:
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
-        if communicator.config.use_ring_exchange_p2p:
-            raise CompressionConfigError(
-                "pipeline compression does not reach torch.distributed.ring_exchange; set "
-                "use_ring_exchange_p2p to False, or drop --pp-compression"
-            )
+        refuse_ring_exchange(communicator)
         shapes = (tensor_shape, tensor_shape)
         if communicator.config.variable_seq_lengths or communicator.config.mtp_standalone:
             shapes = communicator._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
-        arrive = partial(self._arrival, communicator)
+        arrivals = {}
         with torch.no_grad():
-            from_prev = arrive(FORWARD, codecs[FORWARD], shapes[0]) if recv_prev else None
-            from_next = arrive(BACKWARD, codecs[BACKWARD], shapes[1]) if recv_next else None
+            for name, shape, due in zip(RECEIVED, shapes, (recv_prev, recv_next), strict=True):
+                if due:
+                    arrivals[name] = self._arrival(communicator, TRAFFIC[name], shape)
             payloads = {
-                "send_next": self._payload(communicator, FORWARD, codecs[FORWARD], tensor_send_next),
-                "send_prev": self._payload(communicator, BACKWARD, codecs[BACKWARD], tensor_send_prev),
+                name: self._payload(communicator, TRAFFIC[name], one) for name, one in tensors.items()
             }
-            encoded = {"send_next": codecs[FORWARD], "send_prev": codecs[BACKWARD]}
-            encoded = {name for name, codec in encoded.items() if codec is not None}
-            requests = self._send(communicator, payloads, encoded, from_prev, from_next, wait_on_reqs)
-        return (
-            from_prev.tensor if from_prev else None,
-            from_next.tensor if from_next else None,
-            requests,
-        )
+            encoded = {name for name, payload in payloads.items() if payload is not tensors[name]}
+            works = self._start(communicator, payloads, encoded, arrivals)
+            if wait_on_reqs:
+                works = _complete(communicator, works, arrivals)
+            else:
+                works |= {name: works[name].then(arrival.take) for name, arrival in arrivals.items()}
+        received = (arrivals[name].tensor if name in arrivals else None for name in RECEIVED)
+        return *received, works
 
-    def _codec_now(self, channel: str) -> MessageCodec | None:
-        if self._exact_evaluation() or self.iteration() < self.settings.tah_start_iteration:
-            return None
-        return self.codecs[channel]
-
-    def _exact_evaluation(self) -> bool:
-        return self.validate_uncompressed and self.ledger.evaluating
-
-    def _kind(self, channel: str) -> str:
-        """The ledger's kind of an uncompressed message."""
-        if self.codecs[channel] is None:
-            return "off"
-        return "evaluation" if self._exact_evaluation() else "warmup"
+    def _decide(self, traffic: str, shape: Sequence[int], dtype: torch.dtype) -> Decision:
+        return self.policy.decide(traffic, torch.Size(shape).numel() * dtype.itemsize)
 
     def _arrival(
-        self,
-        communicator: p2p_communication.P2PCommunicator,
-        channel: str,
-        codec: MessageCodec | None,
-        shape,
+        self, communicator: p2p_communication.P2PCommunicator, traffic: str, shape: Sequence[int] | None
     ) -> Arrival:
         dtype = communicator.config.pipeline_dtype
         if dtype is None or shape is None:
             raise RuntimeError("pipeline_dtype and the tensor's shape must be known to receive from a stage")
-        random = self._random(communicator, channel, codec, -1 if channel == FORWARD else 1)
-        return Arrival(codec, torch.Size(shape), dtype, torch.cuda.current_device(), random)
-
-    def _random(
-        self,
-        communicator: p2p_communication.P2PCommunicator,
-        channel: str,
-        codec: MessageCodec | None,
-        distance: int = 0,
-    ) -> Stream | None:
-        """Random numbers' address for the next message of the stage at ``distance``, 0 being this one."""
-        if codec is None or not codec.rounds_randomly:
-            return None
-        sender = (communicator.pp_group.rank() + distance) % communicator.pp_group.size()
-        return self.streams.next(self.iteration(), channel == BACKWARD, sender, not distance, self.replica())
+        return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype)
 
     def _payload(
-        self,
-        communicator: p2p_communication.P2PCommunicator,
-        channel: str,
-        codec: MessageCodec | None,
-        tensor: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """What goes to the transport for ``tensor``, counted."""
-        if tensor is None:
-            return None
+        self, communicator: p2p_communication.P2PCommunicator, traffic: str, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """What goes to the transport for a tensor, counted: uint8 ``[1, bytes]``, or the tensor itself."""
+        codec, why = self._decide(traffic, tensor.shape, tensor.dtype)
         if codec is None:
-            self.ledger.record(channel, self._kind(channel), "send", tensor.nbytes, tensor.nbytes)
+            self._count_uncompressed(traffic, why, tensor)
             return tensor
-        random = self._random(communicator, channel, codec)
-        payload = codec.encode(tensor, random)
-        self.ledger.record(channel, "compressed", "send", payload.nbytes, 0)
-        self.ledger.record_plain(channel, "send", tensor.nbytes, communicator.pp_group.size())
+        message_bytes(codec, tensor.shape)  # speaks where the codec does not fit
+        payload = codec.encode(tensor[None])
+        self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
+        self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
         site = f"pipeline stage {communicator.pp_group.rank()}"
-        if self.probe.due(site, channel, self.iteration()):
-            decoded = codec.decode(payload, tensor.shape, tensor.dtype, random)
-            self.probe.observe(site, channel, tensor, decoded)
+        if self.probe.due(site, traffic, self.policy.iteration()):
+            self.probe.observe(site, traffic, tensor, codec.decode(payload, tensor.shape, tensor.dtype)[0])
         return payload
 
-    def _send(
+    def _count_uncompressed(self, traffic: str, why: str, tensor: torch.Tensor) -> None:
+        self.ledger.record(traffic, why, "send", tensor.nbytes, tensor.nbytes)
+
+    def _start(
         self,
         communicator: p2p_communication.P2PCommunicator,
-        payloads: dict[str, torch.Tensor | None],
+        payloads: dict[str, torch.Tensor],
         encoded: set[str],
-        from_prev: Arrival | None,
-        from_next: Arrival | None,
-        wait_on_reqs: bool,
-    ) -> Any:
-        """Hand everything to megatron-core's own functions; None when all of it has arrived."""
-        config = communicator.config
-        batched = config.batch_p2p_comm
-        if batched and not wait_on_reqs:
-            raise RuntimeError("batched point-to-point messages are waited for at once")
+        arrivals: dict[str, Arrival],
+    ) -> dict[str, Work]:
+        """Hand everything to megatron-core's own functions.
+
+        Returns:
+            By message what the schedule waits for: nothing for a payload's send, which ``in_flight`` keeps.
+        """
+        batched = communicator.config.batch_p2p_comm
         start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
+        buffers = payloads | {name: arrival.buffer for name, arrival in arrivals.items()}
         requests = start(
-            tensor_send_prev=payloads["send_prev"],
-            tensor_recv_prev=from_prev.buffer if from_prev else None,
-            tensor_send_next=payloads["send_next"],
-            tensor_recv_next=from_next.buffer if from_next else None,
+            **{f"tensor_{name}": buffers.get(name) for name in TRAFFIC},
             group=communicator.pp_group,
             prev_pipeline_rank=communicator.prev_rank,
             next_pipeline_rank=communicator.next_rank,
         )
-        arrivals = {"recv_prev": from_prev, "recv_next": from_next}
-        messages = [name for name, message in (payloads | arrivals).items() if message is not None]
         if batched:
-            requests = _by_message(requests, messages)
+            requests = _by_message(requests, buffers)
         else:
             requests = {(name,): request for name, request in requests.items()}
-        put_off = set()
+        works: dict[str, Work] = {}
         for names, request in requests.items():
+            work = Work(request)
             if encoded.issuperset(names):
-                requests[names] = send = Send(request, [payloads[name] for name in names])
-                self.in_flight.add(send)
-                put_off |= {names} if self.put_off_sends else set()
-        if not wait_on_reqs:
-            return {
-                name: Handle(request, arrivals.get(name), (name,) in put_off)
-                for (name,), request in requests.items()
-            }
-        needed = [request for names, request in requests.items() if names not in put_off]
-        for request in needed:
-            request.wait()
-        if batched and config.batch_p2p_sync and needed:
-            torch.cuda.synchronize()  # as megatron-core does behind batch_isend_irecv
-        for arrival in (from_prev, from_next):
-            if arrival is not None:
-                arrival.take()
-        return None
+                held = [payloads[name] for name in names]  # alive until the request has been waited for
+                self.in_flight.add(Work(request, held.clear))
+                work = Work.completed()
+            works |= dict.fromkeys(names, work)
+        return works
+
+
+def _complete(
+    communicator: p2p_communication.P2PCommunicator, works: dict[str, Work], arrivals: dict[str, Arrival]
+) -> None:
+    """Wait for everything that the schedule has to wait for, and decode what has arrived."""
+    config, pending = communicator.config, [work for work in works.values() if not work.done]
+    for work in pending:
+        work.wait()
+    if pending and config.batch_p2p_comm and config.batch_p2p_sync:
+        torch.cuda.synchronize()  # as megatron-core does behind batch_isend_irecv
+    for arrival in arrivals.values():
+        arrival.take()
 
 
 def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ...], Any]:
@@ -303,6 +213,19 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
         return {tuple(messages): request}
     order = [name for name in ("send_prev", "recv_prev", "send_next", "recv_next") if name in messages]
     return {(name,): request for name, request in zip(order, requests, strict=True)}
+
+
+def refuse_ring_exchange(communicator: p2p_communication.P2PCommunicator) -> None:
+    """Refuse a way of sending that payloads cannot take.
+
+    Raises:
+        CompressionConfigError: that set-up.
+    """
+    if communicator.config.use_ring_exchange_p2p:
+        raise CompressionConfigError(
+            "pipeline compression does not reach torch.distributed.ring_exchange; set use_ring_exchange_p2p "
+            "to False, or drop --pp-compression"
+        )
 
 
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:

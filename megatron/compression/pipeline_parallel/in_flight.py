@@ -1,33 +1,12 @@
 """Payloads on their way to another stage, for which nobody has to wait yet."""
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-
-class Send:
-    """A request of the transport and the payloads that it sends.
-
-    Args:
-        request: with ``wait``.
-        payloads: live until the request has been waited for.
-    """
-
-    def __init__(self, request: Any, payloads: Sequence[torch.Tensor]) -> None:
-        self._request = request
-        self._payloads: Sequence[torch.Tensor] | None = payloads
-
-    def wait(self) -> None:
-        """Wait for the request; a second call does nothing (gloo would wait for ever)."""
-        if self._request is not None:
-            self._request.wait()
-            self._request = self._payloads = None
+from megatron.compression.communication import Work
 
 
 class SendsInFlight:
-    """A bounded queue of sends and the payloads that the transport may still read.
+    """A bounded queue of sends, each with the payload that the transport may still read.
 
     A schedule waits for a send in order to free the tensor that it sends. A payload is a buffer of its own:
     kept here, it lets the computation go on (on NCCL the current stream, over gloo the host). The oldest send
@@ -39,13 +18,13 @@ class SendsInFlight:
 
     def __init__(self, limit: int = 4) -> None:
         self.limit = limit
-        self._sends: deque[Send] = deque()
+        self._sends: deque[Work] = deque()
 
     def __len__(self) -> int:
         return len(self._sends)
 
-    def add(self, send: Send) -> None:
-        """Take in a send that has just been started."""
+    def add(self, send: Work) -> None:
+        """Take in a send that has just been started, which holds its payload until it has been waited for."""
         self._sends.append(send)
         while len(self._sends) > self.limit:
             self._sends.popleft().wait()

@@ -7,8 +7,8 @@ over all ranks in every layer. That is traffic of its own, beside the linear lay
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.mappings import gather_columns
-from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 class CompressedSelfAttention(SelfAttention):
@@ -18,7 +18,7 @@ class CompressedSelfAttention(SelfAttention):
     uncompressed, megatron-core does it, and it is counted.
     """
 
-    site: TensorParallelSite | None = None
+    site: CommSite | None = None
 
     def get_query_key_value_tensors(
         self,
@@ -40,12 +40,12 @@ class CompressedSelfAttention(SelfAttention):
             return inherited(hidden_states, key_value_states, output_gate, split_qkv)
         ranks = self.site.group.size()
         tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
-        message_bytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
-        if not self.site.compresses(message_bytes, "tp.forward", "tp.backward"):
-            self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
+        nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
+        if not self.site.compresses(nbytes, "tp.forward", "tp.backward"):
+            self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
             result = inherited(hidden_states, key_value_states, output_gate, split_qkv)
             if result[0].requires_grad:
-                self.site.count_uncompressed("tp.backward", "reduce_scatter", message_bytes)
+                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes)
             return result
         sharers = ranks // self.config.num_query_groups
         position = self.site.group.rank() % sharers

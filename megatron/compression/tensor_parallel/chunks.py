@@ -2,24 +2,24 @@
 
 import torch
 
-from megatron.compression.collectives import CompressedWork, ParallelWork
-from megatron.compression.tensor_parallel.site import TensorParallelSite
+from megatron.compression.communication import Work, join
+from megatron.compression.communication.site import CommSite
 
 
 def product_in_chunks(
     x: torch.Tensor,
     matrix: torch.Tensor,
-    site: TensorParallelSite,
-    channel: str,
+    site: CommSite,
+    traffic: str,
     sequence_parallel: bool,
     chunks: int,
-) -> CompressedWork:
+) -> Work:
     """Start to sum ``x @ matrix`` over the ranks, each chunk as soon as its product is under way.
 
     Args:
         x: ``[s, b, n]``.
         matrix: ``[n, h]``.
-        site, channel: where it communicates, and where it is counted.
+        site, traffic: where it communicates, and where it is counted.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
         chunks: pieces of the sequence, each a message of its own; 1 sends the product whole.
 
@@ -28,17 +28,17 @@ def product_in_chunks(
     """
     start = site.reduce_scatter if sequence_parallel else site.all_reduce
     if chunks == 1:
-        return start(torch.matmul(x, matrix), channel)
+        return start(torch.matmul(x, matrix), traffic)
     ranks = site.group.size() if sequence_parallel else 1
     result = x.new_empty(x.shape[0] // ranks, *x.shape[1:-1], matrix.shape[1])
     works = [
-        start(torch.matmul(part, matrix), channel, out=destination)
+        start(torch.matmul(part, matrix), traffic, out=destination)
         for part, destination in zip(
             sequence_chunks(x, chunks, ranks), result.tensor_split(chunks), strict=True
         )
         if part.shape[0]
     ]
-    return ParallelWork(works, result) if works else start(torch.matmul(x, matrix), channel)
+    return join(works, result) if works else start(torch.matmul(x, matrix), traffic)
 
 
 def sequence_chunks(x: torch.Tensor, chunks: int, ranks: int) -> list[torch.Tensor]:

@@ -7,16 +7,16 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
     WeightGradient,
     arrival,
-    put_off,
-    stand_in,
+    defer,
+    placeholder,
 )
-from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -44,12 +44,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         site, gathered = ctx.site, None
         if ctx.sequence_parallel and ctx.gradient is not None:
             gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
-        stand_in_for_sum = None
+        placeholder_of_sum = None
         if ctx.needs_input_grad[0]:
             ctx.exchange.work = product_in_chunks(
                 grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
             )
-            stand_in_for_sum = weight.new_zeros(()).expand(ctx.x_shape)
+            placeholder_of_sum = weight.new_zeros(()).expand(ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.gradient is not None:
 
@@ -59,15 +59,15 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
             ctx.gradient.provide(inputs)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
-        grad_weight = None if ctx.gradient is None else stand_in(weight)
-        return stand_in_for_sum, grad_weight, grad_bias, *(None,) * 5
+        grad_weight = None if ctx.gradient is None else placeholder(weight)
+        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 5
 
 
 def column_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    site: TensorParallelSite,
+    site: CommSite,
     sequence_parallel: bool,
     handover: Handover | None = None,
     chunks: int = 1,
@@ -98,5 +98,5 @@ def column_parallel_linear(
             handover.make(exchange)
         if weight.requires_grad:
             gradient = WeightGradient(exchange)
-            weight = put_off(weight, gradient)
+            weight = defer(weight, gradient)
     return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient, chunks)

@@ -57,7 +57,9 @@ class TensorParallelConfig:
         if self.compression == "auto":
             object.__setattr__(self, "compression", RECOMMENDED)
         if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-            raise CompressionConfigError(f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0")
+            raise CompressionConfigError(
+                f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"
+            )
         if self.chunks < 1:
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         parse_layers(self.layers)
@@ -192,7 +194,7 @@ def parse_layers(text: str) -> frozenset[int | str] | None:
             layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
         else:
             raise CompressionConfigError(
-                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such as "
-                "2-29, embedding and output, separated by commas, or all"
+                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such "
+                "as 2-29, embedding and output, separated by commas, or all"
             )
     return frozenset(layers)

@@ -1,7 +1,7 @@
 """Tensor-parallel layers whose collectives go through a site.
 
 Each is megatron-core's layer with one thing changed: who communicates with the tensor-parallel group. Until
-``bind_compression`` has given it a site, a layer is megatron-core's. Messages that are not compressed take
+``hooks.attach`` has given it a site, a layer is megatron-core's. Messages that are not compressed take
 megatron-core's own path and are counted.
 """
 
@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
 from megatron.compression.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -23,7 +24,6 @@ from megatron.compression.tensor_parallel.mappings import (
 )
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
-from megatron.compression.tensor_parallel.site import TensorParallelSite
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
@@ -33,9 +33,11 @@ class CompressedRowParallelLinear(RowParallelLinear):
     all-gather.
     """
 
-    site: TensorParallelSite | None = None
+    site: CommSite | None = None
     handover: Handover | None = None
     """Shared with the column-parallel layer before this one."""
+    chunks: int = 1
+    """Pieces of the sequence that are sent one by one."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
@@ -47,15 +49,12 @@ class CompressedRowParallelLinear(RowParallelLinear):
     def _reduced(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.site is None:
             return super().forward(input_)
-        message_bytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if not _compresses_reduction(self.site, self.sequence_parallel, message_bytes):
-            _count_reduction(
-                self.site, self.sequence_parallel, message_bytes, has_backward(input_, self.weight)
-            )
+        nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
+        if not _compresses_reduction(self.site, self.sequence_parallel, nbytes):
+            _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
             return super().forward(input_)
-        chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
         output = row_parallel_linear(
-            input_, self.weight, self.site, self.sequence_parallel, chunks, self.handover
+            input_, self.weight, self.site, self.sequence_parallel, self.chunks, self.handover
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -69,48 +68,47 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     the input, forward and backward, and the reduce-scatter of its gradient.
     """
 
-    site: TensorParallelSite | None = None
+    site: CommSite | None = None
     handover: Handover | None = None
     """Shared with the row-parallel layer that takes this one's output."""
+    chunks: int = 1
+    """Pieces of the sequence that are sent one by one."""
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
         sequence_parallel = kwargs["sequence_parallel"]
-        message_bytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
-        channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
-        if self.site.compresses(message_bytes, *channels):
-            chunks = self.site.runtime.config.tensor_parallel.taco_overlap_chunks
+        nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
+        traffic = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
+        if self.site.compresses(nbytes, *traffic):
             return column_parallel_linear(
-                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover, chunks
+                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover, self.chunks
             )
         if sequence_parallel:
-            self.site.count_uncompressed("tp.forward", "all_gather", message_bytes)
+            self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
         if has_backward(input, weight):
             if sequence_parallel:
                 if weight.requires_grad:
-                    self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
-                self.site.count_uncompressed("tp.backward", "reduce_scatter", message_bytes)
+                    self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
+                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes)
             else:
-                self.site.count_uncompressed("tp.backward", "all_reduce", message_bytes)
+                self.site.count_uncompressed("tp.backward", "all_reduce", nbytes)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
 class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
     """Vocabulary-parallel embedding: the forward's all-reduce, or its reduce-scatter and their all-gather."""
 
-    site: TensorParallelSite | None = None
+    site: CommSite | None = None
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[b, s, h]``, or ``[s / W, b, h]`` with ``reduce_scatter_embeddings``."""
         if self.site is None:
             return super().forward(input_)
-        message_bytes = input_.numel() * self.embedding_dim * self.weight.element_size()
-        if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, message_bytes):
-            _count_reduction(
-                self.site, self.reduce_scatter_embeddings, message_bytes, has_backward(self.weight)
-            )
+        nbytes = input_.numel() * self.embedding_dim * self.weight.element_size()
+        if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, nbytes):
+            _count_reduction(self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight))
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
@@ -129,17 +127,17 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
     (without them the vocabulary embedding scatters itself).
     """
 
-    site: TensorParallelSite | None = None
+    site: CommSite | None = None
 
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[s / W, b, h]``."""
         scatters = self.config.sequence_parallel and self.scatter_to_sequence_parallel
         if self.site is None or not scatters or self.reduce_scatter_embeddings:
             return super().forward(input_ids, position_ids, tokentype_ids)
-        message_bytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
-        if not self.site.compresses(message_bytes, "tp.backward"):
+        nbytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
+        if not self.site.compresses(nbytes, "tp.backward"):
             if has_backward(*self.parameters()):
-                self.site.count_uncompressed("tp.backward", "all_gather", message_bytes)
+                self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
             return super().forward(input_ids, position_ids, tokentype_ids)
         embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
         embeddings = embeddings.transpose(0, 1)
@@ -154,28 +152,26 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             return self.embedding_dropout(embeddings)
 
 
-def _reduce(partial_sum: torch.Tensor, site: TensorParallelSite, sequence_parallel: bool) -> torch.Tensor:
+def _reduce(partial_sum: torch.Tensor, site: CommSite, sequence_parallel: bool) -> torch.Tensor:
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial_sum, site)
     return reduce_from_tensor_parallel_region(partial_sum, site)
 
 
-def _compresses_reduction(site: TensorParallelSite, sequence_parallel: bool, message_bytes: int) -> bool:
+def _compresses_reduction(site: CommSite, sequence_parallel: bool, nbytes: int) -> bool:
     """Whether a forward's reduction, or the all-gather of its backward, is compressed."""
-    channels = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.forward",)
-    return site.compresses(message_bytes, *channels)
+    traffic = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.forward",)
+    return site.compresses(nbytes, *traffic)
 
 
-def _count_reduction(
-    site: TensorParallelSite, sequence_parallel: bool, message_bytes: int, backward: bool
-) -> None:
+def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:
     """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
     if not sequence_parallel:
-        site.count_uncompressed("tp.forward", "all_reduce", message_bytes)
+        site.count_uncompressed("tp.forward", "all_reduce", nbytes)
         return
-    site.count_uncompressed("tp.forward", "reduce_scatter", message_bytes)
+    site.count_uncompressed("tp.forward", "reduce_scatter", nbytes)
     if backward:
-        site.count_uncompressed("tp.backward", "all_gather", message_bytes)
+        site.count_uncompressed("tp.backward", "all_gather", nbytes)
 
 
 def has_backward(*inputs: torch.Tensor) -> bool:

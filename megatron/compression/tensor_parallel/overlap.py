@@ -3,14 +3,14 @@
 A column-parallel layer's backward sums its input gradient over the ranks, and nothing further down can start
 before the sum has arrived. What can run meanwhile are weight gradients: its own, and that of the row-parallel
 layer before it in the backward (fc2's behind fc1's exchange, the attention projection's behind qkv's), which
-is put off until then. The autograd engine does the ordering: of the nodes that are ready it runs the one that
-was made last in the forward. So a column-parallel layer's forward makes, in this order,
+is deferred until then. The autograd engine does the ordering: of the nodes that are ready it runs the one
+that was made last in the forward. So a column-parallel layer's forward makes, in this order,
 
 1. the *arrival* of its input gradient (an identity whose backward waits for the exchange),
 2. a node for each weight (an identity whose backward computes that weight's gradient),
 3. the product itself, whose backward computes the local input gradient and starts the exchange,
 
-and the backward runs them from 3 to 1. Gradients on the way between them are stand-ins without memory of
+and the backward runs them from 3 to 1. Gradients on the way between them are placeholders without memory of
 their own. Cost in memory: the row-parallel layer's output gradient lives until its weight gradient is done.
 """
 
@@ -19,14 +19,14 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.compression.collectives import CompressedWork
+from megatron.compression.communication import Work
 
 
 class InputGradientExchange:
     """The exchange of one column-parallel layer's input gradient, and the weight gradients behind it."""
 
     def __init__(self) -> None:
-        self.work: CompressedWork | None = None
+        self.work: Work | None = None
         self.waiting = 0
         """Weight gradients that are still to run behind it."""
 
@@ -83,7 +83,7 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, stand_in):
+    def backward(ctx, placeholder):
         return ctx.exchange.take(), None
 
 
@@ -95,7 +95,7 @@ class _WeightGradientNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, stand_in):
+    def backward(ctx, placeholder):
         return ctx.gradient.compute(ctx.weight), None
 
 
@@ -104,12 +104,12 @@ def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
     return _Arrival.apply(x, exchange)
 
 
-def put_off(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
+def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
     """``weight``, whose gradient is computed by ``gradient``."""
     return _WeightGradientNode.apply(weight, gradient)
 
 
-def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A gradient of ``tensor``'s shape and dtype without memory, for a node that does not look at it."""
     return tensor.new_zeros(()).expand(tensor.shape)
 
@@ -133,7 +133,7 @@ class Handover:
         self._made = None
         if weight.requires_grad:
             gradient = WeightGradient(exchange)
-            self._made = put_off(weight, gradient), gradient
+            self._made = defer(weight, gradient), gradient
 
     def take(self) -> tuple[torch.Tensor, WeightGradient] | None:
         """Called in the row-parallel layer's forward: its weight and who computes its gradient."""

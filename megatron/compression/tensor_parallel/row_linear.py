@@ -3,9 +3,9 @@
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
-from megatron.compression.tensor_parallel.overlap import Handover, stand_in
-from megatron.compression.tensor_parallel.site import TensorParallelSite
+from megatron.compression.tensor_parallel.overlap import Handover, placeholder
 
 
 class _RowParallelLinear(torch.autograd.Function):
@@ -29,14 +29,14 @@ class _RowParallelLinear(torch.autograd.Function):
                 grad_weight = torch.matmul(rows[0].t(), rows[1])
             else:
                 ctx.gradient.provide(lambda: rows)
-                grad_weight = stand_in(weight)
+                grad_weight = placeholder(weight)
         return grad_input, grad_weight, None, None, None, None
 
 
 def row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    site: TensorParallelSite,
+    site: CommSite,
     sequence_parallel: bool,
     chunks: int = 1,
     handover: Handover | None = None,

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.compression.errors import InputError
 from megatron.compression.torch_native.context_parallel import causal_tail, chunks_of, gather_sequence
-from megatron.host import InputError
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"

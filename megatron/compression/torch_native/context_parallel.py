@@ -11,7 +11,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron.compression.collectives.uncompressed import uncompressed_all_gather, uncompressed_reduce_scatter
+from megatron.compression.communication.uncompressed import (
+    uncompressed_all_gather,
+    uncompressed_reduce_scatter,
+)
 
 OnExchange = Callable[[str, str, int, int], None]
 """Called with (channel, operation, bytes of the whole buffer, ranks) for every collective."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.compression.errors import InputError
 from megatron.compression.torch_native.row_norm import LONGEST_ROW, row_rms_norm
-from megatron.host import InputError
 
 
 class _MegatronNorm:

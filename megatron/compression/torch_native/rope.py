@@ -6,13 +6,11 @@ The backward is the rotation by the opposite angle. Angles, sine and cosine are 
 the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds four times.
 """
 
-import logging
-
 import torch
 from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings import rope_utils
 
-logger = logging.getLogger(__name__)
+from megatron.compression import patches
 
 
 def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -60,15 +58,9 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
 def fill_rope_fusion_slot() -> bool:
     """Make ``--apply-rope-fusion``, megatron-core's default, work without Transformer Engine. Idempotent.
 
-    Replaces ``rope_utils.fused_apply_rotary_pos_emb``, which is None where Transformer Engine is missing and
-    is read at each call. Packed sequences have a slot of their own, left empty. Call it before a
-    ``TransformerConfig`` is built: that checks the slot.
+    Packed sequences are not covered. Call it before a ``TransformerConfig`` is built: that checks the slot.
 
     Returns:
         Whether our function is in the slot.
     """
-    current = rope_utils.fused_apply_rotary_pos_emb
-    if current is None:
-        rope_utils.fused_apply_rotary_pos_emb = rotary
-        logger.info("torch-native: RoPE runs compiled in the slot of Transformer Engine's fused kernel")
-    return rope_utils.fused_apply_rotary_pos_emb is rotary
+    return patches.fill_rope_slot(rotary)

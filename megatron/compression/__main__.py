@@ -1,0 +1,35 @@
+"""Runs an unmodified Megatron entrypoint with compression:
+
+torchrun --nproc-per-node 8 -m megatron.compression their_pretrain.py <their flags> --taco
+"""
+
+import os
+import runpy
+import sys
+
+
+def main() -> None:
+    """Give the script our flags, and its ``pretrain`` our hooks; then run it as it is."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print("usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]", file=sys.stderr)
+        raise SystemExit(2)
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
+
+    preflight.prepare()  # before megatron.training is imported
+
+    from megatron.training import get_args
+
+    from megatron.compression import patches
+    from megatron.compression.setup import add_arguments, enable
+
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+    patches.with_extra_arguments(add_arguments)
+    patches.around_pretrain(lambda container, _: enable(get_args(), container.model))
+    with one_line_errors():
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

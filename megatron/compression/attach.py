@@ -1,0 +1,131 @@
+"""Compression in a model and its loop: what ``enable`` puts into Megatron's, and what an own loop calls.
+
+A loop over megatron-core without megatron.training:
+
+    compression = attach(model_chunks, CompressionConfig(...))     # before they are wrapped
+    chunks = [DistributedDataParallel(...) for chunk in model_chunks]
+    compression.attach_wrapped(chunks)                             # after
+    ... forward_backward_func(...); optimizer.step(); compression.step()
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.compression.caat_net import hooks as caat_net
+from megatron.compression.communication.bounded_run import BoundedRun
+from megatron.compression.communication.error_bound import ErrorBound
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.transports import Transports
+from megatron.compression.config import CompressionConfig
+from megatron.compression.data_parallel import hooks as data_parallel
+from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
+from megatron.compression.tensor_parallel import hooks as tensor_parallel
+
+
+class Compression:
+    """Compression of one training run, in all its dimensions.
+
+    Args:
+        config: what is compressed.
+        iteration: the zero-based training iteration; None counts the calls of ``step``.
+        train_iters: how long the run is, where it is known.
+        say: prints a line; called on every rank.
+    """
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        *,
+        iteration: Callable[[], int] | None = None,
+        train_iters: int | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.config, self._say = config, say
+        self.steps = 0
+        """Calls of ``step`` so far."""
+        ledger = Ledger()
+        policy = Policy(
+            config.rules(train_iters),
+            ledger,
+            iteration or (lambda: self.steps),
+            config.validate_uncompressed,
+            _error_bound(config),
+        )
+        self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
+        self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
+        """The data-parallel part: state for checkpoints, diagnostics."""
+        pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._bounded: BoundedRun | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes sent, by traffic class, reason and operation."""
+        return self.run.ledger
+
+    def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
+
+        Raises:
+            CompressionConfigError: a layer communicates in a way that is not covered.
+        """
+        tensor_parallel.attach(chunks, self.config.tensor_parallel, self.run, self._say)
+        if self.config.caat_net.enabled:
+            for chunk in chunks:
+                caat_net.attach(chunk, self.config.caat_net, self.ledger)
+        return chunks
+
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Hook into the chunks that DDP has wrapped. Collective."""
+        return self.gradients.attach(chunks)
+
+    def step(self) -> None:
+        """An iteration has ended; for loops that do not tell the iteration otherwise."""
+        self.steps += 1
+
+    def on_training_log(self, iteration: int, log_interval: int) -> None:
+        """Behind an iteration, counted from 1: let the error bound decide at the log interval."""
+        bound = self.run.policy.error_bound
+        if bound is not None:
+            self._bounded = self._bounded or BoundedRun(bound, log_interval)
+            self._bounded.on_training_log(iteration)
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside weights and optimizer: plain values, the same on every rank. The
+        gradients' state is apart (``gradients``): it is cut as the optimizer's."""
+        bound = self.run.policy.error_bound
+        return {"error_bound": bound.state() if bound is not None else []}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``state`` gave."""
+        if self.run.policy.error_bound is not None:
+            BoundedRun(self.run.policy.error_bound, 0).restore(state.get("error_bound"))
+
+
+def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: Any) -> Compression:
+    """Compress what megatron-core models send, in a loop of one's own.
+
+    Args:
+        chunks: the model chunks of this pipeline stage, built by megatron-core and not wrapped.
+        config: what is compressed.
+        options: of ``Compression``.
+
+    Returns:
+        Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel; ``step`` is
+        to be called behind each iteration.
+    """
+    compression = Compression(config, **options)
+    compression.attach_model(chunks)
+    return compression
+
+
+def _error_bound(config: CompressionConfig) -> ErrorBound | None:
+    if config.error_bound is None:
+        return None
+    codecs = config.tensor_parallel.forward_codec, config.tensor_parallel.backward_codec
+    return ErrorBound(
+        config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs if codec)
+    )

@@ -1,0 +1,91 @@
+"""Makes a CAAT-Net of a built model: tells its tensor-parallel layers which of them reduce what."""
+
+import itertools
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.compression import patches
+from megatron.compression.caat_net.config import CaatNetConfig
+from megatron.compression.caat_net.gradients import mark_rank_local, sum_after_finalizing
+from megatron.compression.caat_net.layers import (
+    PartialRowParallelLinear,
+    StreamColumnParallelLinear,
+    StreamEmbedding,
+)
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.layers import (
+    CompressedColumnParallelLinear,
+    CompressedLanguageModelEmbedding,
+    CompressedRowParallelLinear,
+)
+from megatron.compression.tensor_parallel.overlap import Handover
+
+_CLASSES = {
+    CompressedRowParallelLinear: PartialRowParallelLinear,
+    CompressedColumnParallelLinear: StreamColumnParallelLinear,
+    CompressedLanguageModelEmbedding: StreamEmbedding,
+}
+_ORDINARY = {partial: ordinary for ordinary, partial in _CLASSES.items()}
+
+
+def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:
+    """Make a model chunk a CAAT-Net of this sync fraction, or at 1 an ordinary model again. Idempotent.
+
+    The classes add no state, so parameters and their names stay as they are.
+
+    Args:
+        chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
+        config: the sync fraction.
+        ledger: counts the sum of the replicated parameters' gradients.
+
+    Raises:
+        CompressionConfigError: a tensor-parallel layer that has no site.
+    """
+    for path, module in chunk.named_modules():
+        ordinary = _ORDINARY.get(type(module), type(module))
+        communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
+        if communicates and getattr(module, "site", None) is None:
+            raise CompressionConfigError(f"--caat-net-sync-fraction does not cover {path}; drop the flag")
+        if ordinary in _CLASSES:
+            patches.change_class(module, _CLASSES[ordinary] if config.enabled else ordinary)
+        if isinstance(module, PartialRowParallelLinear):
+            module.shared_channels = config.shared_channels(module.output_size)
+        if isinstance(module, ColumnParallelLinear):
+            module.disable_grad_reduce = config.enabled
+            module.allreduce_dgrad = not config.enabled and not module.sequence_parallel
+    mark_rank_local(chunk, config.enabled)
+    if config.enabled:
+        _check_layers(chunk)
+        _share_handovers(chunk)
+        sum_after_finalizing(chunk.config, ledger)
+
+
+def _check_layers(chunk: torch.nn.Module) -> None:
+    """Each layer has to have its two partial outputs: another layer would take the streams for equal."""
+    for path, layer in chunk.named_modules():
+        if isinstance(layer, TransformerLayer):
+            partial = sum(isinstance(module, PartialRowParallelLinear) for module in layer.modules())
+            if partial != 2:
+                raise CompressionConfigError(
+                    f"--caat-net-sync-fraction covers layers of one attention and one dense MLP, not {path}; "
+                    "drop the flag, or the one that chose such a layer (--spec?)"
+                )
+
+
+def _share_handovers(chunk: torch.nn.Module) -> None:
+    """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2, next qkv.
+
+    The latter pair is of two layers: they are not of one graph where layers are recomputed.
+    """
+    layers = [layer for layer in chunk.decoder.layers if isinstance(layer, TransformerLayer)]
+    pairs = [(layer.self_attention.linear_proj, layer.mlp.linear_fc1) for layer in layers]
+    if chunk.config.recompute_granularity is None:
+        pairs += [
+            (layer.mlp.linear_fc2, following.self_attention.linear_qkv)
+            for layer, following in itertools.pairwise(layers)
+        ]
+    for row, column in pairs:
+        row.next_weight = column.next_weight = Handover(column)

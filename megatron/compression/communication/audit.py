@@ -1,0 +1,193 @@
+"""A cheap check of the ledger: what torch.distributed was really given in an iteration, by process group.
+
+The ledger counts what our layers and hooks know of. A layer of the user's own that communicates by itself is
+unknown to it, and would make every ratio look better than it is.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
+
+NEGLIGIBLE = 4096
+"""Bytes an iteration that need not be in the ledger: scalar reductions (loss, gradient norm, overflow)."""
+
+
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    """The tensors of a tensor, of a list, or of a list of lists."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [tensor for part in tensors for tensor in _flat(part)]
+
+
+_METHODS: dict[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "allgather": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+"""Methods of a process group: the ledger's operation, and which argument is the buffer. All functions of
+torch.distributed come down to these, those that Megatron holds by another name too."""
+
+
+class BackendAudit:
+    """Counts what this process gives to torch.distributed in one iteration, and compares the ledger with it.
+
+    It wraps the methods of ``ProcessGroup`` for as long; a call costs a few microseconds. Not seen: what
+    passes torch.distributed by (symmetric memory, Transformer Engine's user buffers).
+
+        audit = BackendAudit(ledger, groups)
+        audit.start_with_first_forward(chunks)      # what sets a run up is not an iteration's traffic
+        ... the first iteration ...
+        for line in audit.finish(): print(line)     # on every rank; nothing from the second call on
+
+    Args:
+        ledger: what the counts are compared with.
+        groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process group, data
+            parallelism's with context parallelism where there is any. None or one rank: not used. The same
+            keys in the same order on all ranks. A group whose ranks are some of a dimension's belongs to it.
+            Dimensions that share ranks (experts and data) are looked at together.
+    """
+
+    def __init__(self, ledger: Ledger, groups: Callable[[], Mapping[str, dist.ProcessGroup | None]]) -> None:
+        self.ledger, self.groups = ledger, groups
+        self.given: Counter[tuple[dist.ProcessGroup, str, bool]] = Counter()
+        """Bytes sent by (group, operation, whether they are a codec's payload, which is uint8)."""
+        self._originals: dict[str, Callable] = {}
+        self._before: Counter[tuple[str, str, bool]] = Counter()
+        self._known: Counter[tuple[str, str, bool]] = Counter()
+        self._finished = False
+
+    def start_with_first_forward(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Start when one of these modules is first called in training mode."""
+        handles = []
+
+        def on_forward(module: torch.nn.Module, args: tuple) -> None:
+            if module.training and not self._finished:
+                self.start()
+                for handle in handles:
+                    handle.remove()
+                handles.clear()
+
+        handles += [chunk.register_forward_pre_hook(on_forward) for chunk in chunks]
+
+    def start(self) -> None:
+        """Begin to count."""
+        if self._originals:
+            return
+        self._before = self._in_ledger()
+        for name, (operation, position) in _METHODS.items():
+            original = dist.ProcessGroup.__dict__.get(name)
+            if original is not None:  # another version of torch
+                self._originals[name] = original
+                setattr(dist.ProcessGroup, name, self._counting(original, operation, position))
+
+    def stop(self) -> None:
+        """Leave ``ProcessGroup`` as it was."""
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+        if self._originals:
+            self._known = self._in_ledger()
+            self._known.subtract(self._before)
+        self._originals = {}
+
+    def __enter__(self) -> "BackendAudit":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def finish(self) -> list[str]:
+        """Stop, and say what was sent and is not in the ledger, a line each; empty on every later call.
+
+        Collective over all ranks of the job, which get the same lines.
+        """
+        if self._finished:
+            return []
+        self._finished = True
+        self.stop()
+        groups = self.groups()
+        order, joined = list(groups), _joined(groups)
+        # One place a dimension on every rank, whatever is joined there: all ranks must send as much.
+        sums = torch.zeros(len(order), dtype=torch.float64)
+        for names, members in joined:
+            sums[order.index(names[0])] = self._missing(members, names)
+        cuda = torch.cuda.is_available() and dist.get_backend() != "gloo"
+        sums = sums.to("cuda" if cuda else "cpu")
+        dist.all_reduce(sums)
+        means = (sums / dist.get_world_size()).tolist()
+        return [
+            f"{' and '.join(name.replace(' parallel', '') for name in names)} parallelism sent {mean:,.0f} "
+            "bytes in the first iteration that the ledger does not know (mean over all ranks): a layer or a "
+            "hook of the model communicates by itself, and is neither compressed nor in the ratio"
+            for names, _ in joined
+            if (mean := means[order.index(names[0])]) > NEGLIGIBLE
+        ]
+
+    def _missing(self, members: set[int], names: Sequence[str]) -> int:
+        """Bytes beyond the ledger's by operation; payloads apart, since some transports are not seen."""
+        given: Counter[tuple[str, bool]] = Counter()
+        for (group, operation, payload), sent in self.given.items():
+            ranks = set(dist.get_process_group_ranks(group))
+            if len(ranks) > 1 and ranks <= members:
+                given[operation, payload] += sent
+        known: Counter[tuple[str, bool]] = Counter()
+        for (traffic, operation, payload), sent in self._known.items():
+            if any(traffic.startswith(DIMENSIONS[name]) for name in names):
+                known[operation, payload] += sent
+        return sum(max(0, sent - known[key]) for key, sent in given.items())
+
+    def _in_ledger(self) -> Counter[tuple[str, str, bool]]:
+        """Bytes sent so far by (traffic, operation, whether they are a codec's payload)."""
+        counts: Counter[tuple[str, str, bool]] = Counter()
+        for (_, traffic, kind, operation, _), tally in self.ledger.tallies.items():
+            payload = kind == "compressed" and operation not in ("all_reduce", "reduce_scatter")
+            counts[traffic, operation, payload] += tally.sent
+        return counts
+
+    def _counting(self, original: Callable, operation: str, position: int) -> Callable:
+        @functools.wraps(original)
+        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > position:
+                buffers = _flat(args[position])
+                size = sum(buffer.nbytes for buffer in buffers)
+                if operation != "broadcast" or _sends(group, args):
+                    payload = bool(buffers) and buffers[0].dtype == torch.uint8
+                    self.given[group, operation, payload] += bytes_sent(operation, size, group.size())
+            return original(group, *args, **kwargs)
+
+        return counted
+
+
+def _sends(group: dist.ProcessGroup, args: tuple) -> bool:
+    """Whether this rank is the root of a broadcast."""
+    root = getattr(args[1], "rootRank", 0) if len(args) > 1 else 0
+    return root == group.rank()
+
+
+def _joined(groups: Mapping[str, dist.ProcessGroup | None]) -> list[tuple[list[str], set[int]]]:
+    """(dimensions, ranks) with more than one rank, those that have two ranks in common put together."""
+    result: list[tuple[list[str], set[int]]] = []
+    for name, group in groups.items():
+        members = set(dist.get_process_group_ranks(group)) if group is not None else set()
+        names = [name]
+        for other in [other for other in result if len(other[1] & members) > 1]:
+            result.remove(other)
+            names, members = other[0] + names, members | other[1]
+        if len(members) > 1:
+            result.append((names, members))
+    return result

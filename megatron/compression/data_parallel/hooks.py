@@ -1,0 +1,184 @@
+"""Puts data-parallel compression into a run."""
+
+from argparse import Namespace
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron.compression import patches
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.topology import Topology, find_topology
+from megatron.compression.data_parallel.bucket_group import CompressedBucketGroup, InFlight
+from megatron.compression.data_parallel.checkpoint import GradientState
+from megatron.compression.data_parallel.compressor import (
+    Diagnostic,
+    GradientBucket,
+    GradientCompressor,
+    GradientSync,
+    ParameterSpan,
+)
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.data_parallel.error_feedback import parse_error_feedback
+from megatron.compression.data_parallel.replicas import Replicas, align_gradients, replicated_ranges
+from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights, copy_masters
+
+
+class Gradients:
+    """Gradients and weights of one run: counted without compression, and compressed with it.
+
+    Patches megatron-core: counts its collectives, takes over the masters' copy, aligns replicas.
+
+    Args:
+        config: what is compressed.
+        run: its policy has the rules of ``config``.
+    """
+
+    def __init__(self, config: DataParallelConfig, run: Run) -> None:
+        self.config, self.policy, self.ledger = config, run.policy, run.ledger
+        self.compressor: GradientCompressor | None = run.policy.rule("dp.gradient").codec
+        self.syncs: list[tuple[GradientSync, GradientBucket]] = []
+        """Every bucket's, as they are attached: what checkpoints carry the state of."""
+        self._communicators = run.transports.communicators
+        self._new_feedback = parse_error_feedback(config.feedback)
+        self._topologies: dict[dist.ProcessGroup, Topology] = {}
+        self._state: GradientState | None = None
+        patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
+        patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
+        patches.on_master_copy(copy_masters)
+        record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
+        patches.on_replicated_gradient_sync(record, align_gradients)
+
+    @property
+    def diagnostics(self) -> list[Diagnostic]:
+        """What the reporter asks at each log line."""
+        return [] if self.compressor is None else list(self.compressor.diagnostics())
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool, args: Namespace) -> None:
+        """Put error feedback into a checkpoint's state dict, or where to load it to.
+
+        Args:
+            state_dict: with an optimizer's state.
+            is_loading: whether it is to be loaded.
+            args: Megatron's validated flags.
+        """
+        self._carrier(args).add_to(state_dict, is_loading)
+
+    def state_read(self, state_dict: dict[str, Any] | None, path: str | None, args: Namespace) -> None:
+        """Take error feedback out of what has been read of a checkpoint; None: there is none."""
+        self._carrier(args).loaded(state_dict, path)
+
+    def _carrier(self, args: Namespace) -> GradientState:
+        if self._state is None:
+            name = None if self.compressor is None else self.compressor.name
+            self._state = GradientState(args, name, self.config.feedback, self.syncs, _print_once)
+        return self._state
+
+    def attach(self, chunks: list) -> list:
+        """Give every bucket group its gradient sync and its weights: a ``post_wrap_hook``. Collective over
+        all ranks.
+
+        Args:
+            chunks: model chunks, wrapped by DDP.
+
+        Returns:
+            The same chunks.
+
+        Raises:
+            TypeError: another wrapper than Megatron's DistributedDataParallel.
+        """
+        if not self.config.enabled:
+            return chunks
+        for chunk in chunks:
+            if not isinstance(chunk, DistributedDataParallel):
+                raise TypeError(
+                    f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
+                )
+            self._topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
+        for number, chunk in enumerate(chunks):
+            prefix = f"chunk{number}." if len(chunks) > 1 else ""
+            names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
+            in_flight = InFlight()
+            for group in chunk.bucket_groups:
+                self._attach_group(group, names, in_flight)
+        return chunks
+
+    def _attach_group(self, group, names: dict[torch.nn.Parameter, str], in_flight: InFlight) -> None:
+        config = group.ddp_config
+        sharded = config.use_distributed_optimizer
+        ranks = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
+        if ranks.size() == 1:
+            return
+        topology = self._topology(ranks)
+        patches.change_class(group, CompressedBucketGroup)
+        group.policy, group.topology, group.in_flight = self.policy, topology, in_flight
+        group.gradient_syncs, group.weights = [], []
+        group.gradient_replicas, group.weight_replicas = [], []
+        average = 1 / ranks.size() if config.average_in_collective else 1.0
+        if self.compressor is not None:
+            for bucket in group.buckets:
+                scale = bucket.gradient_scaling_factor * average
+                spans = spans_of(bucket, names)
+                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger)
+                sync = self.compressor.build(view, self._new_feedback)
+                group.gradient_syncs.append(sync)
+                self.syncs.append((sync, view))
+                first, values = 0, view.gradients
+                if sharded:
+                    first, values = topology.rank * view.shard.numel(), view.shard
+                ranges = replicated_ranges(spans, first, first + values.numel(), gradients=True)
+                group.gradient_replicas.append(self._replicas(values, ranges))
+        # fp32 parameters have no master apart from themselves, so there is no difference to send.
+        masters = sharded and all(
+            b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
+        )
+        if masters and self.policy.rule("dp.weight").codec is not None:
+            for bucket in group.buckets:
+                weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger)
+                setattr(bucket, ATTRIBUTE, weights)
+                group.weights.append(weights)
+                flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names))
+                group.weight_replicas.append(self._replicas(flat, ranges))
+
+    def _replicas(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> Replicas:
+        return Replicas(flat, ranges, parallel_state.get_tensor_model_parallel_group(), self.ledger)
+
+    def _topology(self, ranks: dist.ProcessGroup) -> Topology:
+        """The topology of a data-parallel group, found once a group; the first time collectively."""
+        if ranks not in self._topologies:
+            topology = find_topology(ranks, self.config.node_size, self._communicators)
+            self._topologies[ranks] = topology
+            line = topology.describe() + topology.describe_communicators()
+            _print_once(f"compression: a data-parallel group is {line}")
+        return self._topologies[ranks]
+
+
+def spans_of(bucket, names: dict[torch.nn.Parameter, str]) -> tuple[ParameterSpan, ...]:
+    """The parameters of a Megatron bucket, by position."""
+    spans: Iterable[ParameterSpan] = (
+        ParameterSpan(names[parameter], parameter, *bucket.param_to_index[parameter])
+        for parameter in bucket.params_list
+    )
+    return tuple(sorted(spans, key=lambda span: span.start))
+
+
+def record_uncompressed(
+    ledger: Ledger, traffic: str, group, operation: str, buffer_bytes: int, world_size: int
+) -> None:
+    """Count an uncompressed collective of a bucket group, under the reason that an attached group gives."""
+    kind = getattr(group, "uncompressed_kind", "off")
+    topology = getattr(group, "topology", None)
+    if topology is None:
+        ledger.record_uncompressed(traffic, kind, operation, buffer_bytes, world_size)
+    else:
+        topology.record_uncompressed(ledger, traffic, kind, operation, buffer_bytes)
+
+
+def _print_once(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(f" {line}", flush=True)

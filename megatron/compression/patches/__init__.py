@@ -1,0 +1,72 @@
+"""The one place where a symbol of megatron-core, megatron.training, Transformer Engine or torch is replaced.
+
+symbols.py        replace, put, change_class: checked, once, logged
+arguments.py      the command line
+training.py       the training loop: begin, end, log lines, evaluations
+checkpointing.py  what is saved and read
+distributed.py    data-parallel sums and gathers; replicated and tied parameters
+pipeline.py       what stages send each other
+optimizer.py      the masters' copy; torch's Adam
+data.py           the compiled dataset helper
+rope.py           the slot of the fused rotary embedding
+
+Each function names its symbol, why it is replaced and what it does not reach. A patch called again replaces
+what it put there before, unless it says that it adds. Nothing is loaded before a function is called.
+"""
+
+from megatron.compression.patches.arguments import after_validating_arguments, with_extra_arguments
+from megatron.compression.patches.checkpointing import (
+    around_checkpoint_state,
+    on_checkpoint_args,
+    on_checkpoint_read,
+)
+from megatron.compression.patches.data import use_shipped_helpers
+from megatron.compression.patches.distributed import (
+    on_gradient_sync,
+    on_parameter_sync,
+    on_replicated_gradient_sync,
+    on_tied_embedding_gradient_sync,
+)
+from megatron.compression.patches.optimizer import (
+    fuse_torch_adam,
+    make_torch_adam_resumable,
+    on_master_copy,
+)
+from megatron.compression.patches.pipeline import around_schedules, through_pipeline_exchange
+from megatron.compression.patches.rope import fill_rope_slot
+from megatron.compression.patches.symbols import PatchError, change_class, put, replace
+from megatron.compression.patches.training import (
+    around_evaluate,
+    around_model_building,
+    around_pretrain,
+    on_training_end,
+    on_training_log,
+)
+
+__all__ = [
+    "PatchError",
+    "after_validating_arguments",
+    "around_checkpoint_state",
+    "around_evaluate",
+    "around_model_building",
+    "around_pretrain",
+    "around_schedules",
+    "change_class",
+    "fill_rope_slot",
+    "fuse_torch_adam",
+    "make_torch_adam_resumable",
+    "on_checkpoint_args",
+    "on_checkpoint_read",
+    "on_gradient_sync",
+    "on_master_copy",
+    "on_parameter_sync",
+    "on_replicated_gradient_sync",
+    "on_tied_embedding_gradient_sync",
+    "on_training_end",
+    "on_training_log",
+    "put",
+    "replace",
+    "through_pipeline_exchange",
+    "use_shipped_helpers",
+    "with_extra_arguments",
+]

@@ -1,0 +1,156 @@
+"""The optimizer: its copy of the masters, and torch's Adam where Transformer Engine and apex are missing.
+
+Megatron expects the fused Adam of Transformer Engine or apex, whose step count lives in the parameter group.
+torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core's ``DistributedOptimizer`` trips
+over it in three places on the way back from a checkpoint:
+
+sharded_state_dict(is_loading=True)
+    asks for the step of an optimizer that has not stepped yet: an assertion fails.
+load_state_dict
+    hands every parameter the same step tensor: one iteration adds as many steps as there are parameters.
+_set_main_param_and_optimizer_states
+    looks for ``step`` in checkpoints that keep it elsewhere, and copies into a leaf that requires a gradient.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron.compression.patches.symbols import replace
+
+if TYPE_CHECKING:  # torch is not loaded with this module
+    import torch
+
+
+def on_master_copy(take: Callable[[Any], bool]) -> None:
+    """Call ``take(optimizer)`` where the distributed optimizer copies its masters over the weights.
+
+    Where it returns True, it has taken them and Megatron's own copy is left out. Why: a weight difference
+    needs the weights before the update, and that copy is where the owner's are overwritten. Not reached:
+    optimizers that write the weights themselves (precision-aware), FSDP, fp32 parameters.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def wrap(copy_main_params):
+        def wrapper(self):
+            if self.is_stub_optimizer or not take(self):
+                copy_main_params(self)
+
+        return wrapper
+
+    replace(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), wrap)
+
+
+def make_torch_adam_resumable() -> None:
+    """Resume ``DistributedOptimizer`` with torch's Adam bit for bit; see above.
+
+    Nothing is replaced where Transformer Engine or apex is installed.
+    """
+    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    if module.HAVE_APEX_OR_TE:
+        return
+    optimizer = module.DistributedOptimizer
+    replace(optimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading"), _primed_for_loading)
+    replace(optimizer, "load_state_dict", ("state_dict",), _with_own_steps)
+    states = "_set_main_param_and_optimizer_states"
+    replace(optimizer, states, ("model_param", "tensors"), _with_step_of_group)
+
+
+def _has_torch_adam(distributed_optimizer) -> bool:
+    import torch
+
+    return isinstance(distributed_optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def prime(optimizer: "torch.optim.Optimizer") -> None:
+    """Give each parameter the state that Adam has before its first step; keep what is there."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if not state:
+                place = param.device if group.get("fused") or group.get("capturable") else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+                state["exp_avg"] = torch.zeros_like(param.data)
+                state["exp_avg_sq"] = torch.zeros_like(param.data)
+
+
+def _primed_for_loading(original):
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+        if is_loading and _has_torch_adam(self):
+            prime(self.optimizer)
+        return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+
+    return sharded_state_dict
+
+
+def _with_own_steps(original):
+    def load_state_dict(self, state_dict):
+        import torch
+
+        with torch.no_grad():
+            result = original(self, state_dict)
+            if _has_torch_adam(self):
+                for state in self.optimizer.state.values():
+                    state["step"] = state["step"].clone()
+        return result
+
+    return load_state_dict
+
+
+def _with_step_of_group(original):
+    def _set_main_param_and_optimizer_states(self, model_param, tensors):
+        import torch
+
+        with torch.no_grad():
+            if _has_torch_adam(self):
+                group, order = self.model_param_group_index_map[model_param]
+                main_param = self.optimizer.param_groups[group]["params"][order]
+                # load_state_dict has set the step already, from the parameter group.
+                tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
+            return original(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def fuse_torch_adam() -> None:
+    """Have every Megatron optimizer ``fuse`` the one it is given.
+
+    Why: without Transformer Engine and apex, Megatron constructs ``torch.optim.AdamW`` with torch's defaults,
+    whose step reads and writes every tensor of the optimizer about twenty times. Fused, it is seven.
+    """
+    base = importlib.import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
+
+    def wrap(init):
+        def __init__(self, optimizer, *args, **kwargs):
+            fuse(optimizer)
+            init(self, optimizer, *args, **kwargs)
+
+        return __init__
+
+    replace(base, "__init__", ("optimizer",), wrap)
+
+
+def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:
+    """Let torch's own Adam or AdamW step with its fused kernel, if all its parameters are on CUDA devices.
+
+    To be called before the first step. Returns whether it does now.
+    """
+    import torch
+
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False  # subclasses step in their own way
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params or not all(param.is_cuda and param.is_floating_point() for param in params):
+        return False
+    for settings in (optimizer.defaults, *optimizer.param_groups):
+        settings.update(fused=True, foreach=None)
+    optimizer.register_load_state_dict_pre_hook(_keep_fused)
+    return True
+
+
+def _keep_fused(optimizer: "torch.optim.Optimizer", state_dict: dict) -> dict:
+    """A checkpoint of an unfused run does not undo it; torch places the steps by what the groups say."""
+    groups = [{**group, "fused": True, "foreach": None} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}

@@ -1,0 +1,91 @@
+"""Replaces a symbol of another package: checked, once, with a line in the log. Nothing else does it."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MARK = "_megatron_taco_patch"
+
+
+class PatchError(RuntimeError):
+    """The symbol to replace is not what this version of the project expects."""
+
+
+def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) -> None:
+    """Wrap the function ``owner.name``. Called again by the same patch, it wraps the original anew.
+
+    Args:
+        owner: module or class.
+        name: the function's attribute name.
+        parameters: parameters that the function must have; empty for functions written in C.
+        wrap: takes the original and returns the replacement.
+
+    Raises:
+        PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
+    """
+    where, patch = _where(owner, name), f"{wrap.__module__}.{wrap.__qualname__}"
+    original = getattr(owner, name, None)
+    if not callable(original):
+        raise PatchError(f"{where} does not exist in this version; install those of constraints.txt")
+    if (before := getattr(original, _MARK, patch)) != patch:
+        raise PatchError(f"{where} is replaced by {before} already; {patch} has to be part of that")
+    if hasattr(original, _MARK):
+        original = original.__wrapped__
+    missing = set(parameters) - set(inspect.signature(original).parameters) if parameters else ()
+    if missing:
+        raise PatchError(
+            f"{where} has no parameter {', '.join(sorted(missing))}; install the versions of constraints.txt"
+        )
+    replacement = functools.wraps(original)(wrap(original))
+    setattr(replacement, _MARK, patch)
+    setattr(owner, name, replacement)
+    logger.info("patch: %s", where)
+
+
+def put(owner: Any, name: str, value: Any, why: str) -> None:
+    """Set ``owner.name``, which exists, to ``value``.
+
+    Args:
+        owner: module or class.
+        name: the attribute.
+        value: a function, a class or a constant that does not need the one before.
+        why: the reason, for the log.
+
+    Raises:
+        PatchError: there is no such attribute.
+    """
+    if not hasattr(owner, name):
+        where = _where(owner, name)
+        raise PatchError(f"{where} does not exist in this version; install those of constraints.txt")
+    setattr(owner, name, value)
+    logger.debug("patch: %s: %s", _where(owner, name), why)
+
+
+def change_class(instance: Any, cls: type) -> None:
+    """Make ``instance`` one of ``cls``: a subclass of its class that adds methods alone, or the way back.
+
+    Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before they are
+    built.
+
+    Raises:
+        PatchError: the classes are not related so, or one of those between them has state of its own.
+    """
+    current = type(instance)
+    if cls is current:
+        return
+    lower, upper = (cls, current) if issubclass(cls, current) else (current, cls)
+    if not issubclass(lower, upper):
+        raise PatchError(f"{current.__name__} cannot become {cls.__name__}: neither is the other's subclass")
+    for between in set(lower.__mro__) - set(upper.__mro__):
+        if state := {"__init__", "__new__", "__slots__"} & set(vars(between)):
+            raise PatchError(f"{between.__name__} defines {state.pop()}: an instance cannot change class")
+    instance.__class__ = cls
+    logger.debug("patch: %s becomes %s.%s", current.__name__, cls.__module__, cls.__name__)
+
+
+def _where(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__module__', '') or ''}.{owner.__name__}.{name}".lstrip(".")

@@ -1,0 +1,146 @@
+"""Megatron's training loop: its beginning and end, each iteration's log line, evaluations."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.compression.patches.symbols import PatchError, put, replace
+
+
+def on_training_log(after: Callable[[int, dict], None]) -> None:
+    """Call ``after(iteration, loss_dict)`` behind each ``training_log``: once an iteration.
+
+    Why: our log line and TensorBoard scalars belong right behind Megatron's, and the loop calls the function
+    by name. Not reached: losses of iterations that were skipped.
+    """
+    from megatron.training import training
+
+    def wrap(training_log):
+        signature = inspect.signature(training_log)
+
+        def wrapper(*args, **kwargs):
+            result = training_log(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
+            after(bound["iteration"], bound["loss_dict"])
+            return result
+
+        return wrapper
+
+    replace(training, "training_log", ("loss_dict", "iteration"), wrap)
+
+
+def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
+    """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
+
+    Why: evaluation traffic is kept apart from the iterations', and the report shows the validation loss. Two
+    symbols, because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the
+    losses.
+    Not reached: callers that imported them by name (megatron.training has none).
+    """
+    from megatron.training import training
+
+    split = "valid"
+
+    def wrap_printing(evaluate_and_print_results):
+        def wrapper(prefix, *args, **kwargs):
+            nonlocal split
+            split = "test" if prefix.endswith("test set") else "valid"
+            return evaluate_and_print_results(prefix, *args, **kwargs)
+
+        return wrapper
+
+    def wrap(evaluate):
+        def wrapper(*args, **kwargs):
+            before(split)
+            losses = None
+            try:
+                result = evaluate(*args, **kwargs)
+                losses = result[0]
+            finally:
+                after(losses)
+            return result
+
+        return wrapper
+
+    replace(training, "evaluate_and_print_results", ("prefix",), wrap_printing)
+    replace(training, "evaluate", ("forward_step_func", "data_iterator", "model"), wrap)
+
+
+def around_pretrain(before: Callable[[Any, dict], None]) -> None:
+    """Call ``before(cfg_container, kwargs)`` at the start of ``pretrain``; kwargs holds its other arguments.
+
+    ``before`` may change kwargs, "model_provider" for example (None: Megatron builds from the config).
+    Why: an entrypoint of the user's own hands its models, data and forward step to this call and to nothing
+    else. Not reached: code that imported ``pretrain`` by name before the patch.
+    """
+    import megatron.training
+    from megatron.training import training
+
+    def wrap(pretrain):
+        signature = inspect.signature(pretrain)
+
+        def wrapper(*args, **kwargs):
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            container = arguments.pop("cfg_container")
+            before(container, arguments)
+            return pretrain(container, **arguments)
+
+        return wrapper
+
+    replace(training, "pretrain", ("cfg_container", "model_provider", "forward_step_func"), wrap)
+    put(megatron.training, "pretrain", training.pretrain, "the package holds the function by name")
+
+
+def around_model_building(before: Callable[[list], list], after: Callable[[list], list]) -> None:
+    """Call ``before([model])`` with each chunk that a model provider makes, and ``after(chunks)`` with those
+    that ``get_model`` has wrapped; both return the chunks.
+
+    Why: an entrypoint with a model provider has no model config whose hooks could be used. Not reached:
+    models built from a config.
+    """
+    from megatron.training import training
+
+    def wrap(get_model):
+        def wrapper(model_provider_func, *args, **kwargs):
+            def provider(*given, **named):
+                return before([model_provider_func(*given, **named)])[0]
+
+            return after(get_model(provider, *args, **kwargs))
+
+        return wrapper
+
+    replace(training, "get_model", ("model_provider_func",), wrap)
+
+
+_at_the_end: list[Callable[[], None]] = []
+
+
+def on_training_end(*after: Callable[[], None]) -> None:
+    """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit of ``train``.
+
+    Process groups still exist then, and a function that is given again is not called twice. Why: an early
+    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, behind which only Megatron's
+    own last call runs. Not reached: errors.
+
+    Raises:
+        PatchError: ``pretrain`` or ``train`` do not end with that call.
+    """
+    from megatron.training import one_logger_utils, training
+
+    for function in (training.pretrain, training.train):
+        if "finish" not in inspect.unwrap(function).__code__.co_names:
+            raise PatchError(
+                f"{function.__name__} does not call one_logger_utils.finish in this version; "
+                "install those of constraints.txt"
+            )
+    _at_the_end.extend(one for one in after if one not in _at_the_end)
+
+    def wrap(finish):
+        def wrapper():
+            finish()
+            while _at_the_end:
+                _at_the_end.pop(0)()
+
+        return wrapper
+
+    replace(one_logger_utils, "finish", (), wrap)

@@ -1,0 +1,26 @@
+"""Puts the exchange between pipeline stages into a run."""
+
+from functools import partial
+
+from megatron.compression import patches
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.pipeline_parallel.exchange import PipelineExchange
+
+
+def attach(policy: Policy, ledger: Ledger, probe: ErrorProbe) -> PipelineExchange:
+    """Have every schedule send through a ``PipelineExchange``, which only counts where nothing is compressed.
+
+    Args:
+        policy: decides for pp.forward and pp.backward.
+        ledger: counts them, and under pp.other the sum of tied embeddings' gradients.
+        probe: gets the relative error of a stage's payloads.
+    """
+    exchange = PipelineExchange(policy, ledger, probe)
+    patches.through_pipeline_exchange(exchange)
+    patches.around_schedules(lambda: None, exchange.finish)
+    patches.on_tied_embedding_gradient_sync(
+        partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
+    )
+    return exchange

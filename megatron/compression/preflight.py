@@ -1,0 +1,183 @@
+"""Checks that need no process group: versions, packages, the tokenizer, checkpoints, flags not served."""
+
+import importlib.util
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+
+from megatron.compression.errors import InputError, one_line_errors, require_extra
+from megatron.compression.versions import MEGATRON_CORE_SERIES
+
+
+def prepare() -> None:
+    """What an entrypoint calls first, before megatron.training is imported.
+
+    Checks the version of megatron-core, puts the CPU stand-ins in place where there is no CUDA, and makes
+    the repairs that every run needs. Ends the process with one line where the version does not fit.
+    """
+    with one_line_errors():
+        check_megatron_core(find_megatron_core())
+        from megatron import host
+        from megatron.compression import patches
+
+        host.install()
+        patches.use_shipped_helpers()
+        patches.make_torch_adam_resumable()
+        patches.fuse_torch_adam()
+
+
+def find_megatron_core() -> tuple[str, Path] | None:
+    """The version and the folder of the megatron-core that an import finds, wheel or checkout; None: none.
+
+    It is read from the file: importing megatron.core is too early here.
+    """
+    for folder in importlib.util.find_spec("megatron").submodule_search_locations:
+        info = Path(folder) / "core" / "package_info.py"
+        if info.is_file():
+            text = info.read_text()
+            parts = [re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")]
+            return ".".join(part[1] if part else "?" for part in parts), info.parent
+    return None
+
+
+def check_megatron_core(found: tuple[str, Path] | None) -> None:
+    """Require a megatron-core of the series: symbols of it are replaced by name.
+
+    Args:
+        found: what `find_megatron_core` returns.
+
+    Raises:
+        InputError: another series, or none.
+    """
+    if found is None or not found[0].startswith(f"{MEGATRON_CORE_SERIES}."):
+        there = f"{found[0]} is in {found[1]}" if found else "none is installed"
+        raise InputError(
+            f"megatron-core {MEGATRON_CORE_SERIES} is required, {there}: pip install "
+            f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on the path"
+        )
+
+
+def check_arguments(args: Namespace) -> None:
+    """Check what validated arguments name, before anything is built (`patches.after_validating_arguments`).
+
+    Raises:
+        InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there.
+    """
+    from megatron.compression.data_checks import check_datasets
+
+    check_transformer_engine(args.transformer_impl)
+    check_tokenizer(args)
+    check_checkpoints(args)
+    check_datasets(args)
+
+
+_FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+
+
+def check_tokenizer(args: Namespace) -> None:
+    """Check that the tokenizer is named and that its files are there.
+
+    Raises:
+        InputError: with the flag.
+    """
+    kind, model = args.tokenizer_type, args.tokenizer_model
+    if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
+        raise InputError(
+            "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: --vocab-file and "
+            "--merge-file), or --tokenizer-type NullTokenizer --vocab-size N for data made of numbers"
+        )
+    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
+        if path and not os.path.isfile(path):
+            raise InputError(f"{flag} {path}: no such file")
+    if kind in (*_FILE_TOKENIZERS, "HuggingFaceTokenizer"):
+        if not model:
+            raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
+        # Hugging Face's hub names models by owner/name; anything else is a path.
+        is_path = kind in _FILE_TOKENIZERS or model.startswith((".", "/", "~")) or model.count("/") > 1
+        if is_path and not os.path.exists(model):
+            raise InputError(f"--tokenizer-model {model}: no such file or folder")
+    if kind in _FILE_TOKENIZERS[:3]:
+        require_extra("sentencepiece", "tokenizers", f"--tokenizer-type {kind}")
+    elif kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
+        require_extra("transformers", "tokenizers", f"--tokenizer-type {kind}")
+
+
+def check_checkpoints(args: Namespace) -> None:
+    """Check the folder to load from, and what saving in the background needs.
+
+    Raises:
+        InputError: --load names a folder that is not there or is empty, without which Megatron would start
+            from random weights; nvidia_resiliency_ext is missing.
+    """
+    load = args.load
+    if load and load != args.save and not args.pretrained_checkpoint and "://" not in load:
+        if not os.path.isdir(load):
+            raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
+        if not os.listdir(load):
+            raise InputError(f"--load {load}: the folder is empty; name a run's --save folder, or drop it")
+    asynchronous = args.async_save and getattr(args, "async_strategy", "nvrx") == "nvrx"
+    if asynchronous and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise InputError(
+            "--async-save needs nvidia_resiliency_ext, which is not installed: pip install "
+            "nvidia-resiliency-ext, add --async-strategy mcore, or drop --async-save"
+        )
+
+
+def check_transformer_engine(transformer_impl: str) -> None:
+    """Raises: InputError where --transformer-impl asks for Transformer Engine and it is absent."""
+    if transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is None:
+        raise InputError(
+            f"--transformer-impl {transformer_impl} needs Transformer Engine, which is not installed: "
+            "install transformer_engine, or use --transformer-impl local"
+        )
+
+
+# What megatron-core's local layers would ignore, or end in a trace: argument -> (value without it, flag).
+_NEEDS_TRANSFORMER_ENGINE = {
+    "fp8": (None, "--fp8-format"),
+    "fp4": (None, "--fp4-format"),
+    "use_precision_aware_optimizer": (False, "--use-precision-aware-optimizer"),
+    "tp_comm_overlap": (False, "--tp-comm-overlap"),
+}
+
+
+def check_local_layers(args: Namespace) -> None:
+    """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
+    if args.transformer_impl != "local":
+        return
+    for name, (off, flag) in _NEEDS_TRANSFORMER_ENGINE.items():
+        if getattr(args, name, off) != off:
+            add = "--transformer-impl transformer_engine"
+            raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
+    backend = getattr(getattr(args, "attention_backend", None), "name", None)
+    if getattr(args, "context_parallel_size", 1) > 1 and backend == "local":
+        raise InputError(
+            "--context-parallel-size is not covered by --attention-backend local (megatron-core's unfused "
+            "attention): use --attention-backend auto"
+        )
+    recomputed = getattr(args, "recompute_modules", None) or ()
+    if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
+        raise InputError(
+            "--recompute-modules layernorm needs Transformer Engine, which is not installed: leave layernorm "
+            "out of it, or install transformer_engine"
+        )
+    predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
+    if predicts and importlib.util.find_spec("apex") is None:
+        raise InputError(
+            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one "
+            "of the two flags, install apex, or add --transformer-impl transformer_engine"
+        )
+
+
+def check_supported_data(args: Namespace) -> None:
+    """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
+    unsupported = {
+        "sft": "--sft (supervised fine-tuning data)",
+        "fim_data": "--fim-data (fill-in-the-middle data)",
+        "hybrid_context_parallel": "--hybrid-context-parallel",
+        "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    }
+    for name, what in unsupported.items():
+        if getattr(args, name, False):
+            raise InputError(f"{what} is not supported by this entrypoint: remove the flag")

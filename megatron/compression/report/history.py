@@ -1,0 +1,111 @@
+"""A run's history on disk: a row for each log interval and each evaluation."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from megatron.compression.errors import CompressionConfigError
+
+HISTORY_FILE = "history.jsonl"
+REPORT_FILE = "report.json"
+
+
+def check_report_directory(directory: str | None, resuming: bool, baseline: str | None = None) -> None:
+    """Make the report's folder, and refuse what would end a run later or mix two runs.
+
+    Args:
+        directory: --compression-report.
+        resuming: whether an earlier part of this run may be there.
+        baseline: --compression-report-baseline.
+
+    Raises:
+        CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
+            history; the baseline holds no report.
+    """
+    if baseline is not None:
+        if directory is None:
+            raise CompressionConfigError(
+                "--compression-report-baseline given, but no report is written; add --compression-report DIR"
+            )
+        if not (Path(baseline) / REPORT_FILE).is_file():
+            raise CompressionConfigError(
+                f"--compression-report-baseline {baseline} holds no {REPORT_FILE}; name the "
+                "--compression-report folder of a finished run"
+            )
+    if directory is None:
+        return
+    path = Path(directory)
+    if path.exists() and not path.is_dir():
+        raise CompressionConfigError(f"--compression-report {directory} is a file; name a folder")
+    if (path / HISTORY_FILE).exists() and not resuming:
+        raise CompressionConfigError(
+            f"--compression-report {directory} already holds a run's report; name another folder or remove it"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise CompressionConfigError(
+            f"--compression-report {directory} cannot be written ({error.strerror}); name another folder"
+        ) from error
+
+
+class History:
+    """Rows in memory until they are on disk: a disk that is full for a while loses none of them.
+
+    Args:
+        directory: where ``history.jsonl`` goes; None keeps nothing.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        self._pending: list[dict] = []
+
+    def append(self, row: dict) -> None:
+        """Add a row.
+
+        Raises:
+            OSError: it could not be written; it is kept, and written with the next one.
+        """
+        if self.directory is None:
+            return
+        self._pending.append(row)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / HISTORY_FILE
+        # A write that failed half-way leaves a line without its end, and so does a run that was killed.
+        whole = not path.exists() or path.stat().st_size == 0 or _last_byte(path) == b"\n"
+        text = "" if whole else "\n"
+        with open(path, "a") as file:
+            file.write(text + "".join(json.dumps(pending) + "\n" for pending in self._pending))
+        self._pending = []
+
+    def rows(self) -> list[dict]:
+        """Everything so far; see ``read_history``."""
+        on_disk = read_history(self.directory / HISTORY_FILE) if self.directory else []
+        return _last_of_each(on_disk + self._pending)
+
+
+def read_history(path: Path) -> list[dict]:
+    """The history's rows in order; where a resumed run repeated an iteration, its last row counts.
+
+    A line cut off in the middle is left out.
+    """
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return _last_of_each(rows)
+
+
+def _last_of_each(rows: list[dict]) -> list[dict]:
+    last = {(row["iteration"], row.get("split")): row for row in rows}
+    return sorted(last.values(), key=lambda row: row["iteration"])
+
+
+def _last_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read(1)

@@ -1,0 +1,129 @@
+"""Writes a run's report: report.json, report.md and its pictures."""
+
+import json
+from pathlib import Path
+
+from megatron.compression.communication.ledger import KINDS, TRAFFIC
+from megatron.compression.report.compare import MEMORY, compare, comparison_markdown, load_report
+from megatron.compression.report.history import REPORT_FILE
+from megatron.compression.report.memory import largest
+from megatron.compression.report.plots import draw_report
+from megatron.compression.report.summary import summarize, training_rows
+
+
+def write_report(report: dict, directory: Path, baseline: Path | None = None) -> list[str]:
+    """Write the report into ``directory``, replacing an earlier rendering of the same run.
+
+    Args:
+        report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
+            ``errors``, and ``memory_by_rank``.
+        directory: made if it does not exist.
+        baseline: another run's report folder.
+
+    Returns:
+        Lines for the log: what could not be done.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    report = {**report, "memory": largest(report.get("memory_by_rank", []))}
+    report["summary"] = summarize(report)
+    other, said = None, []
+    if baseline is not None:
+        try:
+            other = load_report(baseline)
+            report["baseline"] = {"directory": str(baseline), "comparison": compare(other, report)}
+        except (OSError, ValueError, KeyError) as error:
+            said.append(f"the report is not compared: {baseline / REPORT_FILE} cannot be read ({error})")
+    _replace(directory / REPORT_FILE, json.dumps(report, indent=1) + "\n")
+    pictures, why_none = draw_report(report, directory, other)
+    said += [why_none] if why_none else []
+    _replace(directory / "report.md", _markdown(report, other, pictures, why_none))
+    return said
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that what was there stays whole until this is."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _markdown(report: dict, baseline: dict | None, pictures: list[str], why_none: str | None) -> str:
+    summary = report["summary"]
+    lines = ["# Communication report", ""]
+    if baseline is not None:
+        where = report["baseline"]["directory"]
+        lines += [f"## Against {where}", "", *comparison_markdown(baseline, report), ""]
+    lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]
+    lines += _dimensions(summary) + _traffic(summary)
+    lines += ["## Time, memory, loss", "", *_figures(summary)]
+    if report["errors"]:
+        lines += ["", "## Error", "", "| site | traffic | relative L2 error | samples |", "|---|---|---|---|"]
+        for row in report["errors"]:
+            error = f"{row['relative_error']:.5f}"
+            lines.append(f"| {row['site']} | {row['traffic']} | {error} | {row['samples']} |")
+    lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
+    lines += ["", "## Words", "", *_words(report)]
+    lines += ["", "## Settings", "", "```json", json.dumps(report["settings"], indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+def _dimensions(summary: dict) -> list[str]:
+    lines = ["| dimension | sent (MB) | uncompressed (MB) | ratio | share of all |", "|---|---|---|---|---|"]
+    everything = summary["dimensions"].get("all", {}).get("sent", 0.0)
+    for name, row in summary["dimensions"].items():
+        lines.append(f"| {name} | {_bytes(row)} | {row['sent'] / everything:.1%} |")
+    return [*lines, ""]
+
+
+def _traffic(summary: dict) -> list[str]:
+    lines = ["| traffic | sent (MB) | uncompressed (MB) | ratio |", "|---|---|---|---|"]
+    for traffic, total in summary["bytes_per_iteration"].items():
+        lines.append(f"| {traffic} | {_bytes(total)} |")
+        if traffic in summary["bytes_between_nodes"]:
+            lines.append(f"| {traffic}, between nodes | {_bytes(summary['bytes_between_nodes'][traffic])} |")
+    return [*lines, ""]
+
+
+def _bytes(pair: dict[str, float]) -> str:
+    ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
+    return f"{pair['sent'] / 1e6:.3f} | {pair['uncompressed'] / 1e6:.3f} | {ratio}"
+
+
+def _figures(summary: dict) -> list[str]:
+    time = summary["milliseconds_per_iteration"]
+    lines = [f"Time of an iteration: {time:.1f} ms (median).", ""] if time is not None else []
+    for name, peak in summary["peak_memory_bytes"].items():
+        lines += [f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).", ""]
+    lines += ["| loss | first | last |", "|---|---|---|"]
+    lines.append(f"| training | {_cell(summary['first_loss'])} | {_cell(summary['last_loss'])} |")
+    first, last = summary["first_validation_loss"], summary["validation_loss"]
+    return [*lines, f"| validation | {_cell(first)} | {_cell(last)} |"]
+
+
+def _words(report: dict) -> list[str]:
+    """What the words of this report mean, and what is not counted."""
+    rows = training_rows(report)
+    traffic = {name for row in rows for name in row["bytes_per_iteration"]}
+    kinds = {kind for row in rows for by_kind in row["bytes_per_iteration"].values() for kind in by_kind}
+    lines = [
+        "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes over "
+        "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
+        "ratio: uncompressed / sent.",
+        "- training loss: the mean of a log interval. relative L2 error: |compressed - exact| / |exact| of a "
+        "site's sums or messages; samples: how often it was measured.",
+    ]
+    lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
+    lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]
+    probed = report["summary"]["probe_bytes_per_iteration"]
+    if probed:
+        lines.append(f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration.")
+    own = report.get("bytes_of_a_report", 0)
+    return [
+        *lines,
+        f"- Not counted: this report's own all-reduce ({own:,} bytes each log interval) and Megatron's "
+        "scalar reductions (logged loss, gradient norm, overflow checks).",
+    ]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6f}"

@@ -1,0 +1,258 @@
+"""Follows a run: makes the log line, scalars and history out of the ledger, and the report at the end."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
+from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.report.history import History
+from megatron.compression.report.log_line import MB, log_line, scalars
+from megatron.compression.report.markdown import write_report
+from megatron.compression.report.memory import peak_memory
+from megatron.compression.report.writers import Writers
+
+
+class Diagnostic(Protocol):
+    """What a method of compression wants to say at each log interval."""
+
+    def read(self) -> torch.Tensor:
+        """This rank's numbers since the last reading, float64 ``[n]``, the same n on all ranks; resets."""
+
+    def lines(self, reading: torch.Tensor) -> list[str]:
+        """Lines for the log, of a reading summed over all ranks (on the CPU)."""
+
+    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
+        """The same for the trackers and the report's history."""
+
+
+class Reporter:
+    """Called behind Megatron's ``training_log`` and around its ``evaluate``, on every rank.
+
+    Bytes are averages over all ranks: what one GPU sends in one iteration. What cannot be written (a full
+    disk, a folder that was removed, a tracker that is gone) is said once and never ends the run.
+
+    Args:
+        ledger, probe: what is reported.
+        log_interval: Megatron's ``--log-interval``.
+        settings: the run's settings, for the report (JSON-ready).
+        directory: the report's folder; None writes no report.
+        baseline: another run's report folder, to compare with.
+        train_iters: asked when a line is printed (``--train-samples`` leaves it open at the start).
+        writers: the run's trackers, asked when there is something to write.
+        small_hint: the flag and its value that leave small messages uncompressed, named once where some are.
+        diagnostics: of the methods in use.
+        clock: seconds spent in training iterations, read at log intervals; None takes the time without
+            evaluations.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        probe: ErrorProbe,
+        *,
+        log_interval: int,
+        settings: dict[str, Any],
+        directory: str | None,
+        baseline: str | None = None,
+        train_iters: Callable[[], int | None] | None = None,
+        writers: Callable[[], Writers] | None = None,
+        small_hint: str | None = None,
+        diagnostics: Sequence[Diagnostic] = (),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.ledger, self.probe = ledger, probe
+        self.log_interval = log_interval
+        self.settings = settings
+        self.directory = Path(directory) if directory else None
+        self.baseline = Path(baseline) if baseline else None
+        self.train_iters = train_iters or (lambda: None)
+        self.writers = writers or Writers
+        self.small_hint = small_hint
+        self.diagnostics = diagnostics
+        self.clock = clock or self._seconds
+        self.history = History(self.directory)
+        self._seconds_evaluating = 0.0
+        self._evaluation_began = 0.0
+        self._logged_seconds = self.clock()
+        self._logged_totals = _flat_totals(ledger)
+        self._iterations_since_log = 0
+        self._losses: dict[str, torch.Tensor] = {}
+        self._losses_since_log = 0
+        self._last_iteration = 0
+        self._bytes_of_reports = 0
+        self._split = "valid"
+        self._said: set[str] = set()
+
+    def on_training_log(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
+        """Count one iteration; at the log interval, print and store what was sent since the last one.
+
+        Args:
+            iteration: one-based.
+            losses: of this iteration on the last pipeline stage; empty elsewhere and where it was skipped.
+        """
+        self._iterations_since_log += 1
+        self._last_iteration = iteration
+        if losses:
+            self._losses_since_log += 1
+            for name, value in losses.items():  # fp32 sums, as Megatron's own line has them
+                self._losses[name] = self._losses.get(name, 0.0) + value.detach().float()
+        if iteration % self.log_interval:
+            return
+        milliseconds = self._milliseconds_per_iteration()
+        per_iteration, between_nodes, readings = self._reduce()
+        mean_losses = {name: float(total) / self._losses_since_log for name, total in self._losses.items()}
+        self._losses, self._losses_since_log, self._iterations_since_log = {}, 0, 0
+        if not _is_last_rank():
+            return
+        print(log_line(iteration, self.train_iters(), per_iteration, between_nodes), flush=True)
+        self._say_what_stays_uncompressed(per_iteration)
+        diagnosed: dict[str, float] = {}
+        for diagnostic, reading in zip(self.diagnostics, readings, strict=True):
+            for line in diagnostic.lines(reading):
+                print(f" compression: {line}", flush=True)
+            diagnosed |= diagnostic.scalars(reading)
+        self._guarded(
+            "writing scalars", lambda: self.writers().write(scalars(per_iteration) | diagnosed, iteration)
+        )
+        row = {
+            "iteration": iteration,
+            "losses": mean_losses,
+            "milliseconds_per_iteration": milliseconds,
+            "bytes_per_iteration": per_iteration,
+        }
+        row |= {"bytes_between_nodes": between_nodes} if between_nodes else {}
+        self._append(row | diagnosed)
+
+    def before_evaluate(self, split: str) -> None:
+        """Keep the traffic and the time of an evaluation apart."""
+        self._split = split
+        self.ledger.evaluating = True
+        self._evaluation_began = time.perf_counter()
+
+    def after_evaluate(self, losses: dict[str, torch.Tensor] | None) -> None:
+        """Store an evaluation's losses."""
+        self.ledger.evaluating = False
+        self._seconds_evaluating += time.perf_counter() - self._evaluation_began
+        if losses and _is_last_rank():
+            values = {name: float(value) for name, value in losses.items()}
+            self._append({"iteration": self._last_iteration, "split": self._split, "losses": values})
+
+    def finish(self) -> None:
+        """Gather every rank's ledger, probe and memory on the last rank and write the report there."""
+        if self.directory is None:
+            return
+        world, last = dist.get_world_size(), dist.get_world_size() - 1
+        own = {"ledger": self.ledger.rows(), "errors": self.probe.rows(), "memory": peak_memory()}
+        gathered = [None] * world if dist.get_rank() == last else None
+        dist.gather_object(own, gathered, dst=last)
+        if gathered is not None:
+            self._guarded("writing the report", lambda: self._write(gathered))
+
+    def _write(self, gathered: list[dict]) -> None:
+        report = {
+            "settings": self.settings,
+            "world_size": len(gathered),
+            "history": self.history.rows(),
+            "ledger_by_rank": [part["ledger"] for part in gathered],
+            "errors": _mean_errors([row for part in gathered for row in part["errors"]]),
+            "memory_by_rank": [part["memory"] for part in gathered],
+            "bytes_of_a_report": self._bytes_of_reports,
+        }
+        for line in write_report(report, self.directory, self.baseline):
+            print(f" compression: {line}", flush=True)
+
+    def _reduce(self) -> tuple[dict, dict, list[torch.Tensor]]:
+        """Everything that ranks sum at a log interval, in one all-reduce.
+
+        Returns:
+            Bytes an iteration by traffic and kind; by traffic, what of them is known to have crossed nodes;
+            the diagnostics' readings.
+        """
+        totals = _flat_totals(self.ledger)
+        difference = [now - before for now, before in zip(totals, self._logged_totals, strict=True)]
+        readings = [diagnostic.read().to("cpu", torch.float64) for diagnostic in self.diagnostics]
+        parts = [torch.tensor(difference, dtype=torch.float64), *readings]
+        summed = torch.cat(parts).to(_reduction_device())
+        dist.all_reduce(summed)
+        self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
+        difference, *readings = summed.cpu().split([part.numel() for part in parts])
+        values = difference / dist.get_world_size() / max(1, self._iterations_since_log)
+        self._logged_totals = totals
+        return *_by_name(iter(values.view(-1, 2).tolist())), readings
+
+    def _milliseconds_per_iteration(self) -> float:
+        seconds = self.clock()
+        passed, self._logged_seconds = seconds - self._logged_seconds, seconds
+        return 1000 * passed / self._iterations_since_log
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._seconds_evaluating
+
+    def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
+        small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
+        if small and self.small_hint:
+            self._say_once(
+                "small",
+                f"{small / MB:.3f} MB per iteration and GPU are in tensors under {self.small_hint} and go "
+                "uncompressed",
+            )
+
+    def _append(self, row: dict) -> None:
+        self._guarded("writing the report's history", lambda: self.history.append(row))
+
+    def _guarded(self, what: str, action: Callable[[], None]) -> None:
+        """Do something that a run can do without; a failure is said once."""
+        try:
+            action()
+        except Exception as error:  # a tracker raises what it likes
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
+            self._say_once(what, f"{what} failed ({reason}); training goes on without it")
+
+    def _say_once(self, topic: str, line: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            print(f" compression: {line}", flush=True)
+
+
+def _is_last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _reduction_device() -> torch.device:
+    """Where tensors live that all ranks reduce."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _flat_totals(ledger: Ledger) -> list[int]:
+    """Sent and plain bytes in turn: by traffic and kind, then by traffic what crossed nodes."""
+    totals, between = ledger.totals(), ledger.between_nodes()
+    kinds = [value for traffic in TRAFFIC for kind in KINDS for value in totals[traffic][kind]]
+    return kinds + [value for traffic in TRAFFIC for value in between[traffic]]
+
+
+def _by_name(pairs: Iterator[list[float]]) -> tuple[dict, dict]:
+    """The reverse of ``_flat_totals``; what is zero is left out."""
+    result = {}
+    for traffic in TRAFFIC:
+        kinds = {kind: dict(zip(("sent", "plain"), next(pairs), strict=True)) for kind in KINDS}
+        if used := {kind: pair for kind, pair in kinds.items() if any(pair.values())}:
+            result[traffic] = used
+    between = {traffic: dict(zip(("sent", "plain"), next(pairs), strict=True)) for traffic in TRAFFIC}
+    return result, {traffic: pair for traffic, pair in between.items() if pair["plain"]}
+
+
+def _mean_errors(rows: list[dict]) -> list[dict]:
+    """One row a site and traffic class: the mean over the ranks that have it."""
+    merged: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        merged.setdefault((row["site"], row["traffic"]), []).append(row)
+    return [
+        {**same[0], "relative_error": sum(row["relative_error"] for row in same) / len(same)}
+        for same in merged.values()
+    ]

@@ -1,0 +1,179 @@
+"""Puts compression into a training run: config, hooks, patches, report. Two lines of an entrypoint's:
+
+    args = parse_and_validate_args(extra_args_provider=compression.add_arguments)
+    compression.enable(args, model_config)
+
+``attach`` is for loops without megatron.training; see attach.py.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from functools import partial
+
+from megatron.training import print_rank_0
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron import host
+from megatron.compression import flags, patches, preflight, shared_gpus
+from megatron.compression.attach import Compression
+from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
+from megatron.compression.communication.audit import BackendAudit
+from megatron.compression.config import changed_settings
+from megatron.compression.errors import OneLineParser
+from megatron.compression.extensions import missing_extension_overrides
+from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
+from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
+from megatron.compression.torch_native.block import block_spec
+from megatron.compression.torch_native.spec import CompressedSpecProvider, dense_layer_spec, is_dense_local
+
+STATE = "megatron_taco"
+"""Under this key a checkpoint holds the config, and what the error bound has decided."""
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags to Megatron's parser (an ``extra_args_provider``).
+
+    What the machine lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
+    validated, each change said in a line.
+    """
+    patches.change_class(parser, OneLineParser)
+    parser = flags.add_flags(add_native_defaults(parser))
+    parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
+    parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
+    patches.after_validating_arguments(
+        preflight.check_supported_data, preflight.check_arguments, adapt_arguments
+    )
+    return parser
+
+
+def adapt_arguments(args: Namespace) -> None:
+    """Change in ``args`` what this machine cannot do as asked, and say so. Idempotent."""
+    lines = host.cpu_argument_overrides(args) if host.is_active() else []
+    lines += shared_gpus.share_gpus_if_asked(args)
+    preflight.check_local_layers(args)
+    lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
+    for line in lines:
+        print_rank_0(line)
+
+
+def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compression:
+    """Hook compression and the byte ledger into the run that ``args`` describe. Call it before ``pretrain``.
+
+    Without a compression flag the hooks only count.
+
+    Args:
+        args: Megatron's validated flags, ours among them.
+        model_config: the model that Megatron is to build; None where ``pretrain`` gets a model provider.
+
+    Returns:
+        What was put into the run.
+
+    Raises:
+        CompressionConfigError: a setting that cannot be honoured.
+    """
+    config = flags.resolve(args)
+    check_report_directory(config.report, resuming=args.load is not None)
+    patches.use_shipped_helpers()
+    patches.make_torch_adam_resumable()
+    patches.fuse_torch_adam()
+    compression = Compression(
+        config,
+        iteration=partial(current_iteration, args),
+        train_iters=flags.train_iterations(args),
+        say=print_rank_0,
+    )
+    if config.report:
+        compression.run.probe.interval = args.log_interval
+    if model_config is None:
+        patches.around_model_building(compression.attach_model, compression.attach_wrapped)
+    else:
+        if getattr(model_config, "transformer_layer_spec", "") is None:
+            model_config.transformer_layer_spec = gpt_layer_spec
+        model_config.pre_wrap_hooks.append(compression.attach_model)
+        model_config.post_wrap_hooks.append(compression.attach_wrapped)
+    small = config.tensor_parallel.min_mb
+    reporter = Reporter(
+        compression.run.ledger,
+        compression.run.probe,
+        log_interval=args.log_interval,
+        settings={"compression": config.asdict(), "megatron": _megatron_settings(args)},
+        directory=config.report,
+        baseline=config.report_baseline,
+        train_iters=lambda: args.train_iters,
+        writers=megatron_writers,
+        small_hint=f"--tp-compression-min-mb {small:g}" if config.tensor_parallel.enabled else None,
+        diagnostics=compression.gradients.diagnostics,
+        clock=megatron_seconds,
+    )
+    _follow(args, compression, reporter)
+    if model_config is not None and not is_dense_local(model_config.transformer):
+        print_rank_0("compression: not a dense local GPT: its tensor-parallel traffic is not counted")
+    for line in config.describe(args):
+        print_rank_0(f"compression: {line}")
+    return compression
+
+
+def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> None:
+    """Call the parts of a run where Megatron's loop comes by."""
+    config = compression.config
+    audit = BackendAudit()
+    audit.start()
+
+    def on_training_log(iteration: int, losses: dict) -> None:
+        for line in audit.finish(compression.run.ledger):
+            print_rank_0(f"compression: {line}")
+        reporter.on_training_log(iteration, losses)
+        compression.on_training_log(iteration, args.log_interval)
+
+    patches.on_training_log(on_training_log)
+    patches.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+    patches.on_training_end(reporter.finish)
+
+    def add_state(state_dict: dict, is_loading: bool) -> None:
+        if not is_loading:
+            state_dict[STATE] = {"config": config.asdict(), **compression.state()}
+        if "optimizer" in state_dict:
+            compression.gradients.add_state(state_dict, is_loading, args)
+
+    def on_resume(state_dict: dict | None, path: str | None) -> None:
+        saved = (state_dict or {}).get(STATE)
+        if saved and not args.finetune:
+            if changed := changed_settings(saved["config"], config.asdict()):
+                print_rank_0(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
+            compression.load_state(saved)
+
+    patches.around_checkpoint_state(add_state)
+    patches.on_checkpoint_args(partial(check_checkpoint, args=args))
+    patches.on_checkpoint_read(
+        OtherWeights(args, print_rank_0).on_checkpoint_read,
+        on_resume,
+        partial(compression.gradients.state_read, args=args),
+    )
+
+
+def current_iteration(args: Namespace) -> int:
+    """Zero-based; known before the first message. A run that only evaluates sets args.iteration alone."""
+    return max(getattr(args, "curr_iteration", 0), getattr(args, "iteration", 0))
+
+
+def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
+    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
+
+    Dense layers of ``--transformer-impl local`` are built with our layers. Everything else (Transformer
+    Engine, mixture of experts, latent attention, heterogeneous blocks) is megatron-core's own choice.
+    """
+    transformer = model_config.transformer
+    if not is_dense_local(transformer):
+        return default_layer_spec(model_config, vp_stage)
+    return block_spec(transformer, dense_layer_spec(transformer, CompressedSpecProvider()), vp_stage)
+
+
+def _megatron_settings(args: Namespace) -> dict:
+    """Megatron's own arguments as JSON-ready values, without those of this machine and moment."""
+    kept = (bool, int, float, str, type(None))
+    ours = vars(flags.add_flags(ArgumentParser()).parse_args([]))
+    return {
+        name: value if isinstance(value, kept) else str(value)
+        for name, value in sorted(vars(args).items())
+        if name not in ours and not name.startswith("_") and name != "rank"
+    }

@@ -1,0 +1,112 @@
+"""TAGC's settings."""
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron.compression.codecs import register_gradient_compressor
+from megatron.compression.data_parallel.compressor import (
+    Diagnostic,
+    GradientBucket,
+    GradientCompressor,
+    GradientSync,
+    NewFeedback,
+)
+from megatron.compression.tagc.layers import parse_layers
+from megatron.compression.tagc.monitor import TagcMonitor
+from megatron.compression.tagc.parts import PartSettings
+from megatron.compression.tagc.sync import TagcGradientSync
+from taco_kernels.count_sketch import EXACT_LOAD, SketchConfig
+
+DENSEST, SPARSEST = 0.5, 0.98
+"""Sparsities between which the sketch is smaller than the gradients and larger than its index."""
+WARMUP_SHARE, LONGEST_WARMUP = 0.2, 1000
+"""Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the paper."""
+BITS = {"packed": (8, 16, 32), "sketch": (16, 32)}
+"""By wire."""
+
+
+@register_gradient_compressor("tagc")
+@dataclass(frozen=True)
+class Tagc(GradientCompressor):
+    """TAGC (arXiv 2504.05638): the largest gradients only; the others wait in error feedback."""
+
+    sparsity: float = 0.8
+    """Share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest."""
+
+    wire: str = "packed"
+    """How the values travel: packed = end to end with a bitmap, exact at any density and a third of the
+    sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
+
+    layers: str = "mlp+embedding"
+    """Weight matrices whose gradients are compressed: mlp, embedding (with the output layer), attention,
+    joined by +, or all. The others go uncompressed, and so do biases and norms."""
+
+    bits: int = 16
+    """Bits of a packed value (8, 16, 32) or of a cell of the sketch (16, 32): precision of what is sent,
+    counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback keeps the
+    rest."""
+
+    ratio: float | None = None
+    """Gradient values a cell of the sketch; by default what the union of the ranks' choices needs to be
+    recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks agree on
+    sending fewer values, as many as their union has room for."""
+
+    monitor: TagcMonitor = field(default_factory=TagcMonitor, init=False, repr=False, compare=False)
+    """Of all buckets."""
+
+    default_error_feedback = "fp32"
+
+    def __post_init__(self) -> None:
+        if not DENSEST <= self.sparsity <= SPARSEST:
+            raise ValueError(
+                f"sparsity={self.sparsity} must lie in [{DENSEST}, {SPARSEST}]: denser gradients are larger as "
+                "a sketch than as they are, sparser ones are nearly all index"
+            )
+        if self.wire not in BITS:
+            raise ValueError(f"wire={self.wire} must be packed or sketch")
+        if self.bits not in BITS[self.wire]:
+            allowed = ", ".join(map(str, BITS[self.wire]))
+            raise ValueError(f"bits={self.bits} must be {allowed} with wire={self.wire}")
+        if self.ratio is not None and self.wire != "sketch":
+            raise ValueError(
+                "ratio belongs to the sketch, and wire=packed has none; add wire=sketch, or drop it"
+            )
+        if self.ratio is not None and not 1 <= self.ratio <= 64:
+            raise ValueError(f"ratio={self.ratio} must lie in [1, 64] values a cell")
+        parse_layers(self.layers)
+
+    def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
+        """See ``GradientCompressor.build``."""
+        sketch = self.sketch(bucket) if self.wire == "sketch" else SketchConfig()
+        settings = PartSettings(1 - self.sparsity, parse_layers(self.layers), self.wire, sketch, self.bits)
+        return TagcGradientSync(bucket, settings, feedback, self.monitor)
+
+    def default_start_iteration(self, train_iters: int | None) -> int:
+        """A fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""
+        return min(int(WARMUP_SHARE * (train_iters or 0)), LONGEST_WARMUP)
+
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """See ``GradientCompressor.diagnostics``."""
+        return (self.monitor,)
+
+    def sketch(self, bucket: GradientBucket) -> SketchConfig:
+        """With room for the union of the ranks' choices, were they independent; said once."""
+        ranks = bucket.topology.world_size
+        union = 1 - self.sparsity**ranks
+        sketch = SketchConfig(self.ratio or EXACT_LOAD / union, cell_bits=self.bits)
+        bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
+        if self.monitor.first_bucket() and dist.get_rank() == 0:
+            line = f" compression: tagc: sketches of {ranks} ranks, {sketch.ratio:.2f} values a cell"
+            line += f", {bits:.2f} bits a value"
+            if bits >= own:
+                line += f", which is more than the {own} of a gradient: take wire=packed, or raise sparsity "
+                line += "or ratio"
+            print(line, flush=True)
+        return sketch
+
+    def describe(self) -> str:
+        """See ``GradientCompressor.describe``."""
+        line = f"each rank leaves out {self.sparsity:g} of its gradients of "
+        line += f"{' and '.join(sorted(parse_layers(self.layers)))}; the others travel "
+        return line + ("as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")

@@ -1,0 +1,186 @@
+"""Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.compression import patches
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import CommSite, layer_name, site_name
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from megatron.compression.tensor_parallel.layers import (
+    CompressedColumnParallelLinear,
+    CompressedLanguageModelEmbedding,
+    CompressedRowParallelLinear,
+    CompressedVocabParallelEmbedding,
+)
+from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.torch_native.attention import SDPACoreAttention
+
+# Models name some of these classes themselves, outside the layer spec, and another entrypoint's spec names
+# megatron-core's: they change class after building. The subclasses add no state. Beside each, the methods
+# that it replaces.
+_CLASSES = {
+    VocabParallelEmbedding: (CompressedVocabParallelEmbedding, ("forward",)),
+    ColumnParallelLinear: (CompressedColumnParallelLinear, ("_forward_impl",)),
+    RowParallelLinear: (CompressedRowParallelLinear, ("forward",)),
+    LanguageModelEmbedding: (CompressedLanguageModelEmbedding, ("forward",)),
+    SelfAttention: (CompressedSelfAttention, ("get_query_key_value_tensors",)),
+}
+
+
+def attach(
+    model: list[torch.nn.Module], config: TensorParallelConfig, run: Run, say: Callable[[str], None] = print
+) -> list[torch.nn.Module]:
+    """Give each tensor-parallel layer of each model chunk its site.
+
+    Args:
+        model: the chunks of this pipeline stage, before they are wrapped.
+        config: what is compressed.
+        run: what the sites share.
+        say: prints a line once.
+
+    Returns:
+        The same chunks. (Collective over all ranks of the job where compression is on.)
+
+    Raises:
+        CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
+    """
+    for chunk in model:
+        _attach_chunk(chunk, config, run)
+    if config.enabled:
+        groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
+        for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
+            say(f"compression: {line}")
+        if config.chunks > 1 and not all(run.transports.transport(group).overlaps for group in groups):
+            say(
+                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides "
+                "none: over symmetric memory a collective fills the device; drop it"
+            )
+    return model
+
+
+def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
+    """The sites of a chunk's layers."""
+    for module in chunk.modules():
+        if isinstance(getattr(module, "site", None), CommSite):
+            yield module.site
+
+
+def _attach_chunk(chunk: torch.nn.Module, config: TensorParallelConfig, run: Run) -> None:
+    layer_numbers = {
+        path: module.layer_number
+        for path, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+    for path, module in chunk.named_modules():
+        base = next((base for base in _CLASSES if isinstance(module, base)), None)
+        if base is None or not _communicates(module):
+            continue
+        reason = _why_not_covered(module)
+        compressed = None if reason else _compressed_class(type(module), base)
+        if compressed is None:
+            reason = reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own"
+            if config.enabled:
+                raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
+            continue  # not counted: the audit of the first iteration says so
+        if type(module) is not compressed:
+            patches.change_class(module, compressed)
+        layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
+        number = layer_numbers.get(layer)
+        module.site = CommSite(site_name(path, number), module.tp_group, run, layer_name(path, number))
+        module.chunks = config.chunks
+    for module in chunk.modules():
+        _share_handover(module)
+        if isinstance(module, SDPACoreAttention):
+            module.on_exchange = partial(_count_context, run.ledger)
+    chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger), with_kwargs=True)
+
+
+@cache
+def _compressed_class(cls: type, base: type) -> type | None:
+    """The class that compresses what ``cls``, a subclass of megatron-core's ``base``, sends; None where the
+    subclass does otherwise what ours would replace."""
+    ours, replaced = _CLASSES[base]
+    if issubclass(cls, ours):
+        return cls
+    if cls is base:
+        return ours
+    if any(getattr(cls, name) is not getattr(base, name) for name in replaced):
+        return None
+    return type(f"Compressed{cls.__name__}", (ours, cls), {"__module__": cls.__module__})
+
+
+def _count_context(ledger: Ledger, traffic: str, operation: str, nbytes: int, ranks: int) -> None:
+    ledger.record_uncompressed(traffic, "exact", operation, nbytes, ranks)
+
+
+def _share_handover(module: torch.nn.Module) -> None:
+    """Pair a column-parallel layer with the row-parallel one that takes its output."""
+    for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
+        column, row = getattr(module, first, None), getattr(module, second, None)
+        if getattr(column, "site", None) is not None and getattr(row, "site", None) is not None:
+            column.handover = row.handover = Handover(row)
+
+
+def _communicates(module: torch.nn.Module) -> bool:
+    ranks = module.tp_group.size()
+    if isinstance(module, SelfAttention):
+        return module.config.num_query_groups < ranks  # else its linear layers do all of it
+    return ranks > 1
+
+
+def _why_not_covered(module: torch.nn.Module) -> str | None:
+    if getattr(module, "explicit_expert_comm", False):
+        return "it is an expert of a mixture; drop --num-experts"
+    if getattr(module, "gtp_remat_size", 1) > 1:
+        return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
+    if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
+        return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
+    if isinstance(module, SelfAttention) and module.config.attention_output_gate:
+        return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
+    if getattr(module, "gather_output", False):
+        return "it gathers its output, which is not covered"
+    if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
+        return "it scatters its input; only parallel input is covered"
+    return None
+
+
+class _BatchTraffic:
+    """Counts what a model chunk's inputs and its loss cost, exact by design, as tp.other.
+
+    Tensor-parallel rank 0 broadcasts the batch to its group. The vocabulary-parallel cross entropy has three
+    fp32 all-reduces of one value a token (maximum, target logit, sum of exponentials).
+    """
+
+    reductions = 3
+
+    def __init__(self, chunk: torch.nn.Module, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
+        self.context_ranks = getattr(chunk.config, "context_parallel_size", 1)
+
+    def __call__(self, module, args, kwargs, output) -> None:
+        ranks = 1 if self.group is None else self.group.size()
+        labels, last = kwargs.get("labels"), getattr(module, "post_process", True)
+        if ranks == 1 or (last and labels is None):  # no training: generation has no batch either
+            return
+        if self.group.rank() == 0:
+            inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            sent = sum(one.nbytes for one in inputs) * self.context_ranks  # each rank keeps its part of it
+            self.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, ranks)
+        if labels is not None and last:
+            for _ in range(self.reductions):
+                self.ledger.record_uncompressed("tp.other", "exact", "all_reduce", 4 * labels.numel(), ranks)

@@ -1,0 +1,122 @@
+"""Triton launches up to the last step, without a GPU: what the launcher's C function would be given."""
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.driver import driver
+
+from taco_kernels.common import fast_launch
+
+FAST = (None, None, None)
+
+
+class Record(NamedTuple):
+    """One launch."""
+
+    grid: tuple[int, int, int]
+    stream: int
+    function: int
+    """Another number for each compiled kernel."""
+    options: tuple
+    """Cooperative, dependent, both scratch memories, metadata."""
+    hooks: tuple
+    """FAST for launches that Triton had no part in."""
+    arguments: tuple
+    """Tensors as addresses."""
+
+
+class Recorder(CudaLauncher):
+    """A launcher whose C function writes down what it is called with."""
+
+    num_ctas = 1
+    global_scratch_size = profile_scratch_size = 0
+    global_scratch_align = profile_scratch_align = 1
+    launch_cooperative_grid = launch_pdl = False
+
+    def __init__(self, records: list[Record]) -> None:
+        def launch(*args) -> None:
+            values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
+            records.append(Record(args[:3], args[3], args[4], args[5:10], args[10:13], tuple(values)))
+            for hook, when in ((args[11], "enter"), (args[12], "exit")):
+                if hook is not None:
+                    hook((when, args[10]))
+
+        self.launch = launch
+
+
+class Device:
+    """Triton's driver for machine-independent launches: the current device and stream are set by the test."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.number, self.stream, self._functions = 0, 700, count(1)
+        self.launcher_cls = lambda src, metadata: Recorder(records)
+        self.utils = types.SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda *args: (object(), next(self._functions), 32, 0, 1024),
+        )
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class NotCompiled:
+    """A CompiledKernel of nothing, for tests in which only the choice of a kernel matters."""
+
+    name = "not compiled"
+    launch_metadata = triton.compiler.CompiledKernel.launch_metadata
+
+    def __init__(self, src, options: dict, device: Device) -> None:
+        self.src, self.metadata = src, types.SimpleNamespace(**options)
+        self.packed_metadata = (options["num_warps"], 1, 0)
+        self.run = device.launcher_cls(src, self.metadata)
+        self.function = device.utils.load_binary()[1]
+
+    def _init_handles(self) -> None:
+        pass
+
+
+@contextmanager
+def recorded_launches(*kernels, compiled: bool = False) -> Iterator[tuple[list[Record], Device]]:
+    """The launches of ``kernels`` within it, and the device they believe to be on.
+
+    Args:
+        compiled: compile them for sm_90, which takes seconds for a large one.
+    """
+    records: list[Record] = []
+    device, before = Device(records), driver._active
+    compiling = mock.patch.object(
+        triton.compiler,
+        "compile",
+        triton.compiler.compile
+        if compiled
+        else lambda src, target=None, options=None: NotCompiled(src, options, device),
+    )
+    caches = [kernel.device_caches for kernel in kernels]
+    with (
+        compiling,
+        mock.patch.object(fast_launch, "_current_device", device.get_current_device),
+        mock.patch.object(fast_launch, "_current_stream", device.get_current_stream),
+    ):
+        driver.set_active(device)
+        for kernel in kernels:
+            kernel.device_caches = type(kernel.device_caches)(kernel.create_binder)
+        try:
+            yield records, device
+        finally:
+            driver._active = before
+            for kernel, cache in zip(kernels, caches, strict=True):
+                kernel.device_caches = cache

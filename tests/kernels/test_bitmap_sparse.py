@@ -1,0 +1,206 @@
+"""Packed sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.tagc_parts import PackedPart, Sum, TagcSettings
+from taco_kernels import bitmap_sparse as packed
+from taco_kernels.count_sketch import SketchConfig
+from taco_kernels.count_sketch.selection import share_threshold
+from tests.kernels.interpreter import output_interpreted, speed_up
+
+
+def gradients(senders: int, numel: int) -> torch.Tensor:
+    """fp32[W, numel] over six decades."""
+    g = torch.Generator().manual_seed(numel)
+    return torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("senders", [1, 3, 16])
+def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
+    """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
+    for numel in (1, 1023, 50_001):
+        layout = packed.BitmapLayout(numel, 0.2, bits)
+        x = gradients(senders, numel)
+        rest = x.clone()
+        wires = packed.encode(rest, share_threshold(x, layout.share), layout, rest)
+        sent = x - rest
+        assert wires.shape == (senders, layout.wire_bytes)
+        count = (sent != 0).sum(1)
+        assert (count <= layout.capacity).all() and (
+            numel < 50_000 or (count > 0.19 * numel * (bits > 8)).all()
+        )
+        if bits == 32:
+            assert torch.equal(torch.where(rest == 0, x, 0.0), sent)
+        else:
+            error = float((rest - torch.where(sent == 0, x, 0.0)).norm() / sent.norm())
+            assert error < (1e-3 if bits == 16 else 0.1)
+        total = sent[0].clone()
+        for row in sent[1:]:
+            total += row
+        assert torch.equal(packed.decode_sum(wires, layout), total)
+
+
+def test_what_does_not_fit_is_not_lost() -> None:
+    layout = packed.BitmapLayout(10_000, 0.05)
+    x = gradients(2, 10_000)
+    rest = torch.empty_like(x)
+    wires = packed.encode(x, torch.zeros(2), layout, rest)
+    sent = x - rest
+    assert (sent != 0).sum(1).tolist() == [layout.capacity] * 2
+    assert torch.equal(packed.decode_sum(wires, layout), sent[0] + sent[1])
+    assert torch.equal(rest[:, 2000:], x[:, 2000:]), "the first values are sent"
+
+
+def test_non_finite_values_show_in_their_row() -> None:
+    layout = packed.BitmapLayout(5_000, 0.3)
+    x = gradients(3, 5_000)
+    for value in (float("nan"), float("inf")):
+        x[1, 1500] = value
+        total = packed.decode_sum(packed.encode(x, torch.ones(3), layout), layout)
+        assert total[1024:2048].isnan().all() and total[:1024].isfinite().all()
+        assert total[2048:].isfinite().all()
+
+
+def test_bytes() -> None:
+    layout = packed.BitmapLayout(10_000_000, 0.2)
+    bits = 0.2 * 16 + 1 + 32 / 4096 + 8 / 1024
+    assert 8 * layout.wire_bytes / layout.numel == pytest.approx(bits, abs=0.001)
+    with pytest.raises(ValueError, match="share"):
+        packed.BitmapLayout(10, 0.0)
+    with pytest.raises(ValueError, match="x is"):
+        packed.encode(torch.zeros(1, 9), torch.zeros(1), packed.BitmapLayout(10, 0.2))
+
+
+def test_a_union_without_room_keeps_the_largest() -> None:
+    """Ranks that choose different values, as of embeddings of different tokens: the small ones wait."""
+    ranks, numel = 4, 40_960
+    topology = SimpleNamespace(world_size=ranks, local=ranks)
+    settings = TagcSettings(0.2, frozenset({"embedding"}), "packed", SketchConfig())
+    x = gradients(ranks, numel)
+    for rank in range(ranks):
+        x[rank].view(-1, ranks)[:, [other for other in range(ranks) if other != rank]] = 0.0
+    wires, left = [], torch.zeros(numel)
+    for row in x:
+        feedback = ErrorFeedback()
+        feedback.allocate(1, [(0, numel)], x.device)
+        part = PackedPart([0], numel, settings, topology, feedback)
+        part.take_notes(row[None].clone())
+        wires.append(part.encode(None)[0])
+        left += feedback.values()[0]
+    before = feedback.values()[0]
+    wire = part.add_up(torch.stack(wires), 0, Sum.OWN, Sum.ALL)
+    left += feedback.values()[0] - before
+    total = part.decode(wire[None], 0, Sum.ALL).values
+    torch.testing.assert_close(total + left, x.sum(0), rtol=0, atol=1e-6)
+    sent = total != 0
+    union = packed.decode_sum(torch.stack(wires), part.layout)
+    assert 0.59 < sent.float().mean() < 0.61 and (union != 0).float().mean() > 0.79
+    waits = union[~sent & (union != 0)].abs()
+    assert waits.max() <= union[sent].abs().min() * 1.01, "not those at the end"
+
+
+def test_starts() -> None:
+    """How many values come before every fourth row, of those that are sent."""
+    layout = packed.BitmapLayout(30_000, 0.1)
+    x = gradients(2, 30_000)
+    rest = torch.empty_like(x)
+    wires = packed.encode(x, torch.tensor([1.0, 8.0]), layout, rest)
+    starts = wires[:, layout.starts_at :].view(torch.int32)[:, : layout.tiles]
+    sent = torch.nn.functional.pad(x != rest, (0, 2 * 4096)).view(2, -1)
+    for tile in range(layout.tiles):
+        assert torch.equal(starts[:, tile], sent[:, : 4096 * tile].sum(1).int())
+    assert starts[0, -1] == layout.capacity > starts[1, -1] > 0
+
+
+def test_kernels_reproduce_the_reference() -> None:
+    assert output_interpreted(__file__, "sizes") == "20 cases"
+
+
+def test_kernels_send_what_the_reference_sends() -> None:
+    assert output_interpreted(__file__, "edges") == "3 cases"
+
+
+def edge_cases() -> None:
+    """Where a value is just sent or just not: half a step, the threshold itself, the smallest exponent."""
+    from taco_kernels.bitmap_sparse import launch, reference
+
+    for bits in (8, 16, 32):
+        layout = packed.BitmapLayout(9 * 1024, 1.0, bits)
+        x = torch.zeros(9, 1024)
+        ranks = torch.arange(1023) - 511.0
+        for row, exponent in enumerate((0, 1, -94, -95, -96, 120, 127)):
+            largest = 2.0**exponent
+            step = largest * 2.0 ** (2 - min(bits, 16))
+            x[row, 0] = largest * (2 - 2.0**-20)  # rounds up, past the largest code
+            halves = ranks[:1022] * step / 2
+            x[row, 1:1023] = halves
+            x[row, 700:800] = torch.nextafter(halves[700:800], halves[700:800] * 2)
+            x[row, 800:900] = torch.nextafter(halves[800:900], torch.zeros(100))
+            x[row, 512:522] = torch.tensor([0.5, -0.5]).repeat(5) * step
+            x[row, 514:518] = torch.nextafter(x[row, 514:518], torch.zeros(4))
+            x[row, 518:522] = torch.nextafter(x[row, 518:522], x[row, 518:522] * 2)
+        x[7, :1023] = ranks * 1e-43  # denormal numbers
+        x[8, :1023] = ranks
+        x[8, 3] = -torch.inf
+        x = x.view(1, -1).repeat(5, 1)
+        x[4, -1] = torch.nan
+        thresholds = torch.tensor([0.0, -0.0, float(x[0, 5]), 2.0**-15, torch.inf]).abs()
+        thresholds[1] = -0.0
+        rest, expected_rest = x.clone(), torch.empty_like(x)
+        wires = launch.encode(rest, thresholds, layout, rest)
+        assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest)), bits
+        torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+    print("3 cases")
+
+
+def reference_cases() -> None:
+    """Sizes that divide nothing, a NaN, too many values, fewer rows than a tile: numel, share, bits, kept."""
+    from taco_kernels.bitmap_sparse import launch, reference
+
+    # several tiles, and several steps behind them, even here
+    launch.PACK_ROWS, launch.SUM_ROWS, launch.ZEROS, launch.ZEROING = 2, 2, 1, 3
+    cases = 0
+    for numel, share, bits, keep in (
+        (5_000, 0.2, 16, 0.19),
+        (3_003, 0.1, 32, 0.1),
+        (4_096, 0.3, 16, 0.5),
+        (3_074, 0.4, 8, 0.4),
+        (7_170, 0.2, 16, 0.3),
+        (5_125, 0.05, 8, 0.5),  # no room for most tiles
+        (4_103, 0.03, 32, 0.9),
+        (2_050, 1.0, 16, 1.0),
+        (700, 0.3, 16, 0.2),
+        (1, 0.5, 16, 1.0),
+    ):
+        layout = packed.BitmapLayout(numel, share, bits)
+        x = gradients(3, numel)
+        x[0, numel // 2] = 1e-40
+        x[1, numel // 3] = float("nan") if numel % 2 else 3e38
+        x[2, :1024] *= 2.0**-120  # below the smallest exponent
+        thresholds = share_threshold(x.nan_to_num(0), keep)
+        thresholds[2] = -0.0 if numel % 4 == 2 else thresholds[2]
+        expected_rest = torch.empty_like(x)
+        expected = reference.encode(x, thresholds, layout, expected_rest)
+        strided = torch.empty(3, numel + 3)[:, :numel]
+        for rest in (x.clone(), strided if cases % 4 else None):  # in place, elsewhere, not kept
+            source = x if rest is strided or rest is None else rest
+            wires = launch.encode(source, thresholds, layout, rest)
+            assert torch.equal(wires, expected)
+            if rest is not None:
+                torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
+            cases += 1
+        total, expected_total = launch.decode_sum(wires, layout), reference.decode_sum(wires, layout)
+        torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
+        assert bool(total.isnan().any()) == bool(numel % 2)
+    print(cases, "cases")
+
+
+if __name__ == "__main__":
+    speed_up()
+    {"sizes": reference_cases, "edges": edge_cases}[sys.argv[1]]()

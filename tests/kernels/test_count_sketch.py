@@ -1,0 +1,243 @@
+"""The homomorphic sketch's definition: exactness, its bound, overflow, non-finite values, determinism."""
+
+import pytest
+import torch
+
+from taco_kernels import count_sketch as lhc
+from taco_kernels.count_sketch import reference
+from taco_kernels.count_sketch.hashing import row_hashes
+from taco_kernels.count_sketch.selection import sample_count, sample_positions
+from taco_kernels.count_sketch.philox import philox
+
+SEED = 1234567890123
+
+
+def sparse(senders: int, numel: int, density: float, seed: int = 0) -> torch.Tensor:
+    """fp32[W, numel] over six decades, whose supports have the given union density."""
+    g = torch.Generator().manual_seed(seed)
+    share = 1 - (1 - density) ** (1 / senders)
+    values = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+    return values * (torch.rand(senders, numel, generator=g) < share)
+
+
+def send(x: torch.Tensor, layout: lhc.Layout, senders: int = 0) -> tuple[torch.Tensor, ...]:
+    """Wires, shared exponents and what was sent (x less the remainder) of senders x fp32[W, numel]."""
+    exponents = lhc.row_exponents(x, layout).amax(0, keepdim=True)
+    wires, sent = [], []
+    for row in x:
+        rest = torch.empty_like(row[None])
+        none = torch.zeros(1)
+        wires.append(lhc.encode(row[None], none, exponents, layout, senders or len(x), SEED, rest))
+        sent.append(row - rest[0])
+    return torch.cat(wires), exponents[0], torch.stack(sent)
+
+
+def receive(wires: torch.Tensor, exponents: torch.Tensor, layout: lhc.Layout, senders: int) -> lhc.Decoded:
+    """What the owner makes of the wires."""
+    return lhc.decode(*lhc.combine(wires, layout), exponents, layout, senders, SEED)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality to the last bit; a zero's sign does not count."""
+    return torch.equal((a + 0.0).view(torch.int32), (b + 0.0).view(torch.int32))
+
+
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    """fp32 addition, one sender after the other."""
+    total = x[0].clone()
+    for row in x[1:]:
+        total += row
+    return total
+
+
+@pytest.mark.parametrize("cell_bits", [32, 16])
+@pytest.mark.parametrize("senders", [1, 2, 3, 4, 16, 40])
+def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(senders: int, cell_bits: int) -> None:
+    for numel, ratio in ((30_011, 1.3), (200_000, 4.0)):
+        layout = lhc.Layout(lhc.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)
+        x = sparse(senders, numel, 0.95 * layout.exact_density, seed=senders)
+        wires, exponents, sent = send(x, layout)
+        values, counters, _ = receive(wires, exponents, layout, senders)
+        assert counters.tolist() == [int((sent != 0).any(0).sum()), 0]
+        assert same_bits(values, ordered_sum(sent)) and same_bits(values, ordered_sum(sent.flip(0)))
+        # what was rounded away is small, and the sender knows it
+        mantissa = layout.config.mantissa(senders)
+        step = reference.grid_steps(exponents, mantissa).repeat_interleave(layout.width)[:numel]
+        assert bool(((x - sent).abs() <= step).all())
+
+
+def test_values_with_few_bits_travel_unchanged() -> None:
+    """bf16 gradients within 2^14 of the largest of their row lose nothing with 4 senders."""
+    layout = lhc.Layout(lhc.SketchConfig(), 100_000)
+    x = sparse(4, layout.numel, 0.15)
+    x = torch.where(x.abs() > 1e-2, x.clamp(-80, 80), 0.0).bfloat16().float()
+    wires, exponents, sent = send(x, layout)
+    assert torch.equal(sent, x)
+    assert same_bits(receive(wires, exponents, layout, 4).values, ordered_sum(x))
+
+
+@pytest.mark.parametrize("senders", [15, 16, 17, 300])
+def test_the_index_of_many_senders_does_not_carry(senders: int) -> None:
+    """Every sender sets the same bits; summed 1-bit or 4-bit counters would spill over into neighbours."""
+    layout = lhc.Layout(lhc.SketchConfig(), 5_000)
+    x = torch.zeros(1, layout.numel)
+    x[0, 64:5_000:8] = torch.arange(1.0, 618.0)
+    wires, exponents, _ = send(x, layout, senders)
+    cells, words = lhc.combine(wires.expand(senders, -1), layout)
+    bits = (words[:, None] >> torch.arange(32) & 1).view(-1)[: layout.numel]
+    assert torch.equal(bits.bool(), x[0] != 0)
+    values, counters, _ = lhc.decode(cells, words, exponents, layout, senders, SEED)
+    assert counters.tolist() == [617, 0]
+    assert torch.equal(values, x[0] * senders)
+
+
+def test_above_the_bound_the_error_is_reported_and_bounded() -> None:
+    layout = lhc.Layout(lhc.SketchConfig(), 300_000)
+    for factor in (1.12, 1.5, 4.0):
+        x = sparse(4, layout.numel, min(1.0, factor * layout.exact_density))
+        wires, exponents, sent = send(x, layout)
+        values, counters, estimates = receive(wires, exponents, layout, 4)
+        exact = ordered_sum(sent)
+        wrong = values != exact
+        union, leftovers = counters.tolist()
+        assert union == int((sent != 0).any(0).sum())
+        assert 0 < int(wrong.sum()) <= leftovers <= union
+        # a median of three estimates, each off by the values it cannot tell apart: wide, but unbiased
+        error = (values - exact).double()
+        assert float(error.norm() / exact.double().norm()) < 4
+        assert abs(float((error / exact.double().std()).mean())) < 0.05
+        # how far the three lie apart tells how wrong their median is
+        apart, size = estimates.tolist()
+        assert 0.2 < float(error.abs().sum()) / apart < 0.35
+        torch.testing.assert_close(size, float(values[wrong].abs().sum()), rtol=1e-3, atol=0)
+
+
+def test_sums_of_sums_are_the_sum() -> None:
+    """Homomorphic: a sum travels as one wire, of any subset and in any order."""
+    for cell_bits in (32, 16):
+        layout = lhc.Layout(lhc.SketchConfig(cell_bits=cell_bits), 50_000)
+        wires, exponents, _ = send(sparse(5, layout.numel, 0.19), layout)
+        parts = [lhc.pack(*lhc.combine(wires[i], layout), layout) for i in ([3, 1], [4], [2, 0])]
+        once = receive(wires, exponents, layout, 5)
+        again = receive(torch.stack(parts), exponents, layout, 5)
+        assert torch.equal(once.values, again.values) and once.counters.tolist()[1] == 0
+
+
+def test_dense_columns_and_dense_rows_do_not_lower_the_bound() -> None:
+    """Outlier channels and embedding rows: what is dense in the matrix is spread over the sketch."""
+    layout = lhc.Layout(lhc.SketchConfig(), 2**19)
+    matrix = torch.zeros(512, 1024)
+    matrix[:, 5:1024:7] = torch.randn(512, 146)
+    matrix[::20] = torch.randn(26, 1024)
+    density = float((matrix != 0).float().mean())
+    assert 0.95 * layout.exact_density < density < layout.exact_density
+    wires, exponents, sent = send(matrix.view(1, -1), layout)
+    values, counters, _ = receive(wires, exponents, layout, 1)
+    assert int(counters[1]) == 0 and torch.equal(values, sent[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_values_stay_visible_and_stay_in_their_row(value: float) -> None:
+    layout = lhc.Layout(lhc.SketchConfig(), 100_000)
+    x = sparse(3, layout.numel, 0.1)
+    clean = x.clone()
+    x[1, 777] = value
+    wires, exponents, _ = send(x, layout)
+    values, counters, _ = receive(wires, exponents, layout, 3)
+    row = slice(777 // layout.width * layout.width, (777 // layout.width + 1) * layout.width)
+    assert values[row].isnan().all() and int(counters[1]) == 0
+    _, _, sent = send(clean, layout)
+    other = torch.ones(layout.numel, dtype=torch.bool)
+    other[row] = False
+    assert torch.equal(values[other], ordered_sum(sent)[other])
+
+
+def test_extreme_magnitudes() -> None:
+    for scale in (1e-38, 1e-30, 1e37):
+        layout = lhc.Layout(lhc.SketchConfig(), 20_000)
+        x = torch.zeros(2, layout.numel)
+        x[:, ::9] = torch.linspace(-1, 1, 2223) * scale
+        wires, exponents, sent = send(x, layout)
+        assert torch.equal(x, sent + (x - sent)) and sent.isfinite().all()
+        assert same_bits(receive(wires, exponents, layout, 2).values, ordered_sum(sent))
+
+
+@pytest.mark.parametrize("numel", [1, 31, 33, 1000, 4097])
+def test_small_and_odd_sizes(numel: int) -> None:
+    layout = lhc.Layout(lhc.SketchConfig(ratio=1.0, width=64), numel)
+    x = sparse(2, numel, 0.3)
+    wires, exponents, sent = send(x, layout)
+    assert wires.shape == (2, layout.wire_bytes)
+    values, counters, _ = receive(wires, exponents, layout, 2)
+    assert values.shape == (numel,) and int(counters[1]) == 0
+    assert same_bits(values, ordered_sum(sent))
+
+
+def test_hashes_come_from_the_seed_alone() -> None:
+    layout = lhc.Layout(lhc.SketchConfig(block_rows=300), 700_000)
+    hashes = row_hashes(layout, SEED)
+    assert torch.equal(hashes, row_hashes(layout, SEED)) and not torch.equal(hashes, row_hashes(layout, 5))
+    row = 421
+    last = int(philox([torch.tensor([n]) for n in (row, 0, 0x5E7C, 0)], SEED)[3])
+    assert int(hashes[row, 3]) == last & 0x7FFFFF & ~0x3FF | last & (layout.width - 1)
+    assert (hashes[:, :3] >= 0).all() and (hashes[:, :3] < layout.sketch_rows).all()
+
+
+@pytest.mark.parametrize(
+    ("numel", "ratio"), [(3_000_001, 4.0), (20_000_000, 1.35), (300_000, 16.0), (9_000, 4.0)]
+)
+def test_no_two_rows_of_a_block_share_all_three_sketch_rows(numel: int, ratio: float) -> None:
+    """Their elements could not be told apart; and otherwise the rows of a sketch are as good as drawn."""
+    layout = lhc.Layout(lhc.SketchConfig(ratio=ratio), numel)
+    hashes = row_hashes(layout, SEED)[:, :3].long()
+    assert len(hashes.unique(dim=0)) == layout.rows
+    for j in range(3):
+        members = hashes[:, j].bincount(minlength=layout.sketch_rows).view(-1, layout.third)[j::3].double()
+        drawn = members.mean(1, keepdim=True)
+        spread = (members - drawn).square().div(drawn).sum() / (layout.blocks * max(1, layout.third - 1))
+        assert 0.5 < spread < 1.5, "a chi-square of as many degrees of freedom"
+
+
+@pytest.mark.parametrize("senders", [1, 2, 4, 16])
+@pytest.mark.parametrize("alike", [0.0, 0.7])
+def test_chosen_thresholds_fill_the_sketch_and_do_not_overflow_it(senders: int, alike: float) -> None:
+    g = torch.Generator().manual_seed(senders)
+    layout = lhc.Layout(lhc.SketchConfig(), 200_000)
+    shared = torch.randn(1, layout.numel, generator=g).exp() * torch.randn(1, layout.numel, generator=g)
+    noise = torch.randn(senders, layout.numel, generator=g).exp() * torch.randn(
+        senders, layout.numel, generator=g
+    )
+    x = alike * shared + (1 - alike) * noise
+    offers = [lhc.candidates(row[None], 0.2) for row in x]
+    union = torch.stack([classes for _, classes in offers]).amax(0)
+    chosen = [lhc.choose(thresholds, union, layout.exact_density) for thresholds, _ in offers]
+    kept = torch.stack([row.abs() >= t for row, t in zip(x, chosen, strict=True)])
+    assert kept.float().mean(1).max() < 0.206
+    assert 0.8 * layout.exact_density < float(kept.any(0).float().mean()) < layout.exact_density
+
+
+def test_selection_with_zeros_and_non_finite_values() -> None:
+    layout = lhc.Layout(lhc.SketchConfig(), 50_000)
+    x = torch.zeros(1, layout.numel)
+    thresholds, classes = lhc.candidates(x, 0.2)
+    # all alike: every choice keeps all of them, so the smallest; encode never sends zeros
+    assert lhc.choose(thresholds, classes, layout.exact_density).tolist() == [0.0]
+    x[0, sample_positions(layout.numel, sample_count(layout.numel))[:40]] = float("nan")
+    x[0, 100:120] = 3.0
+    threshold = lhc.choose(*lhc.candidates(x, 0.2), layout.exact_density)
+    assert threshold.shape == (1,)
+    wires, exponents, _ = send(x, layout)
+    assert receive(wires, exponents, layout, 1).values.isnan().any()
+
+
+def test_errors_name_the_argument() -> None:
+    for settings in ({"ratio": 0.1}, {"width": 48}, {"block_rows": 5}, {"cell_bits": 8}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            lhc.SketchConfig(**settings)
+    layout = lhc.Layout(lhc.SketchConfig(), 1000)
+    with pytest.raises(ValueError, match="wires is"):
+        lhc.combine(torch.zeros(2, 3, dtype=torch.uint8), layout)
+    with pytest.raises(ValueError, match="x is"):
+        lhc.row_exponents(torch.zeros(1, 999), layout)
+    with pytest.raises(ValueError, match="senders"):
+        layout.config.mantissa(5000)

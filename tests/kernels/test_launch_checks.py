@@ -1,0 +1,33 @@
+"""What the launches refuse before a kernel would write outside its output."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from taco_kernels.taco import CodecConfig
+from taco_kernels.taco import launch
+
+CONFIG = CodecConfig("int8")
+
+
+def wires(rows: int, values: int) -> torch.Tensor:
+    """A wire of so many rows."""
+    return torch.zeros(rows, CONFIG.wire_bytes(values), dtype=torch.uint8)
+
+
+def test_an_output_of_fewer_rows_than_chunks() -> None:
+    with pytest.raises(ValueError, match="1 rows for 4 chunks"):
+        launch.encode(torch.zeros(4096), CONFIG, 4, out=wires(1, 1024))
+
+
+@pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
+def test_an_output_of_another_size(decode) -> None:
+    with pytest.raises(ValueError, match="512 values, not those of shape"):
+        decode(wires(1, 1024), CONFIG, (1024,), torch.float32, out=torch.zeros(512))
+
+
+@pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
+def test_nothing_to_decode(decode) -> None:
+    with pytest.raises(ValueError, match="hold nothing to decode"):
+        decode(wires(0, 1024), CONFIG, (1024,), torch.float32)

@@ -1,0 +1,47 @@
+"""The all-reduce over symmetric memory, compiled ahead of time: two programs must fit on a multiprocessor."""
+
+import pytest
+
+pytest.importorskip("triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from taco_kernels.taco import CodecConfig
+from taco_kernels.benchmarks.instructions import Figures, figures_of
+from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
+from taco_kernels.symmetric_memory.collectives import OPTIONS
+from taco_kernels.symmetric_memory.group import PROGRAMS_PER_MULTIPROCESSOR
+from taco_kernels.symmetric_memory.lane import exchange, tile_of
+from taco_kernels.taco.spec import make_flags, make_spec
+
+INT64 = ("memory", "error", "timeout", "key", "stream", "first_run")
+POINTERS = dict(x="*bf16", out="*bf16", to_wire="*bf16", from_wire="*fp16", table="*i64", steps_done="*i64")
+SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for all its programs
+
+
+def compile_two_shot(config: CodecConfig) -> Figures:
+    """As for a contiguous bf16 tensor of whole tiles, four ranks and sm_90."""
+    kernel, tile, flags = two_shot_kernel, tile_of(config), make_flags(False, False, 1)
+    full, half = (
+        make_spec(config, size // config.group_size, True, False, True) for size in (tile, tile // 2)
+    )
+    constants = dict(C=full, D=full, HALF=half, DHALF=half, FLAGS=flags, OUT_FLAGS=flags, run=1, inner=1)
+    constants |= dict(E=exchange(4, 264, 1))
+    signature, values, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[i,] = "constexpr", constants[name]
+        else:
+            signature[name] = POINTERS.get(name, "i64" if name in INT64 else "i32")
+        if name in POINTERS or name in ("numel", "stride", "length"):
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return figures_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS), tile / 128)
+
+
+def test_two_programs_fit() -> None:
+    figures = compile_two_shot(CodecConfig("int8"))
+    assert figures.spills == 0
+    assert figures.registers <= 255
+    assert figures.shared * PROGRAMS_PER_MULTIPROCESSOR <= SHARED_MEMORY

@@ -1,0 +1,334 @@
+"""The reference codec against an independent float64 rendering of TACO's formulas."""
+
+import math
+
+import pytest
+import torch
+
+import taco_kernels.taco as tk
+from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from tests.kernels.codec_formulas import (
+    INTEGERS,
+    STREAM,
+    expected,
+    grid,
+    inputs,
+    matrix,
+    nearest_two,
+    read_wire,
+)
+
+# relative L2 error of one encode of Gaussian data, groups of 128: measured, plus 3 %
+GAUSSIAN_ERROR = {
+    "fp8-e4m3": 0.0265,
+    "fp8-e5m2": 0.0530,
+    "int8": 0.0067,
+    "int6": 0.0273,
+    "int5": 0.0565,
+    "int4": 0.121,
+}
+
+
+def scales_of(format: str) -> tuple[str, ...]:
+    """What a format's groups can send."""
+    return tuple(scales for scales in SCALES if scales != "signed" or format in INTEGERS)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_wire_holds_the_papers_formulas(format: str, group_size: int) -> None:
+    """s, alpha and every code of every kind of input, with and without the transform."""
+    for hadamard in (True, False):
+        config = CodecConfig(format, group_size, hadamard=hadamard)
+        for kind in ("gaussian", "outlier", "near zero", "zero", "huge", "channel"):
+            x = inputs(kind, 6, group_size)
+            q, s, alpha = read_wire(tk.encode(x, config)[0], config)
+            v, s_exact, alpha_exact = expected(x.view(6, -1), config)
+            if kind == "zero":
+                assert (q == 0).all() and (s == 0).all()
+                continue
+            torch.testing.assert_close(alpha, alpha_exact, rtol=2e-6, atol=0)
+            torch.testing.assert_close(s, s_exact, rtol=4e-6, atol=0)
+            below, above = nearest_two(v, grid(config))
+            distance = torch.minimum((v - below).abs(), (v - above).abs())
+            rounding = 5e-7 * config.qmax  # of the fp32 transform, whose largest value is qmax
+            assert ((q - v).abs() <= distance + rounding).all()  # the nearest code
+            assert (((q == below) | (q == above)) | (above - below < rounding)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_round_to_nearest_even_on_exact_ties(format: str) -> None:
+    """Without the transform and with max|x| = qmax the codes are plain roundings of x."""
+    config = CodecConfig(format, 32, scales="single", hadamard=False)
+    points = grid(config)
+    middles = ((points[1:] + points[:-1]) / 2)[torch.randperm(len(points) - 1)[:31]]
+    x = torch.cat([torch.tensor([config.qmax], dtype=torch.float64), middles]).float()
+    x = torch.nn.functional.pad(x, (0, 32 - len(x)))
+    if format.startswith("fp8"):
+        dtype = torch.float8_e4m3fn if format == "fp8-e4m3" else torch.float8_e5m2
+        exact = x.to(dtype).float()
+    else:
+        exact = torch.round(x)
+    assert torch.equal(tk.decode(tk.encode(x, config), config, x.shape, torch.float32), exact)
+
+
+@pytest.mark.parametrize("scales", ["dual", "single"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_error_bounds(format: str, scales: str) -> None:
+    """Relative L2 error by format on Gaussian data, and the transform's gain on an outlier channel."""
+    config = CodecConfig(format, scales=scales)
+    x = inputs("gaussian", 1000, 128)
+
+    def error(x: torch.Tensor, config: CodecConfig) -> float:
+        return float((tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).norm() / x.norm())
+
+    assert 0.9 * GAUSSIAN_ERROR[format] < error(x, config) < GAUSSIAN_ERROR[format]
+    x = inputs("channel", 1000, 128)
+    if format == "int8":
+        assert error(x, config) < 0.2 * error(x, CodecConfig(format, scales=scales, hadamard=False))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_single_scale_is_rounded_up_so_that_nothing_saturates(format: str) -> None:
+    config = CodecConfig(format, 64, scales="single")
+    x = inputs("outlier", 200, 64)
+    q, step, _ = read_wire(tk.encode(x, config)[0], config)
+    y = x.view(200, 64).double() @ matrix(64).T / 8  # mean-normalised transform
+    exact = y.abs().amax(1) / config.qmax
+    assert (step >= exact * (1 - 1e-6)).all() and (step <= exact * (1 + 2**-7)).all()
+    assert ((q * step[:, None] - y).abs() <= y.abs() * 0.13 + step[:, None] * 0.501).all()
+
+
+@pytest.mark.parametrize("format", INTEGERS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
+def test_signed_scales_use_every_code_and_overflow_none(format: str, rounding: str) -> None:
+    """Of each group far has the outermost code, or near the largest; no error is above rounding's own."""
+    config = CodecConfig(format, 32, "signed", rounding, hadamard=False)
+    x = inputs("gaussian", 2000, 32).view(2000, 32)
+    x[::4] = x[::4].abs()
+    x[1::8, 5] = -x[1::8].abs().amax(1)  # both extremes alike
+    x[1::8, 6] = -x[1::8, 5]
+    x[2] = -3.0
+    wire = tk.encode(x, config, 1, STREAM)[0]
+    q, step, _ = read_wire(wire, config)
+    high, low = x.amax(1).clamp(min=0).double(), -x.amin(1).clamp(max=0).double()
+    far, near, outermost = torch.maximum(high, low), torch.minimum(high, low), 2 ** (config.bits - 1)
+    exact = torch.maximum(far / outermost, near / config.qmax)
+    assert (step.abs() >= exact * (1 - 1e-7)).all() and (step.abs() <= exact * (1 + 2**-7)).all()
+    assert torch.equal(step < 0, high > low)
+    assert q.min() == -outermost and q.max() == config.qmax
+    ends = q.gather(1, x.abs().argmax(1, keepdim=True))[:, 0].abs()  # of the extreme, -far / step at most
+    slack = {"nearest": 0.5, "stochastic": 1.0, "dither": 1.0}[rounding]
+    assert (ends >= (far / step.abs()) - slack - 1e-4).all() and (ends >= 0.98 * config.qmax - 1).all()
+    y = tk.decode(wire[None], config, x.shape, torch.float32, STREAM)
+    bound = {"nearest": 0.5, "stochastic": 0.975, "dither": 0.54}[rounding]
+    assert ((y - x).abs() <= bound * step.abs()[:, None].float() * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("format, gain", [("int4", 0.80), ("int5", 0.89), ("int6", 0.94), ("int8", 0.985)])
+def test_signed_scales_have_less_error_for_the_same_bytes(format: str, gain: float) -> None:
+    """Squared error against a symmetric grid: less on Gaussian data, and no more in any group.
+
+    Groups whose extremes are alike, such as the transform of a lone value, have the same step.
+    """
+    x = inputs("gaussian", 4000, 64).view(4000, 64)
+
+    def errors(x: torch.Tensor, scales: str) -> torch.Tensor:
+        config = CodecConfig(format, 64, scales)
+        return (tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).square().sum(1)
+
+    assert float(errors(x, "signed").sum() / errors(x, "single").sum()) == pytest.approx(gain, abs=0.012)
+    lone = torch.zeros(64, 64)
+    lone[torch.arange(64), torch.arange(64)] = torch.logspace(-3, 3, 64)
+    for sparse in (lone, torch.full((3, 64), 0.7), -lone):
+        signed, single = errors(sparse, "signed"), errors(sparse, "single")
+        step_to_bf16 = 2**-14 * sparse.square().sum(1)  # where all values have one sign, steps differ
+        assert (signed <= single * (1 + 1e-5) + step_to_bf16).all()
+
+
+@pytest.mark.parametrize("format, scales", [(f, s) for f in FORMATS for s in scales_of(f)])
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_non_finite_groups_decode_to_nan_and_stay_alone(format: str, scales: str, hadamard: bool) -> None:
+    config = CodecConfig(format, 32, scales=scales, hadamard=hadamard)
+    for value in (math.nan, math.inf, -math.inf):
+        x = inputs("gaussian", 5, 32)
+        x[40] = value
+        wires = tk.encode(x, config)
+        y = tk.decode(wires, config, x.shape, torch.float32).view(5, 32)
+        assert y[1].isnan().all() and y[[0, 2, 3, 4]].isfinite().all()
+        total = tk.decode_sum(wires.repeat(2, 1), config, x.shape, torch.float32).view(5, 32)
+        assert total[1].isnan().all() and total[[0, 2, 3, 4]].isfinite().all()
+        again = tk.decode_sum_encode(wires.repeat(2, 1), config, x.numel())
+        assert torch.equal(
+            tk.decode(again[None], config, x.shape, torch.float32).isnan().view(5, 32), y.isnan()
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_largest_finite_values_survive(format: str) -> None:
+    """fp32's range end to end: no NaN, no infinity, the usual error."""
+    for group_size in (32, 512):
+        for scales in scales_of(format):
+            config = CodecConfig(format, group_size, scales=scales)
+            x = inputs("gaussian", 4, group_size)
+            x = x / x.abs().max() * 3e38
+            y = tk.decode(tk.encode(x, config), config, x.shape, torch.float32)
+            assert y.isfinite().all()
+            assert float((y / 1e38 - x / 1e38).norm() / (x / 1e38).norm()) < 0.2
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
+def test_all_zero_groups_decode_to_exact_zeros(rounding: str) -> None:
+    for format in INTEGERS if rounding == "dither" else FORMATS:
+        for scales in scales_of(format):
+            config = CodecConfig(format, 64, scales=scales, rounding=rounding)
+            wires = tk.encode(torch.zeros(3, 100), config, 2, STREAM)
+            assert (tk.decode(wires, config, (3, 100), torch.float32, STREAM) == 0).all()
+            total = tk.decode_sum(wires, config, (150,), torch.float32, STREAM)
+            assert (total == 0).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_shapes_strides_and_types(format: str, chunks: int) -> None:
+    """Any shape and stride, padding inside, chunks independent of one another."""
+    config = CodecConfig(format, 64)
+    base = torch.randn(7, 5, 36, generator=torch.Generator().manual_seed(1))
+    for x in (base, base.transpose(0, 2), base[:, ::2, 3:], base[:, :, :1], base[:0], base[0, 0, 0]):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            z = x.to(dtype)
+            wires = tk.encode(z, config, chunks)
+            C = config.chunk_numel(z.numel(), chunks)
+            assert wires.shape == (chunks, config.wire_bytes(C)) and wires.dtype == torch.uint8
+            assert torch.equal(wires, tk.encode(z.contiguous(), config, chunks))
+            y = tk.decode(wires, config, z.shape, dtype)
+            assert y.shape == z.shape and y.dtype == dtype
+            if z.numel():
+                assert float((y - z).float().norm()) <= 0.25 * float(z.float().norm())
+            flat = torch.nn.functional.pad(z.reshape(-1), (0, chunks * C - z.numel()))
+            for c in range(chunks):
+                assert torch.equal(tk.encode(flat[c * C : (c + 1) * C], config)[0], wires[c])
+
+
+def test_out_arguments_are_filled() -> None:
+    config = CodecConfig("int6", 32)
+    x = torch.randn(100, generator=torch.Generator().manual_seed(2))
+    big = torch.full((2, config.wire_bytes(64) + 1), 255, dtype=torch.uint8)
+    out = big[:, 1:]  # neither contiguous nor aligned
+    assert tk.encode(x, config, 2, out=out) is out
+    assert torch.equal(out, tk.encode(x, config, 2)) and (big[:, 0] == 255).all()
+    y = torch.full((10, 20), math.nan)
+    assert torch.equal(tk.decode(out, config, (10, 10), torch.float32, out=y[:, ::2]), y[:, ::2])
+    assert torch.equal(y[:, ::2].reshape(-1), tk.decode(out, config, (100,), torch.float32))
+    assert y[:, 1::2].isnan().all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_decode_sum_and_decode_sum_encode(format: str, rounding: str, hadamard: bool) -> None:
+    """decode_sum equals the sum of decodes; decode_sum_encode equals encode of it within a grid step."""
+    if rounding == "dither" and format not in INTEGERS:
+        with pytest.raises(ValueError, match="int8"):
+            CodecConfig(format, rounding=rounding)
+        return
+    out_stream = Stream(key=9, stream=0, offset=0)
+    for group_size, scales in ((32, "dual"), (128, "single"), (512, "dual")):
+        config = CodecConfig(format, group_size, scales, rounding, hadamard)
+        numel, senders = 3 * group_size + 17, 5
+        xs = inputs("outlier", senders, numel).view(senders, numel)
+        streams = [STREAM._replace(stream=STREAM.stream + w) for w in range(senders)]
+        wires = torch.cat([tk.encode(x, config, random=r) for x, r in zip(xs, streams, strict=True)])
+        parts = [
+            tk.decode(w[None], config, (numel,), torch.float32, r)
+            for w, r in zip(wires, streams, strict=True)
+        ]
+        total = tk.decode_sum(wires, config, (numel,), torch.float32, STREAM)
+        size = sum(p.abs() for p in parts)
+        bound = (
+            torch.nn.functional.pad(size, (0, 4 * group_size - numel)).view(4, -1).amax(1, keepdim=True)
+            * 4e-6
+        )
+        difference = torch.nn.functional.pad(total - sum(parts), (0, 4 * group_size - numel)).view(4, -1)
+        assert (difference.abs() <= bound).all()
+
+        wire = tk.decode_sum_encode(wires, config, numel, STREAM, out_stream)
+        assert wire.shape == (config.wire_bytes(numel),)
+        separately = tk.encode(total, config, random=out_stream)[0]
+        q, s, alpha = read_wire(wire, config)
+        q2, s2, alpha2 = read_wire(separately, config)
+        points = grid(config)
+        steps = (torch.searchsorted(points, q) - torch.searchsorted(points, q2)).abs()
+        whole = slice(
+            0, 3
+        )  # the padded tail of the last group is cut off by decode_sum, not by decode_sum_encode
+        assert steps[whole].max() <= 1 and (steps[whole] > 0).float().mean() < 0.02
+        torch.testing.assert_close(s[whole], s2[whole], rtol=2**-7 if scales == "single" else 1e-5, atol=0)
+        if alpha is not None:
+            torch.testing.assert_close(alpha[whole], alpha2[whole], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("second", ["int8", "int4"])
+def test_the_sum_can_be_encoded_in_another_format(second):
+    config = CodecConfig("int6", 64, "single", "dither")
+    other = CodecConfig(second, 64, "single", "dither")
+    numel, senders = 3 * 64 + 17, 3
+    xs = inputs("outlier", senders, numel).view(senders, numel)
+    streams = [STREAM._replace(stream=STREAM.stream + w) for w in range(senders)]
+    wires = torch.cat([tk.encode(x, config, random=r) for x, r in zip(xs, streams, strict=True)])
+    out_stream = Stream(key=9, stream=0)
+    wire = tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=other)
+    assert wire.shape == (other.wire_bytes(numel),)
+    total = tk.decode_sum(wires, config, (numel,), torch.float32, STREAM)
+    separately = tk.encode(total, other, random=out_stream)[0]
+    q, s, _ = read_wire(wire, other)
+    q2, s2, _ = read_wire(separately, other)
+    assert (q - q2)[:3].abs().max() <= 1 and (q != q2)[:3].float().mean() < 0.02
+    torch.testing.assert_close(s[:3], s2[:3], rtol=2**-7, atol=0)
+    with pytest.raises(ValueError, match="group_size"):
+        tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=CodecConfig("int8", 128))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (dict(format="int3"), ("format", "int4")),
+        (dict(group_size=100), ("group_size", "128")),
+        (dict(group_size=1024), ("group_size", "512")),
+        (dict(scales="triple"), ("scales", "single")),
+        (dict(scales="signed"), ("signed", "integer", "single")),
+        (dict(rounding="up"), ("rounding", "stochastic")),
+        (dict(format="fp8-e4m3", rounding="dither"), ("int8", "int4", "stochastic")),
+    ],
+)
+def test_bad_configurations_name_the_argument_and_the_choices(arguments: dict, names: tuple) -> None:
+    with pytest.raises(ValueError) as error:
+        CodecConfig(**arguments)
+    assert all(name in str(error.value) for name in names)
+
+
+def test_bad_calls_are_refused() -> None:
+    config = CodecConfig("int8", rounding="dither")
+    x = torch.randn(256)
+    with pytest.raises(ValueError, match="random is None"):
+        tk.encode(x, config)
+    for offset in (64, -128, 2**37):
+        with pytest.raises(ValueError, match="multiple of the group size, 128, from 0 to less than 2\\^37"):
+            tk.encode(x, config, random=Stream(0, 0, offset))
+    wires = tk.encode(x, config, random=STREAM)
+    with pytest.raises(ValueError, match="random is None"):
+        tk.decode(wires, config, (256,), torch.float32)
+    with pytest.raises(ValueError, match=r"uint8\[rows, 272\]"):
+        tk.decode(wires[:, :-1], config, (256,), torch.float32, STREAM)
+    with pytest.raises(ValueError, match="random_out is None"):
+        tk.decode_sum_encode(wires, config, 256, STREAM)
+    tk.decode(wires, CodecConfig("int8", rounding="stochastic"), (256,), torch.float32)  # nothing to undo
+
+
+def test_sizes_on_the_wire() -> None:
+    """8.5 bits a value for the paper's set-up, and exact sizes in general."""
+    assert CodecConfig().bytes_per_group() * 8 / 128 == 8.5
+    assert [CodecConfig(f, scales="single").bytes_per_group() for f in FORMATS] == [130, 130, 130, 98, 82, 66]
+    config = CodecConfig("int5", 32)
+    assert config.chunk_numel(100, 3) == 64 and config.wire_bytes(64) == 64  # 2 * (20 + 8), padded to 16
+    assert config.chunk_numel(0, 4) == 0 and config.wire_bytes(0) == 0

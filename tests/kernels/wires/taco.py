@@ -1,0 +1,63 @@
+"""Comparing two wires of the same tensor: what tests of kernels measure."""
+
+from typing import NamedTuple
+
+import torch
+
+from taco_kernels.taco import reference
+from taco_kernels.taco.layout import CodecConfig
+
+
+class Difference(NamedTuple):
+    """How far two wires are apart."""
+
+    codes: float
+    """Share of codes that differ."""
+    grid_steps: int
+    """Largest distance of two codes, counted in neighbours on the format's grid."""
+    scales: float
+    """Largest relative difference of two scales; infinite where one is NaN and the other is not."""
+    padding: bool
+    """Whether the zeros at the ends are alike."""
+
+
+def ranks(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """int32 numbers of codes along the grid: neighbours differ by one."""
+    if config.is_float:
+        codes = codes.int()
+        return torch.where(codes >= 128, 128 - codes, codes)
+    return reference.code_values(codes, config).int()
+
+
+def parts(wire: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8[groups, G], scales fp32 and padding of one wire that holds ``wire.numel()`` bytes."""
+    groups, scale_bytes = wire.numel() // config.bytes_per_group(), 8 if config.scales == "dual" else 2
+    widths = [groups * config.group_size * bits // 8 for bits in config.planes]
+    *planes, scales, padding = wire.split(
+        [*widths, groups * scale_bytes, wire.numel() % config.bytes_per_group()]
+    )
+    dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
+    return reference.unpack(planes, config), scales.clone().view(dtype).float(), padding
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> Difference:
+    """Compare wires uint8[chunks, bytes]; codes only of groups whose scales are not NaN.
+
+    Values nearer than fp32's rounding of a transform, 1e-6 of the largest, count as one grid step apart: e5m2
+    has many codes in there.
+    """
+    differing, total, steps, scales, padding = 0, 0, 0, 0.0, True
+    for x, y in zip(a, b, strict=True):
+        (codes_x, scales_x, pad_x), (codes_y, scales_y, pad_y) = parts(x, config), parts(y, config)
+        nan_x, nan_y = scales_x.isnan(), scales_y.isnan()
+        codes_x, codes_y = (codes[~nan_x[: len(codes)]] for codes in (codes_x, codes_y))
+        distance = (ranks(codes_x, config) - ranks(codes_y, config)).abs()
+        near = (reference.code_values(codes_x, config) - reference.code_values(codes_y, config)).abs()
+        distance = torch.where(near < 1e-6 * config.qmax, distance.clamp(max=1), distance)
+        ratio = (scales_x - scales_y).abs() / scales_x.abs().clamp(min=1e-37)
+        ratio = ratio.masked_fill(nan_x & nan_y, 0.0).masked_fill(nan_x != nan_y, torch.inf)
+        differing, total = differing + int((distance > 0).sum()), total + distance.numel()
+        steps = max(steps, int(distance.max()) if distance.numel() else 0)
+        scales = max(scales, float(ratio.max()) if ratio.numel() else 0.0)
+        padding = padding and torch.equal(pad_x, pad_y)
+    return Difference(differing / max(total, 1), steps, scales, padding)

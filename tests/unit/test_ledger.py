@@ -1,0 +1,79 @@
+"""Byte conventions, the ledger and the error probe."""
+
+import pytest
+import torch
+
+from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
+from megatron.compression.communication.probe import ErrorProbe
+
+
+@pytest.mark.parametrize(
+    ("operation", "world_size", "sent"),
+    [
+        ("all_reduce", 4, 1500),
+        ("all_gather", 4, 750),
+        ("reduce_scatter", 4, 750),
+        ("all_to_all", 2, 500),
+        ("broadcast", 4, 1000),
+        ("send", 2, 1000),
+        ("all_reduce", 1, 0),
+    ],
+)
+def test_bytes_sent(operation: str, world_size: int, sent: int) -> None:
+    """The convention of nccl-tests for a buffer of 1000 bytes."""
+    assert bytes_sent(operation, 1000, world_size) == sent
+
+
+def test_ledger_keeps_phases_traffic_and_kinds_apart() -> None:
+    """Training and evaluation, compressed and not."""
+    ledger = Ledger()
+    ledger.record("tp.forward", "compressed", "all_to_all", sent=50, plain=0)
+    ledger.record_plain("tp.forward", "all_reduce", 200, world_size=2)
+    ledger.record_uncompressed("tp.forward", "small", "all_reduce", 10, world_size=2)
+    ledger.evaluating = True
+    ledger.record_uncompressed("tp.forward", "small", "all_reduce", 1000, world_size=2)
+    totals = ledger.totals()["tp.forward"]
+    assert totals["compressed"] == (50, 200)
+    assert totals["small"] == (10, 10)
+    assert ledger.totals("eval")["tp.forward"]["small"] == (1000, 1000)
+    with pytest.raises(KeyError):
+        ledger.record("tp.sideways", "off", "send", 1, 1)
+
+
+def test_error_probe() -> None:
+    """Relative L2 error over all observations; a site is due once in an iteration that is due."""
+    probe = ErrorProbe(interval=2)
+    assert probe.due("a", "tp.forward", 0)
+    assert not probe.due("a", "tp.forward", 0)
+    assert probe.due("a", "tp.backward", 0)
+    assert not probe.due("a", "tp.forward", 1)
+    assert probe.due("a", "tp.forward", 2)
+    probe.observe("a", "tp.forward", torch.tensor([3.0, 0.0]), torch.tensor([3.0, 0.4]))
+    probe.observe("a", "tp.forward", torch.tensor([0.0, 4.0]), torch.tensor([0.3, 4.0]))
+    (row,) = probe.rows()
+    assert row["relative_error"] == pytest.approx(0.1)
+    assert row["samples"] == 2
+    assert not ErrorProbe(interval=0).due("a", "tp.forward", 0)
+
+
+def test_links_are_told_apart() -> None:
+    """Totals count both links."""
+    ledger = Ledger()
+    ledger.record("dp.gradient", "compressed", "all_to_all", 100, 0, "intra")
+    ledger.record("dp.gradient", "compressed", "all_to_all", 30, 0, "inter")
+    ledger.record("dp.gradient", "compressed", "instead_of_reduce_scatter", 0, 240, "intra")
+    ledger.record("dp.gradient", "compressed", "instead_of_reduce_scatter", 0, 120, "inter")
+    assert ledger.totals()["dp.gradient"]["compressed"] == (130, 360)
+    assert ledger.between_nodes()["dp.gradient"] == (30, 120)
+    with pytest.raises(KeyError, match="unknown ledger traffic"):
+        ledger.record("dp.gradient", "compressed", "all_to_all", 1, 1, "sideways")
+
+
+def test_every_traffic_class_belongs_to_one_dimension() -> None:
+    """Experts' too; rows name the class."""
+    for traffic in TRAFFIC:
+        assert sum(traffic.startswith(prefix) for prefix in DIMENSIONS.values()) == 1
+    ledger = Ledger()
+    ledger.record_uncompressed("ep.forward", "off", "all_to_all", 100, 2)
+    (row,) = ledger.rows()
+    assert (row["traffic"], row["sent_bytes"], row["calls"]) == ("ep.forward", 50, 1)

@@ -1,0 +1,377 @@
+"""The log line, scalars, the report's files, its history, and the comparison of two reports."""
+
+import builtins
+import json
+
+import pytest
+
+from megatron.compression.config_errors import CompressionConfigError
+from megatron.compression.report import Writers, check_report_directory
+from megatron.compression.report.__main__ import main
+from megatron.compression.report.compare import compare, different_settings
+from megatron.compression.report.history import History, read_history
+from megatron.compression.report.log_line import log_line, scalars
+from megatron.compression.report.markdown import write_report
+
+PER_ITERATION = {
+    "tp.forward": {"compressed": {"sent": 0.5e6, "plain": 1e6}, "probe": {"sent": 9e6, "plain": 9e6}},
+    "tp.other": {"exact": {"sent": 0.1e6, "plain": 0.1e6}},
+    "dp.gradient": {"off": {"sent": 2e6, "plain": 2e6}},
+}
+
+
+def test_log_line_and_scalars() -> None:
+    """The ratio counts every tensor-parallel byte, the exact ones too, but not the probe's own."""
+    line = log_line(5, 100, PER_ITERATION)
+    assert "communication        5/     100 |" in line
+    assert "tp.forward (MB): 0.500 of 1.000 |" in line
+    assert "dp.gradient (MB): 2.000 |" in line
+    assert "tensor-parallel ratio: 1.833 |" in line
+    values = scalars(PER_ITERATION)
+    assert values["communication/tp.forward bytes"] == 0.5e6
+    assert values["communication/tensor-parallel ratio"] == pytest.approx(1.1 / 0.6)
+
+
+def _report() -> dict:
+    history = [
+        {"iteration": 1, "losses": {"lm loss": 5.0}, "bytes_per_iteration": PER_ITERATION},
+        {"iteration": 2, "split": "valid", "losses": {"lm loss": 4.5}},
+        {"iteration": 2, "losses": {"lm loss": 4.0}, "bytes_per_iteration": PER_ITERATION},
+    ]
+    errors = [
+        {
+            "site": f"decoder.layers.{i}.mlp.linear_fc2",
+            "traffic": "tp.forward",
+            "relative_error": 0.03,
+            "samples": 1,
+        }
+        for i in range(3)
+    ]
+    return {"settings": {}, "world_size": 2, "history": history, "ledger_by_rank": [], "errors": errors}
+
+
+def test_report_files(tmp_path) -> None:
+    """JSON with a summary, Markdown that shows it, and the three plots as real PNG files."""
+    write_report(_report(), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["summary"]["tp_bytes_per_iteration"] == pytest.approx(0.6e6)
+    assert report["summary"]["tp_ratio"] == pytest.approx(1.1 / 0.6)
+    assert report["summary"]["first_loss"] == 5.0 and report["summary"]["last_loss"] == 4.0
+    assert report["summary"]["validation_loss"] == 4.5
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
+    for name in ("loss.png", "bytes.png", "error.png"):
+        assert name in markdown
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_sums_up_three_dimensions(tmp_path) -> None:
+    """One table: tensor, data and pipeline parallelism and all of it, with ratios and shares."""
+    report = _report()
+    channels = {"tp.forward": 4, "dp.gradient": 2, "dp.weight": 1, "pp.forward": 2, "pp.backward": 1}
+    bytes_per_iteration = {
+        channel: {"compressed": {"sent": 1e6 * sent, "plain": 4e6 * sent}}
+        for channel, sent in channels.items()
+    }
+    report["history"] = [{"iteration": 1, "losses": {}, "bytes_per_iteration": bytes_per_iteration}]
+    write_report(report, tmp_path)
+    markdown = (tmp_path / "report.md").read_text()
+    for row in (
+        "| tensor parallel | 4.000 | 16.000 | 4.000 | 40.0% |",
+        "| data parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
+        "| pipeline parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
+        "| all | 10.000 | 40.000 | 4.000 | 100.0% |",
+    ):
+        assert row in markdown
+    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert summary["dimensions"]["all"] == {"sent": 1e7, "uncompressed": 4e7, "ratio": 4.0}
+
+
+def test_history_of_a_resumed_run(tmp_path) -> None:
+    """Where a resumed run repeated an iteration, its row counts; the order is by iteration."""
+    rows = [{"iteration": i, "losses": {"lm loss": float(i)}} for i in (1, 2, 3)]
+    rows += [{"iteration": 3, "losses": {"lm loss": 30.0}}, {"iteration": 3, "split": "valid", "losses": {}}]
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    history = read_history(path)
+    assert [row["iteration"] for row in history] == [1, 2, 3, 3]
+    assert history[2]["losses"]["lm loss"] == 30.0
+
+
+def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
+    """Nothing is overwritten: only a resumed run may continue a report."""
+    check_report_directory(str(tmp_path / "new"), resuming=False)
+    check_report_directory(None, resuming=False)
+    (tmp_path / "history.jsonl").write_text("{}\n")
+    with pytest.raises(CompressionConfigError, match="already holds"):
+        check_report_directory(str(tmp_path), resuming=False)
+    check_report_directory(str(tmp_path), resuming=True)
+    with pytest.raises(CompressionConfigError, match="is a file"):
+        check_report_directory(str(tmp_path / "history.jsonl"), resuming=False)
+
+
+def test_what_crosses_nodes_is_told_apart() -> None:
+    """The log line shows what left the node."""
+    kinds = {"dp.gradient": {"compressed": {"sent": 2e6, "plain": 8e6}}}
+    between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
+    line = log_line(3, 10, kinds, between)
+    assert "dp.gradient (MB): 2.000 of 8.000 | between nodes: 0.500 of 2.000 |" in line
+
+
+def test_log_line_without_a_number_of_iterations() -> None:
+    """``--train-samples`` may leave it open."""
+    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION)
+
+
+def test_log_line_has_a_ratio_for_each_compressed_dimension() -> None:
+    """And the probe's bytes as an entry of their own, a site that only the probe used included."""
+    pair = {"compressed": {"sent": 1e6, "plain": 4e6}}
+    classes = ("tp.forward", "dp.gradient", "pp.backward", "ep.forward")
+    line = log_line(1, 2, dict.fromkeys(classes, pair) | {"cp.forward": {"off": {"sent": 1.0, "plain": 1.0}}})
+    for dimension in ("tensor", "data", "pipeline", "expert"):
+        assert f" {dimension}-parallel ratio: 4.000 |" in line
+    assert "context-parallel" not in line and "error probe" not in line
+    probed = {"probe": {"sent": 3e6, "plain": 3e6}}
+    line = log_line(1, 2, {"tp.forward": pair | probed, "pp.forward": probed})
+    assert "| tp.forward (MB): 1.000 of 4.000 | error probe (MB): 6.000 | tensor-parallel" in line
+    assert scalars({"tp.forward": pair | probed})["communication/error probe bytes"] == 3e6
+
+
+def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) -> None:
+    """At the start, in one line: below a file, or where nothing can be written."""
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CompressionConfigError, match=r"cannot be written \(Not a directory\); name another"):
+        check_report_directory(str(file / "report"), resuming=False)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(CompressionConfigError, match="No space left on device"):
+        check_report_directory(str(tmp_path / "report"), resuming=False)
+
+
+def test_baseline_without_a_report_is_refused(tmp_path) -> None:
+    """And one without a report to write it into."""
+    with pytest.raises(CompressionConfigError, match=r"holds no report\.json; name the --compression-report"):
+        check_report_directory(str(tmp_path / "new"), resuming=False, baseline=str(tmp_path))
+    with pytest.raises(CompressionConfigError, match="add --compression-report DIR"):
+        check_report_directory(None, resuming=False, baseline=str(tmp_path))
+
+
+def test_history_survives_a_full_disk(tmp_path, monkeypatch) -> None:
+    """A row that could not be written is kept and written later, behind the half line that was left."""
+    history, real = History(tmp_path), open
+    history.append({"iteration": 1, "losses": {}})
+
+    def half(path, mode="r"):
+        if mode == "a":
+            with real(path, mode) as file:
+                file.write('{"iteration": 2, "lo')
+            raise OSError(28, "No space left on device")
+        return real(path, mode)
+
+    monkeypatch.setattr(builtins, "open", half)
+    with pytest.raises(OSError):
+        history.append({"iteration": 2, "losses": {}})
+    assert [row["iteration"] for row in history.rows()] == [1, 2]
+    monkeypatch.setattr(builtins, "open", real)
+    history.append({"iteration": 3, "losses": {}})
+    assert [row["iteration"] for row in read_history(tmp_path / "history.jsonl")] == [1, 2, 3]
+
+
+def test_report_without_matplotlib(tmp_path, monkeypatch) -> None:
+    """Everything but the pictures, and one line that says so."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    (line,) = write_report(_report(), tmp_path)
+    assert "matplotlib is not installed" in line and "pip install" in line
+    assert "matplotlib is not installed" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.json").exists() and not list(tmp_path.glob("*.png"))
+
+
+def test_bytes_picture_shows_both_sides(tmp_path, monkeypatch) -> None:
+    """Without compression and sent stand side by side, and the probe's bytes are in neither."""
+    from matplotlib.axes import Axes
+
+    bars, bar = [], Axes.bar
+    monkeypatch.setattr(
+        Axes,
+        "bar",
+        lambda self, x, height, *a, **k: bars.append((x, height)) or bar(self, x, height, *a, **k),
+    )
+    write_report(_report(), tmp_path)
+    tensor = [height for x, height in bars if abs(x) < 0.5]
+    assert tensor == pytest.approx([1.1, 0.5, 0.1]), "uncompressed; compressed and exact bytes sent"
+
+
+def test_errors_of_all_places_are_drawn(tmp_path, monkeypatch) -> None:
+    """Embedding, 64 layers, output layer and stages, with ticks that can be read."""
+    from matplotlib.axes import Axes
+
+    ticks, set_xticks = [], Axes.set_xticks
+    monkeypatch.setattr(
+        Axes,
+        "set_xticks",
+        lambda self, places, labels=None, **k: ticks.append(labels) or set_xticks(self, places, labels, **k),
+    )
+    report = _report()
+    sites = ["output_layer", "pipeline stage 1", *(f"decoder.layers.{i}.mlp.linear_fc2" for i in range(64))]
+    report["errors"] = [
+        {"site": site, "traffic": "tp.forward", "relative_error": 0.1, "samples": 1}
+        for site in [*sites, "embedding.word_embeddings"]
+    ]
+    write_report(report, tmp_path)
+    shown = ticks[-1]
+    assert shown[0] == "embedding" and shown[-2:] == ["output", "stage 1"]
+    assert shown[1:-2] == [str(number) for number in range(0, 64, 5)]
+
+
+def test_report_explains_its_words_and_its_figures(tmp_path) -> None:
+    """What stands in the tables, and only that; what is not counted; time and memory."""
+    report = _report() | {
+        "memory_by_rank": [{"allocated": 1e6}, {"allocated": 3e6}],
+        "bytes_of_a_report": 2048,
+    }
+    for row, milliseconds in zip(
+        (r for r in report["history"] if "bytes_per_iteration" in r), (900.0, 20.0), strict=True
+    ):
+        row["milliseconds_per_iteration"] = milliseconds
+    write_report(report, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "- tp.forward: tensor parallelism: activations." in text and "pp.forward" not in text
+    assert "- probe: the error probe's own reference" in text and "guarded" not in text
+    assert "Not in the tables: the error probe's 9.000 MB an iteration." in text
+    assert "Not counted: this report's own all-reduce (2,048 bytes each log interval)" in text
+    assert "Time of an iteration: 20.0 ms (median)." in text, "without the first interval"
+    assert "Peak memory of torch's allocator: 3 MB (the largest of any rank)." in text
+    assert (tmp_path / "time.png").exists()
+
+
+def _two_runs(tmp_path):
+    """Report folders of a baseline and of a run that sends half of it in two thirds of the time."""
+    for name, factor, milliseconds in (("baseline", 2.0, 30.0), ("run", 1.0, 20.0)):
+        report = _report()
+        report["settings"] = {
+            "seed": 1,
+            "tensor_parallel": {"codec": "none" if name == "baseline" else "int6"},
+        }
+        report["memory_by_rank"] = [{"resident": 100e6 * factor}]
+        for row in report["history"]:
+            row["losses"] = {"lm loss": row["losses"]["lm loss"] + (0.04 if name == "run" else 0)}
+            if "bytes_per_iteration" in row:
+                row["milliseconds_per_iteration"] = milliseconds
+                row["bytes_per_iteration"] = {
+                    "tp.forward": {"compressed": {"sent": 1e6 * factor, "plain": 2e6}}
+                }
+        report["history"] += [row | {"iteration": 3} for row in report["history"][-1:] if name == "run"]
+        write_report(report, tmp_path / name, tmp_path / "baseline" if name == "run" else None)
+    return tmp_path / "baseline", tmp_path / "run"
+
+
+def test_a_run_is_compared_with_its_baseline(tmp_path) -> None:
+    """Time, bytes, losses at the last iteration that both have, memory; and what was set otherwise."""
+    baseline, run = _two_runs(tmp_path)
+    page = (run / "report.md").read_text()
+    for row in (
+        "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |",
+        "| bytes sent, tensor parallel (MB) | 2.000 | 1.000 | 2.000x fewer |",
+        "| training loss, iteration 2 | 4.0000 | 4.0400 | +1.00% |",
+        "| validation loss, iteration 2 | 4.5000 | 4.5400 | +0.89% |",
+        "| peak memory of the process (MB) | 200 | 100 | -50.00% |",
+        "Settings that differ: tensor_parallel.codec: none -> int6.",
+    ):
+        assert row in page
+    stored = json.loads((run / "report.json").read_text())["baseline"]
+    assert stored["directory"] == str(baseline) and len(stored["comparison"]) == 6
+
+
+def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
+    """The same table on the screen; written with both curves where asked; one line for what is no report."""
+    baseline, run = _two_runs(tmp_path)
+    output = tmp_path / "new" / "comparison"
+    assert main([str(baseline), str(run), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |" in printed
+    assert printed.strip() in (output / "comparison.md").read_text()
+    for name in ("loss.png", "time.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    assert main([str(tmp_path), str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no readable report.json; name")
+
+
+def test_settings_that_only_one_run_has() -> None:
+    """They differ too."""
+    old, new = {"settings": {"a": 1, "b": 2}}, {"settings": {"b": 3, "c": 4}}
+    assert different_settings(old, new) == ["a: 1 -> -", "b: 2 -> 3", "c: - -> 4"]
+
+
+def test_a_baseline_that_was_removed_loses_no_report(tmp_path) -> None:
+    """It is said, and the report stands without it."""
+    (line,) = write_report(_report(), tmp_path / "run", tmp_path / "gone")
+    assert "the report is not compared" in line
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_comparison_of_runs_without_figures(tmp_path) -> None:
+    """What neither has is left out, what one lacks is a dash."""
+    for name in ("a", "b"):
+        write_report(_report(), tmp_path / name)
+    a, b = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("a", "b"))
+    del a["summary"]["dimensions"]["data parallel"]
+    rows = {row["name"]: row for row in compare(a, b)}
+    assert not [name for name in rows if "time" in name or "memory" in name or "pipeline" in name]
+    assert rows["bytes sent, data parallel (MB)"] == {
+        "name": "bytes sent, data parallel (MB)",
+        "baseline": "-",
+        "run": "2.000",
+        "change": "-",
+    }
+
+
+class _Tracker:
+    """A stand-in for a SummaryWriter, the wandb module and the mlflow module."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.calls.append((tag, value, step))
+
+    def log(self, scalars: dict, step: int) -> None:
+        self.calls.append((scalars, step))
+
+    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+        self.calls.append((metrics, step))
+
+
+def test_every_tracker_gets_every_scalar() -> None:
+    """TensorBoard one by one, Weights & Biases and MLflow all at one step; absent ones are left alone."""
+    tensorboard, wandb, mlflow = _Tracker(), _Tracker(), _Tracker()
+    Writers(tensorboard, wandb, mlflow).write({"a": 1.0, "b": 2.0}, 7)
+    assert tensorboard.calls == [("a", 1.0, 7), ("b", 2.0, 7)]
+    assert wandb.calls == mlflow.calls == [({"a": 1.0, "b": 2.0}, 7)]
+    Writers().write({"a": 1.0}, 7)
+
+
+def test_wandb_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
+    """Offline, where it is installed; Megatron has logged to the same step before."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.init(project="taco", dir=str(tmp_path))
+    wandb.log({"lm loss": 4.0}, 5)
+    Writers(wandb=wandb).write(scalars(PER_ITERATION), 5)
+    wandb.finish()
+    (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION))
+
+
+def test_mlflow_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
+    """In a folder, where it is installed: it is particular about names."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}")
+    with mlflow.start_run() as run:
+        Writers(mlflow=mlflow).write(scalars(PER_ITERATION), 5)
+    metrics = mlflow.get_run(run.info.run_id).data.metrics
+    assert metrics["communication/tensor-parallel ratio"] == pytest.approx(1.1 / 0.6)

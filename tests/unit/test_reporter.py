@@ -1,0 +1,189 @@
+"""The reporter over a run of one rank: means, times, what it says once, and that it never ends a run."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.report import Reporter, Writers
+from megatron.compression.report.reporter import _by_name, _flat_totals
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    """A process group of this process alone."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _reporter(directory=None, ledger=None, **settings) -> Reporter:
+    ledger = Ledger() if ledger is None else ledger
+    settings = {"log_interval": 2, "settings": {}, **settings}
+    return Reporter(ledger, ErrorProbe(), directory=directory and str(directory), **settings)
+
+
+def _loss(value: float) -> dict[str, torch.Tensor]:
+    return {"lm loss": torch.tensor(value)}
+
+
+def _rows(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+
+
+def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
+    """As on Megatron's line: over the iterations that were not skipped (which bring no loss)."""
+    reporter = _reporter(tmp_path, log_interval=3)
+    for iteration, losses in enumerate([_loss(6.0), _loss(5.0), _loss(1.0), _loss(3.0), {}, _loss(4.0)], 1):
+        reporter.on_training_log(iteration, losses)
+    assert [row["losses"]["lm loss"] for row in _rows(tmp_path)] == [4.0, 3.5]
+
+
+def test_times_leave_evaluations_out(tmp_path, monkeypatch) -> None:
+    """Milliseconds an iteration, by the clock that was given or by one's own."""
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    reporter = _reporter(tmp_path)
+    for iteration in range(1, 5):
+        now += 0.5
+        reporter.on_training_log(iteration, {})
+        if iteration == 2:
+            reporter.before_evaluate("valid")
+            now += 100.0
+            reporter.after_evaluate(_loss(4.0))
+    times = [row["milliseconds_per_iteration"] for row in _rows(tmp_path) if "split" not in row]
+    assert times == [500.0, 500.0]
+    seconds = iter((10.0, 12.0))
+    given = _reporter(tmp_path / "given", clock=lambda: next(seconds))
+    given.on_training_log(1, {})
+    given.on_training_log(2, {})
+    assert _rows(tmp_path / "given")[0]["milliseconds_per_iteration"] == 1000.0
+
+
+def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
+    """Differences since the last line; every entry of the ledger comes back under its name."""
+    ledger = Ledger()
+    reporter = _reporter(tmp_path, ledger)
+    for iteration in range(1, 5):
+        ledger.record("tp.forward", "compressed", "all_to_all", 10 * iteration, 40)
+        ledger.record("dp.gradient", "off", "all_reduce", 6, 6, "inter")
+        reporter.on_training_log(iteration, {})
+    first, second = _rows(tmp_path)
+    assert first["bytes_per_iteration"]["tp.forward"] == {"compressed": {"sent": 15.0, "plain": 40.0}}
+    assert second["bytes_per_iteration"]["tp.forward"] == {"compressed": {"sent": 35.0, "plain": 40.0}}
+    assert second["bytes_between_nodes"] == {"dp.gradient": {"sent": 6.0, "plain": 6.0}}
+    totals = _flat_totals(ledger)
+    by_name, between = _by_name(iter(torch.tensor(totals).view(-1, 2).tolist()))
+    assert by_name["tp.forward"]["compressed"] == {"sent": 100, "plain": 160}
+    assert list(by_name) == ["tp.forward", "dp.gradient"] and list(between) == ["dp.gradient"]
+
+
+def test_the_number_of_iterations_is_asked_for_late(capsys) -> None:
+    """``--train-samples``: None at the start, known when the first line is printed, or never."""
+    known = []
+    reporter = _reporter(log_interval=1, train_iters=lambda: known[0] if known else None)
+    reporter.on_training_log(1, {})
+    known.append(100)
+    reporter.on_training_log(2, {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.search(r"communication +1 \|", first) and "communication        2/     100 |" in second
+
+
+def test_small_messages_are_named_once(capsys) -> None:
+    """With the flag that leaves them uncompressed; not at all without a hint."""
+    for hint in ("--tp-compression-min-mb 8", None):
+        ledger = Ledger()
+        reporter = _reporter(None, ledger, log_interval=1, small_hint=hint)
+        for iteration in (1, 2):
+            ledger.record_uncompressed("tp.forward", "small", "all_reduce", 1_000_000, 2)
+            reporter.on_training_log(iteration, {})
+        said = [line for line in capsys.readouterr().out.splitlines() if "go uncompressed" in line]
+        text = (
+            " compression: 1.000 MB per iteration and GPU are in tensors under --tp-compression-min-mb 8 and"
+        )
+        assert said == ([f"{text} go uncompressed"] if hint else [])
+
+
+class _Diagnostic:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def read(self) -> torch.Tensor:
+        return torch.tensor([self.value, 1.0], dtype=torch.float64)
+
+    def lines(self, reading: torch.Tensor) -> list[str]:
+        return [f"method: {reading[0]:g} of {reading[1]:g}"]
+
+    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
+        return {f"method/{self.value:g}": float(reading[0])}
+
+
+def test_diagnostics_say_their_lines(tmp_path, capsys) -> None:
+    """Each its own reading; scalars go to the trackers and into the history."""
+    scalars: dict = {}
+
+    class Tracker:
+        def log(self, values, step):
+            scalars.update(values)
+
+    two = [_Diagnostic(3.0), _Diagnostic(5.0)]
+    reporter = _reporter(tmp_path, log_interval=1, diagnostics=two, writers=lambda: Writers(wandb=Tracker()))
+    reporter.on_training_log(1, {})
+    printed = capsys.readouterr().out
+    assert " compression: method: 3 of 1\n compression: method: 5 of 1\n" in printed
+    (row,) = _rows(tmp_path)
+    assert row["method/3"] == scalars["method/3"] == 3.0 and row["method/5"] == 5.0
+
+
+def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path, capsys) -> None:
+    """A file in its place: said once; the run goes on, and so does the log line."""
+    reporter = _reporter(tmp_path / "report", log_interval=1)
+    (tmp_path / "report").write_text("")
+    for iteration in (1, 2):
+        reporter.on_training_log(iteration, _loss(1.0))
+    reporter.finish()
+    printed = capsys.readouterr().out
+    assert printed.count("communication ") == 2
+    assert printed.count("writing the report's history failed (") == 1
+    assert printed.count("writing the report failed (") == 1
+
+
+def test_a_full_disk_loses_no_row(tmp_path, capsys, monkeypatch) -> None:
+    """What could not be written meanwhile is in the report at the end."""
+    reporter = _reporter(tmp_path, log_interval=1)
+    append = type(reporter.history).append
+
+    def full(history, row):
+        history._pending.append(row)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(reporter.history), "append", full)
+    reporter.on_training_log(1, _loss(3.0))
+    reporter.on_training_log(2, _loss(2.0))
+    monkeypatch.setattr(type(reporter.history), "append", append)
+    reporter.on_training_log(3, _loss(1.0))
+    reporter.finish()
+    assert capsys.readouterr().out.count("failed (No space left on device); training goes on") == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["losses"]["lm loss"] for row in report["history"]] == [3.0, 2.0, 1.0]
+    assert report["memory_by_rank"][0] and report["summary"]["peak_memory_bytes"]
+
+
+def test_a_tracker_that_is_gone_does_not_end_the_run(capsys) -> None:
+    """It raises what it likes; that is said once."""
+
+    class Gone:
+        def log(self, values, step):
+            raise ConnectionError("tracking server\ndoes not answer")
+
+    reporter = _reporter(log_interval=1, writers=lambda: Writers(wandb=Gone()))
+    for iteration in (1, 2):
+        reporter.ledger.record_uncompressed("tp.forward", "off", "all_reduce", 100, 2)
+        reporter.on_training_log(iteration, {})
+    printed = capsys.readouterr().out
+    assert printed.count("writing scalars failed (ConnectionError: tracking server); training goes on") == 1
