@@ -60,6 +60,7 @@ class Compression:
         """The data-parallel part: state for checkpoints, diagnostics."""
         pipeline_parallel.attach(policy, ledger, self.run.probe)
         self._bounded: BoundedRun | None = None
+        self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
 
     @property
     def ledger(self) -> Ledger:
@@ -80,7 +81,13 @@ class Compression:
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the chunks that DDP has wrapped. Collective."""
+        for follow in self._when_attached:
+            follow(chunks)
         return self.gradients.attach(chunks)
+
+    def on_attached(self, follow: Callable[[list[torch.nn.Module]], None]) -> None:
+        """Call ``follow(chunks)`` with the wrapped chunks once there are any."""
+        self._when_attached.append(follow)
 
     def step(self) -> None:
         """An iteration has ended; for loops that do not tell the iteration otherwise."""

@@ -116,11 +116,11 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
 def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
     config = compression.config
-    audit = BackendAudit()
-    audit.start()
+    audit = BackendAudit(compression.ledger, _groups)
+    compression.on_attached(audit.start_with_first_forward)
 
     def on_training_log(iteration: int, losses: dict) -> None:
-        for line in audit.finish(compression.run.ledger):
+        for line in audit.finish():
             print_rank_0(f"compression: {line}")
         reporter.on_training_log(iteration, losses)
         compression.on_training_log(iteration, args.log_interval)
@@ -149,6 +149,17 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
         on_resume,
         partial(compression.gradients.state_read, args=args),
     )
+
+
+def _groups() -> dict:
+    """This rank's process groups by dimension, for the audit."""
+    from megatron.core import parallel_state
+
+    return {
+        "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
+        "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "pipeline parallel": parallel_state.get_pipeline_model_parallel_group(),
+    }
 
 
 def current_iteration(args: Namespace) -> int:

@@ -4,12 +4,10 @@ A rank writes its payloads into the memory of its peers and waits for flags in i
 posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``ring.py`` has the protocol.
 """
 
-from taco_kernels.symmetric_memory.copies import CopyExchanges
 from taco_kernels.symmetric_memory.group import SymmetricGroup, unavailable_reason
 from taco_kernels.symmetric_memory.lane import SymmetricMemoryError
 
 __all__ = [
-    "CopyExchanges",
     "SymmetricGroup",
     "SymmetricMemoryError",
     "unavailable_reason",

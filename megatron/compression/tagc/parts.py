@@ -10,7 +10,7 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from taco_kernels import bitmap_sparse, count_sketch
 from taco_kernels.bitmap_sparse import BitmapLayout
-from taco_kernels.count_sketch.layout import NON_FINITE
+from taco_kernels.common.magnitudes import NON_FINITE
 from taco_kernels.count_sketch.selection import share_threshold
 
 SEED = 0x7A6C

@@ -22,7 +22,7 @@ from megatron.compression.tagc.layers import Segment, Share, shares_of
 from megatron.compression.tagc.monitor import TagcMonitor
 from megatron.compression.tagc.parts import BitmapPart, PartSettings, SketchPart, Sum
 from taco_kernels.count_sketch import Decoded
-from taco_kernels.count_sketch.layout import ALIGNMENT
+from taco_kernels.common import ALIGNMENT
 
 
 class TagcGradientSync:
