@@ -6,6 +6,7 @@ blocks in a shell. Blocks of other languages (``text``, ``toml``, ``console``) a
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -52,11 +53,21 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
     imports = os.pathsep.join(map(str, (REPO / "tests" / "distributed" / "start_fast", folder, REPO)))
     own = {"PATH": path, "PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}
     own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        words, cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=timeout
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, f"exit status {done.returncode} of\n{block.text}\n{output[-6000:]}"
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks too
+        raise AssertionError(f"still running after {timeout} s:\n{block.text}") from None
+    assert process.returncode == 0, f"exit status {process.returncode} of\n{block.text}\n{output[-6000:]}"
     return output
 
 

@@ -16,6 +16,7 @@ LONGEST_README, LONGEST_PAGE = 110, 150
 OTHERS = {  # flags of other programs
     *("--nproc-per-node", "--standalone", "--nnodes", "--nodes", "--help"),
     *("--fast", "--pdb"),
+    *("--tensor-parallel", "--data-parallel", "--pipeline-parallel"),  # scripts make them by dimension
     "--use-kitchen",  # Megatron's where nvidia-kitchen is installed
 }
 SPEC_FLAG = re.compile(r"--(tp|pp|dp)-(?:backward-|weight-)?compression[ =]([^\s`,;:()|]+(?::[^\s`;()|]+)?)")

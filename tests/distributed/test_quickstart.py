@@ -1,0 +1,13 @@
+"""What docs/quickstart.md shows works: its bash blocks run in their order, on two CPU ranks."""
+
+from tests.code_blocks import REPO, clone, code_blocks, run
+
+PAGE = REPO / "docs" / "quickstart.md"
+
+
+def test_the_page_runs(tmp_path):
+    folder = clone(tmp_path)
+    outputs = [run(block, folder) for block in code_blocks(PAGE)]
+    for dimension, output in zip(("tensor", "pipeline", "data"), outputs, strict=True):
+        assert f"{dimension}-parallel ratio" in output
+    assert "tensor-parallel ratio" in (folder / "runs" / "quickstart" / "report.md").read_text()
