@@ -6,11 +6,12 @@ blocks in a shell. Blocks of other languages (``text``, ``toml``, ``console``) a
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 REPO = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -60,12 +61,12 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks too
+        for started in [*psutil.Process(process.pid).children(recursive=True), process]:  # torchrun's ranks
+            started.kill()
         raise AssertionError(f"still running after {timeout} s:\n{block.text}") from None
     assert process.returncode == 0, f"exit status {process.returncode} of\n{block.text}\n{output[-6000:]}"
     return output

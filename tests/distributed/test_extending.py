@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
+
 from tests.code_blocks import REPO, clone, code_blocks, run
 
 PAGE = REPO / "docs" / "extending.md"
 
 
+@pytest.mark.timeout(1500)
 def test_the_page_runs(tmp_path):
     folder = clone(tmp_path)
     _, tried, _, collective, training, gradients = [run(block, folder) for block in code_blocks(PAGE)]
