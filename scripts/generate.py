@@ -24,8 +24,8 @@ FILLERS = [
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """The flags of both entrypoints and those of this script."""
-    from megatron.compression.arguments import add_compression_arguments
     from megatron.compression.huggingface.flags import add_qwen_arguments
+    from megatron.compression.setup import add_arguments as add_compression_arguments
 
     group = add_qwen_arguments(add_compression_arguments(parser)).add_argument_group("generation")
     group.add_argument("--prompt", default="import ", help="text to continue")
@@ -40,7 +40,7 @@ def check(args) -> None:
     Raises:
         CompressionConfigError: with the flag and the fix.
     """
-    from megatron.compression.config import CompressionConfigError
+    from megatron.compression.errors import CompressionConfigError
 
     if args.load is None:
         raise CompressionConfigError("--load is missing: name the folder of a checkpoint")
@@ -83,16 +83,16 @@ def generate(args) -> dict:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_tokenizer, training
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.checkpointing import load_checkpoint
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron.compression.config import CompressionConfigError
+    from megatron.compression import setup
+    from megatron.compression.entrypoint import gpt_config
+    from megatron.compression.errors import CompressionConfigError
     from megatron.compression.generation import generate_greedily
-    from megatron.compression.weave import weave
 
-    model_config = gpt_config_from_args(args)
-    runtime, _ = weave(args, model_config)
+    model_config = gpt_config(args)
+    ledger = setup.enable(args, model_config).ledger
     model_config.post_wrap_hooks.clear()  # data-parallel compression: there are no gradients here
     training.initialize_megatron()
     tokenizer = get_tokenizer()
@@ -111,28 +111,28 @@ def generate(args) -> dict:
     args.finetune, args.pretrained_checkpoint = False, None
     iteration, _ = load_checkpoint(chunks, None, None)
     # A start iteration in the flags says when training began to compress, not that this model does not.
-    runtime.iteration = iteration
-    runtime.ledger.evaluating = True
+    args.iteration = iteration
+    ledger.evaluating = True
     tokens = generate_greedily(
         chunks[0],
         prompt,
         args.max_new_tokens,
         tokenizer.vocab_size,
         parallel_state.get_tensor_model_parallel_group(),
-        runtime.ledger,
+        ledger,
         end=tokenizer.eod,
     )
     sent = {
-        channel: sum(sent for sent, _ in kinds.values()) / len(tokens)
-        for channel, kinds in runtime.ledger.totals("eval").items()
+        traffic: sum(sent for sent, _ in kinds.values()) / len(tokens)
+        for traffic, kinds in ledger.totals("eval").items()
     }
     return {
         "iteration": iteration,
         "prompt": args.prompt,
         "text": tokenizer.detokenize(tokens),
         "tokens": tokens,
-        "bytes_sent_per_token": {channel: size for channel, size in sent.items() if size},
-        "ledger": runtime.ledger.rows(),
+        "bytes_sent_per_token": {traffic: size for traffic, size in sent.items() if size},
+        "ledger": ledger.rows(),
     }
 
 

@@ -75,18 +75,8 @@ class CompressionConfig:
         tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
         report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
         for given, needed, flag, fix in (
-            (
-                self.validate_uncompressed,
-                activations,
-                "--validate-uncompressed",
-                "--taco or --pp-compression",
-            ),
-            (
-                self.error_bound is not None,
-                self.tensor_parallel.enabled,
-                "--compression-error-bound",
-                "--taco",
-            ),
+            (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
+            (self.error_bound, self.tensor_parallel.enabled, "--compression-error-bound", tensors),
             (self.start_iteration, self.enabled, "--compression-start-iteration", tensors),
             (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", tensors),
             (self.communicators, self.enabled, "--compression-communicators", tensors),
@@ -131,7 +121,7 @@ class CompressionConfig:
     def describe(self, args: Namespace) -> list[str]:
         """Lines for the log: what travels how, and what has no effect here."""
         lines = [
-            f"{name.replace('_', '-')} gathers {what}, which is not counted"
+            f"--{name.replace('_', '-')} gathers {what}, which is not counted"
             for name, what in GATHERED_BY_MEGATRON.items()
             if args.tensor_model_parallel_size > 1 and getattr(args, name, None)
         ]

@@ -43,6 +43,16 @@ def parse_arguments(
     return args
 
 
+def gpt_config(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> GPTModelConfig:
+    """The model's configuration from the command line.
+
+    megatron-core 0.19.2 leaves out --rope-scaling-factor: every Llama 3.x would have 3.1's 8.
+    """
+    config = gpt_config_from_args(args, model_config_cls=model_config_cls)
+    config.rope_scaling_factor = args.rope_scaling_factor
+    return config
+
+
 def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
     """The dataset's configuration from the command line."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -181,7 +191,7 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
         SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
             --exit-signal-handler), after the same clean ending.
     """
-    model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
+    model_config = gpt_config(args, model_config_cls)
     setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder

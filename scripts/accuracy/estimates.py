@@ -230,14 +230,3 @@ def pooled(records: Sequence[dict], kind: str) -> dict[str, Estimate]:
         freedom = error**4 * len(stages) ** 4 / below if below > 0 else math.inf
         found[name] = Estimate(mean, error, len(pairs), 0 if math.isnan(error) else freedom)
     return found
-
-
-def reading(found: Estimate, bound: float = 0.3) -> str:
-    """What an estimate says: worse or not, within ``bound`` per cent or not; empty without an error."""
-    if math.isnan(found.error) or math.isnan(found.mean):
-        return ""
-    low, high = found.interval
-    verdict = "worse" if low > 0 else "better" if high < 0 else "not told apart"
-    if -bound < low and high < bound:
-        return f"{verdict}, within {bound:g} %"
-    return f"{verdict}, by more than {bound:g} %" if low > bound else verdict

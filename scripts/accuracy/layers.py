@@ -12,7 +12,7 @@ from torch import Tensor, library
 from scripts.accuracy.exchange import Exchange
 
 _LIBRARY = "simulated_ranks"
-_bound: list[Exchange] = []
+_attached: list[Exchange] = []
 
 
 def _operator(name: str):
@@ -20,9 +20,9 @@ def _operator(name: str):
     return library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
 
 
-def bind(exchange: Exchange) -> None:
+def attach(exchange: Exchange) -> None:
     """Let the layers communicate through ``exchange`` from now on (process-wide, as operators are)."""
-    _bound[:] = [exchange]
+    _attached[:] = [exchange]
 
 
 def row_partials(x: Tensor, weight: Tensor, world_size: int) -> Tensor:
@@ -40,14 +40,14 @@ def column_partials(grad: Tensor, weight: Tensor, world_size: int) -> Tensor:
 @_operator("row_linear")
 def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n] @ weight[h, n].T, reduced over the ranks."""
-    [exchange] = _bound
+    [exchange] = _attached
     return exchange.reduce(row_partials(x.contiguous(), weight, exchange.world_size), "forward")
 
 
 @_operator("row_linear_backward")
 def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
-    [exchange] = _bound
+    [exchange] = _attached
     if exchange.setting.sequence_parallel:
         grad = exchange.gather(grad.contiguous(), "backward")
     return grad @ weight, grad.t() @ x
@@ -62,7 +62,7 @@ def column_linear(x: Tensor, weight: Tensor) -> Tensor:
 @_operator("column_linear_backward")
 def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, reduced over the ranks, and of weight."""
-    [exchange] = _bound
+    [exchange] = _attached
     grad = grad.contiguous()
     partials = column_partials(grad, weight, exchange.world_size)
     return exchange.reduce(partials, "backward"), grad.t() @ x
@@ -71,7 +71,7 @@ def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
 @_operator("gather")
 def gather(x: Tensor) -> Tensor:
     """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
-    [exchange] = _bound
+    [exchange] = _attached
     return exchange.gather(x.contiguous(), "forward")
 
 
@@ -110,7 +110,7 @@ gather.register_autograd(lambda ctx, grad: grad)
 class _ReduceEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, ids, vocabulary):
-        [exchange] = _bound
+        [exchange] = _attached
         owner = ids // (vocabulary // exchange.world_size)
         ranks = torch.arange(exchange.world_size, device=ids.device)
         partials = rows * (owner == ranks[:, None])[..., None].to(rows.dtype)
@@ -118,7 +118,7 @@ class _ReduceEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        [exchange] = _bound
+        [exchange] = _attached
         if exchange.setting.sequence_parallel:
             grad = exchange.gather(grad.contiguous(), "backward")
         return grad, None, None

@@ -75,7 +75,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.bind named.
+    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.attach named.
 
     Args:
         config: shape.
@@ -129,20 +129,3 @@ class GPT(nn.Module):
         x = self.norm(x)
         x = layers.gather(x) if self.sequence_parallel else x
         return self.token_losses(layers.column_linear(x, self.output.to(dtype)), targets.reshape(-1))
-
-
-def plain_forward(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    """The same model without tensor parallelism, on its own: what the simulation is tested against."""
-    config, dtype = model.config, model.config.dtype
-    x = (model.words[ids] + model.positions).to(dtype)
-    for block in model.blocks:
-        y = F.linear(block.norm1(x), block.qkv.to(dtype), block.qkv_bias.to(dtype))
-        y = y.view(*ids.shape, config.heads, 3, -1)
-        q, k, v = (y[:, :, :, i].transpose(1, 2) for i in range(3))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + F.linear(y, block.projection.to(dtype), block.projection_bias.to(dtype))
-        y = F.linear(block.norm2(x), block.fc1.to(dtype), block.fc1_bias.to(dtype))
-        y = F.gelu(y, approximate="tanh")
-        x = x + F.linear(y, block.fc2.to(dtype), block.fc2_bias.to(dtype))
-    logits = F.linear(model.norm(x), model.output.to(dtype))
-    return token_losses(logits.reshape(-1, config.vocabulary), targets.reshape(-1))

@@ -1,46 +1,40 @@
-"""Lists of runs, most important first. Workers take the first job of the list that fits into their time, so
-the short branches at its end fill what is left of a call when no run from scratch fits any more."""
+"""Lists of runs, most important first, and which of them a worker does next.
 
-from collections.abc import Iterable
+Workers take the first job of the list that fits into their time, so the short branches at its end fill what
+is left of a call when no run from scratch fits any more.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from scripts.accuracy.settings import SETTINGS
+from scripts.accuracy.settings import setting_of
 
 CHECKPOINTS = {"early": 1 / 12, "middle": 1 / 3, "late": 3 / 4}
-"""Where in the schedule the branches start."""
+"""Where in the schedule the branches start; endings start at the last."""
 SCRATCH = (
-    *("none", "paper", "int6-dither", "none-tp2", "int5-dither", "int4-dither"),
-    *("int6-nearest", "int8-nearest", "int6-signed", "fp8-plain", "int5-nearest"),
-    *("fp8-tensor", "int4-nearest", "int8-dither", "int5-signed-g64"),
+    *("none", "paper", "int6-signed", "none-tp2", "int6-nearest", "int8-nearest"),
+    *("fp8-plain", "int5-nearest", "int4-nearest", "int5-signed-g64"),
 )
 """From scratch, every seed of a setting before the next setting."""
-SLICED = ("int6-dither-sp", "paper-sp", "int4-dither-sp")
-"""From scratch with sequence parallelism, when all else is done."""
-PAIRED = ("none-tp2", "paper", "int6-dither", "int6-signed", "int5-dither", "int4-dither", "int8-dither")
-"""Branches of every replicate: the null comparison and what might be recommended."""
-MECHANISM = (
-    *("int6-nearest", "int6-dither-hop2", "int6-meanfree"),
-    *("int4-nearest", "int4-dither-hop2", "int4-meanfree", "paper-meanfree"),
+ENDED = (
+    *("none-tp2", "paper", "int6-signed", "int6-nearest", "int8-nearest", "paper-sp", "int6-signed-g32"),
+    *("int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[6:9], "int5-nearest-g32"),
+    *("int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp", "int8-nearest-sp", "int6-nearest-sp"),
+    *("int6655-nearest", "int5655-nearest", "int5-signed", "int4-signed", "int6655-signed"),
+    *("int5655-signed", "int6-signed-g64"),
 )
-"""Does dither in hop 2 alone, or removing the mean over the tokens, repair rounding to nearest?"""
-SEQUENCE_PARALLEL = ("paper-sp", "int6-dither-sp", "int4-dither-sp", "int8-dither-sp", "int5-dither-sp")
-PARTS = ("paper-forward", "paper-backward", "paper-hop1", "paper-hop2", "int6-stochastic")
-"""Which hop and direction does the damage."""
-FORMATS = (
-    *("int8-nearest", "int5-nearest", "fp8-plain", "fp8-tensor", "fp8-stochastic"),
-    *("int4-int6-dither", "int6-int4-dither", "int4-int8-dither"),
-    *("int6-nearest-sp", "int4-nearest-sp", "int6-stochastic-hop2", "int4-stochastic-hop2"),
-)
-_ENDED = (
-    *("none-tp2", "paper", "int6-dither", "int8-dither", "int6-nearest", "int6-dither-sp", "int8-dither-sp"),
-    *("paper-sp", "int6-signed", "int6-signed-g32", "int5-signed-g64", "int5-signed-g32", "int4-signed-g32"),
-    *(*SCRATCH[1:], "int5-nearest-g32", "int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp"),
-    *("int8-nearest-sp", "int6655-nearest", "int5655-nearest", "int6-nearest-sp", "int5-signed"),
-    *("int4-signed", "int6-dither-hop2", "int6655-signed", "int5655-signed", "int6-signed-g64"),
-)
-ENDED = tuple(dict.fromkeys(_ENDED))
 """To the end of the schedule from the last checkpoint of every seed, on the data that came next."""
-BRANCHES = (*PAIRED, *MECHANISM, *SEQUENCE_PARALLEL, *PARTS, *FORMATS)
+PAIRED = ("none-tp2", "paper", "int6-signed", "int6-nearest", "int4-nearest", "paper-sp", "paper-forward")
+"""Branches of every replicate: the null comparison and what might be recommended."""
+BRANCHES = (
+    *(*PAIRED, "paper-backward", "int8-nearest", "int5-nearest", "fp8-plain"),
+    *("int6-nearest-sp", "int4-nearest-sp"),
+)
+START_SECONDS, STEP_SECONDS, SAVE_SECONDS = 30.0, 0.07, 1.5
+"""Until a worker's first step; of a step of 32 x 1024 tokens on an H200 before one is measured; a checkpoint."""
+REST_SECONDS = {"scratch": 4.0, "branch": 1.5, "ending": 5.0}
+"""A run without its steps: weights and validation."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +44,14 @@ class Job:
     id: str
     setting: str
     seed: int
-    """Of the data's order and the random rounding; from scratch also of the weights."""
+    """Of the data's order; from scratch also of the weights."""
     steps: int
     start: str | None = None
     """Checkpoint to continue from; None is from scratch."""
     save: dict[int, str] = field(default_factory=dict)
     """Checkpoints to write, by step."""
     kind: str = "scratch"
-    """scratch, branch, repeat (of a branch), ending (from a checkpoint to the end), or errors: no training,
-    the codecs' errors at a checkpoint."""
+    """scratch, branch, repeat (of a branch), or ending (from a checkpoint to the end)."""
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -101,17 +94,6 @@ def endings(settings: Iterable[str], seeds: Iterable[int], steps: int) -> list[J
     ]
 
 
-def repeat(job: Job) -> Job:
-    """The same run once more, to see whether it is bitwise the same."""
-    return Job(f"{job.id}/again", job.setting, job.seed, job.steps, job.start, kind="repeat")
-
-
-def error_jobs() -> list[Job]:
-    """The codecs' errors on the tensors of seed 0, at its start and at its checkpoints."""
-    starts = [None, *(f"{at}-0" for at in CHECKPOINTS)]
-    return [Job(f"errors/{start or 'initial-0'}", "none", 0, 0, start, kind="errors") for start in starts]
-
-
 def make_plan(
     name: str,
     steps: int,
@@ -122,38 +104,83 @@ def make_plan(
 ) -> list[Job]:
     """The jobs of a plan: trial, scratch, branch or campaign.
 
+    Args:
+        settings: for the runs from scratch and the endings; names or specs, see ``setting_of``.
+        branch_settings: for the branches.
+
     Raises:
         ValueError: an unknown plan or setting.
     """
-    unknown = {*(settings or ()), *(branch_settings or ())} - SETTINGS.keys()
-    if unknown:
-        raise ValueError(f"unknown settings {sorted(unknown)}; see scripts/accuracy/settings.py")
     without_base = lambda names: [n for n in names if n != "none"]  # noqa: E731
-    chosen, of_branches = without_base(settings or SCRATCH), without_base(branch_settings or BRANCHES)
     if name == "trial":
-        short = without_base(settings or ["paper", "int6-dither"])
-        jobs = branches(["none", *short], [0], branch_steps)
-        return [*scratch(["none"], [0], steps), *jobs, repeat(jobs[0]), *scratch(short, [0], steps)]
+        settings, branch_settings, seeds = settings or ["paper", "int6-signed"], [], 1
+    chosen = without_base(settings or SCRATCH)
+    of_branches = without_base(branch_settings if branch_settings is not None else BRANCHES)
+    for one in (*chosen, *of_branches):
+        setting_of(one)
     whole = scratch(["none", *chosen], range(seeds), steps)
     if name == "scratch":
         return whole
-    if name == "branch":
-        return [
-            *scratch(["none"], range(seeds), steps),
-            *branches(["none", *of_branches], range(seeds), branch_steps),
-        ]
-    if name != "campaign":
-        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
-    if branch_settings is None:
-        often, seldom = list(PAIRED), [n for n in of_branches if n not in PAIRED]
-        first, last = [*MECHANISM, *SEQUENCE_PARALLEL], [*PARTS, *FORMATS]
-    else:
-        often, seldom, first, last = of_branches, [], [], []
-    replicates = range(1, seeds)
-    start = branches(["none", *often, *first], [0], branch_steps)
+    first = branches(["none", *of_branches], [0], branch_steps)
+    again = Job(f"{first[0].id}/again", "none", first[0].seed, branch_steps, first[0].start, kind="repeat")
     final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
-    jobs = [*whole[:seeds], *start[: len(CHECKPOINTS)], repeat(start[0]), *start[len(CHECKPOINTS) :]]
-    jobs += [*error_jobs(), *final, *whole[seeds:]]
-    jobs += branches(["none", *often], replicates, branch_steps)
-    jobs += branches(last, [0], branch_steps) + branches(seldom, replicates, branch_steps)
-    return jobs + (scratch(SLICED, range(seeds), steps) if settings is None else [])
+    often = [one for one in of_branches if branch_settings is not None or one in PAIRED]
+    rest = branches(["none", *often], range(1, seeds), branch_steps)
+    plans = {
+        "trial": [*whole[:1], *first, again, *whole[1:]],
+        "branch": [*whole[:seeds], *first, *rest],
+        "campaign": [*whole[:seeds], *first, again, *final, *whole[seeds:], *rest],
+    }
+    if name not in plans:
+        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
+    return plans[name]
+
+
+def cost_of(records: Sequence[dict]) -> Callable[[Job], float]:
+    """Seconds that a job takes, from the results of others on the same kind of device."""
+    times: dict[str, list[float]] = {}
+    for record in records:
+        times.setdefault(record["setting"]["name"], []).append(record["seconds_per_step"])
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    other = max(medians.values(), default=STEP_SECONDS)
+
+    def cost(job: Job) -> float:
+        rest = REST_SECONDS["branch" if job.kind == "repeat" else job.kind]
+        return 1.02 * job.steps * medians.get(job.setting, other) + rest + SAVE_SECONDS * len(job.save)
+
+    return cost
+
+
+def unfinished(plan: Sequence[Job], finished: set[str], checkpoints: set[str]) -> list[Job]:
+    """Jobs without a result, and those whose checkpoints are missing although such a job starts from them."""
+    needed = {job.start for job in plan if job.start and job.id not in finished}
+    missing = needed - checkpoints
+    return [job for job in plan if job.id not in finished or missing & set(job.save.values())]
+
+
+def next_job(
+    plan: Sequence[Job],
+    finished: set[str],
+    taken: set[str],
+    checkpoints: set[str],
+    seconds_left: float,
+    cost: Callable[[Job], float],
+) -> tuple[Job | None, bool]:
+    """The first job that can be done now and in time, and else whether one waits for a checkpoint.
+
+    Args:
+        finished: ids of the jobs with a result.
+        taken: ids of those that a worker has begun or failed in.
+        checkpoints: names of those there are.
+        cost: seconds of a job.
+    """
+    todo, waiting = unfinished(plan, finished, checkpoints), False
+    coming = {target for job in todo if job.id in taken for target in job.save.values()}
+    for job in todo:
+        if job.id in taken or cost(job) > seconds_left:
+            continue
+        if job.start and job.start not in checkpoints:
+            waiting |= job.start in coming
+            continue
+        return job, False
+    return None, waiting

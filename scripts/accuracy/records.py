@@ -1,4 +1,4 @@
-"""The records that ``run``, ``true_runs`` and ``errors`` write: reading them, and a small form to keep."""
+"""The records that ``run`` and ``true_runs`` write: reading them, and a small form to keep."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ def load(paths: Sequence[Path]) -> list[dict]:
     for path in paths:
         text = path.read_text()
         if path.suffix == ".json":
-            found = json.loads(text)["records"]
+            found = [record for record in json.loads(text)["records"] if "setting" in record]
         else:
             found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         for record in found:
@@ -47,11 +47,9 @@ def curve_of(record: dict) -> list[float]:
 
 
 def compact(records: Iterable[dict]) -> list[dict]:
-    """The runs (not the errors) as small records, from which the same tables and plots can be made."""
+    """Small records, from which the same tables and plots can be made."""
     kept = []
     for record in records:
-        if record["kind"] == "errors":
-            continue
         small = {key: record[key] for key in _KEPT if record.get(key) is not None}
         small["setting"] = record["setting"]
         small["train"] = round(training_loss(record), 5)

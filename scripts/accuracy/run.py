@@ -3,10 +3,11 @@
 
     python -m scripts.accuracy.run --work-dir /var/tmp/accuracy --plan campaign --minutes 9 --out results
 
-The workers share a queue (schedule.py): each takes the first job of the plan that is not done, whose
-checkpoint exists and that fits into the time left. Results are one JSON line a run in results-*.jsonl of
---out, written when the run ends. A later call with the same --work-dir goes on where this one stopped; on
-another machine --known names the folder of the earlier results. Prints a summary at the end.
+The workers share a queue (plan.py): each takes the first job of the plan that is not done, whose checkpoint
+exists and that fits into the time left. Results are one JSON line a run in results-*.jsonl of the work
+directory and of --out, written when the run ends. A later call with the same --work-dir goes on where this
+one stopped; so does one that finds earlier results-*.jsonl in a new work directory. Prints a summary at the
+end.
 """
 
 import argparse
@@ -17,14 +18,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-CHECKED_STEPS = (20, 100, 300, 600, 900)
-"""Where a run looks whether it will end in time."""
-GRACE_SECONDS = 10.0
-"""How late it may be."""
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -34,20 +31,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
     parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
-    parser.add_argument("--known", type=Path, help="folder of earlier results-*.jsonl: those jobs are done")
     parser.add_argument("--plan", default="campaign", help="trial, scratch, branch or campaign (plan.py)")
-    parser.add_argument("--settings", nargs="*", help="names for the runs from scratch (settings.py)")
-    parser.add_argument("--branch-settings", nargs="*", help="names for the branches")
+    parser.add_argument("--settings", nargs="*", help="for scratch and endings: names (settings.py) or specs")
+    parser.add_argument("--branch-settings", nargs="*", help="for the branches")
     parser.add_argument("--steps", type=int, default=1232, help="of a run from scratch")
     parser.add_argument("--branch-steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
     parser.add_argument("--workers", type=int, help="processes, one a GPU (default: all GPUs)")
     parser.add_argument("--size", choices=("111m", "tiny"), default="111m")
-    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.work_dir = args.work_dir.resolve()
+    args.out = args.out.resolve() if args.out else args.work_dir
+    return args
 
 
 def sizes(args: argparse.Namespace):
@@ -84,25 +82,6 @@ def claim(work: Path, job_id: str) -> bool:
     return True
 
 
-def compile_form(model, schedule, device: str, sequence_parallel: bool) -> None:
-    """Compile the layers in one form, forward and backward and for evaluation."""
-    import torch
-
-    from scripts.accuracy import layers
-    from scripts.accuracy.exchange import Exchange
-    from scripts.accuracy.settings import Setting
-
-    shape = (schedule.batch, model.config.sequence)
-    ids = torch.randint(model.config.vocabulary, shape, device=device)
-    layers.bind(Exchange(Setting("warm-up", sequence_parallel=sequence_parallel)))
-    model.use_sequence_parallelism(sequence_parallel)
-    model(ids, ids).mean().backward()
-    model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        model(ids, ids)
-    layers._bound.clear()
-
-
 class Worker:
     """One process on one GPU.
 
@@ -114,7 +93,6 @@ class Worker:
     def __init__(self, args: argparse.Namespace, plan) -> None:
         import torch
 
-        from scripts.accuracy.exchange import compile_elementwise
         from scripts.accuracy.model import GPT
         from scripts.accuracy.training import use_deterministic_kernels
 
@@ -123,25 +101,12 @@ class Worker:
         self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         use_deterministic_kernels()
         self.config, self.schedule = sizes(args)
-        self.compiled = not args.eager and self.device == "cuda"
-        self.model = GPT(self.config, self.compiled).to(self.device)
-        self.model.initialise(0)
-        compile_elementwise(self.compiled)
-        self.forms: set[bool] = set()
-        self.ensure_form(False)
-        self.say(f"warm ({'compiled' if self.compiled else 'eager'})")
+        self.model = GPT(self.config, self.device == "cuda").to(self.device)
         self.trainer = None
 
     def say(self, text: str) -> None:
         """A line on stdout."""
         print(f"[worker {self.args.worker}] {time.time() - self.began:6.1f} s  {text}", flush=True)
-
-    def ensure_form(self, sequence_parallel: bool) -> None:
-        """Compile the layers in a form if they are not."""
-        if self.device == "cpu" or sequence_parallel in self.forms:
-            return
-        self.forms.add(sequence_parallel)
-        compile_form(self.model, self.schedule, self.device, sequence_parallel)
 
     def wait_for_corpus(self) -> bool:
         """Read the corpus when it is there; False if the time is up before."""
@@ -158,24 +123,13 @@ class Worker:
         self.trainer = Trainer(self.model, corpus, self.schedule)
         return True
 
-    def cost(self, estimate) -> Callable:
-        """Seconds of a job for this worker."""
-        from scripts.accuracy.schedule import FORM_SECONDS
-        from scripts.accuracy.settings import SETTINGS
-
-        def seconds(job) -> float:
-            cold = self.compiled and SETTINGS[job.setting].sequence_parallel not in self.forms
-            return estimate.seconds(job) + FORM_SECONDS * cold
-
-        return seconds
-
     def choose(self):
         """The next job, claimed, and whether later ones wait for a checkpoint."""
-        from scripts.accuracy.schedule import Estimate, next_job
+        from scripts.accuracy.plan import cost_of, next_job
 
         work = self.args.work_dir
         records = records_of(work)
-        cost = self.cost(Estimate(r for r in records if r["device"] == self.device_name))
+        cost = cost_of([r for r in records if r.get("device") == self.device_name])
         while True:
             plan = [job for job in self.plan if not claim_of(work, job.id, "failed").exists()]
             taken = {job.id for job in plan if claim_of(work, job.id).exists()}
@@ -186,56 +140,27 @@ class Worker:
                 return job, waiting
 
     def train(self, job) -> dict:
-        """Do a run.
+        """Do a run; what its record holds of it."""
+        from scripts.accuracy.settings import setting_of
 
-        Raises:
-            TimeoutError: it would end too late.
-        """
-        import torch
-
-        from scripts.accuracy.settings import SETTINGS
-
-        checkpoints, start = self.args.work_dir / "checkpoints", time.time()
+        checkpoints, start, setting = self.args.work_dir / "checkpoints", time.time(), setting_of(job.setting)
         if job.start:
             self.trainer.load(checkpoints / f"{job.start}.pt")
         else:
             self.trainer.start(job.seed)
-        first, begun = self.trainer.step, time.time()
-
-        def check(done: int) -> None:
-            if done in CHECKED_STEPS:
-                if self.device == "cuda":
-                    torch.cuda.synchronize()
-                ends = time.time() + (time.time() - begun) / done * (job.steps - done)
-                if ends > self.args.deadline + GRACE_SECONDS:
-                    raise TimeoutError(
-                        f"after {done} steps it would end {ends - self.args.deadline:.0f} s late"
-                    )
-
+        first = self.trainer.step
         save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
         part = 2 if job.kind in ("branch", "repeat") else 1
-        result = self.trainer.run(SETTINGS[job.setting], job.steps, job.seed, save, part, on_step=check)
-        return {"first_step": first, **result, "seconds": round(time.time() - start, 2)}
-
-    def errors(self, job) -> dict:
-        """Measure the codecs' errors at a checkpoint."""
-        from scripts.accuracy.errors import errors_at
-
-        start = time.time()
-        path = self.args.work_dir / "checkpoints" / f"{job.start}.pt" if job.start else None
-        found = errors_at(path, self.config, self.trainer.corpus, self.device)
-        return {"errors": found, "seconds": round(time.time() - start, 2)}
+        result = self.trainer.run(setting, job.steps, job.seed, save, part)
+        seconds = round(time.time() - start, 2)
+        return {"setting": setting.as_dict(), "first_step": first, **result, "seconds": seconds}
 
     def do(self, job) -> None:
         """Do a job and write its record."""
         import torch
 
-        from scripts.accuracy.settings import SETTINGS
-
-        setting = SETTINGS[job.setting]
         try:
-            self.ensure_form(setting.sequence_parallel)
-            result = self.errors(job) if job.kind == "errors" else self.train(job)
+            result = self.train(job)
         except Exception:
             traceback.print_exc()
             self.say(f"{job.id} failed")
@@ -243,16 +168,13 @@ class Worker:
             if self.device == "cuda":
                 torch.cuda.synchronize()  # raises if the device is lost: no more jobs for this worker
             return
-        record = {**job.as_dict(), "setting": setting.as_dict(), **result}
-        record |= {"device": self.device_name, "size": self.args.size, "compiled": self.compiled}
+        record = {**job.as_dict(), **result, "device": self.device_name, "size": self.args.size}
         record |= {"schedule_steps": self.schedule.steps, "torch": torch.__version__}
-        for folder in dict.fromkeys((self.args.work_dir, self.args.out or self.args.work_dir)):
+        for folder in dict.fromkeys((self.args.work_dir, self.args.out)):
             with (folder / f"results-{self.args.worker}.jsonl").open("a") as stream:
                 stream.write(json.dumps(record) + "\n")
-        loss = ""
-        if job.kind != "errors":
-            loss = f"valid {result['valid']:.5f}, {1e3 * result['seconds_per_step']:.1f} ms/step, "
-        self.say(f"{job.id}: {loss}{result['seconds']:.1f} s")
+        milliseconds = 1e3 * result["seconds_per_step"]
+        self.say(f"{job.id}: valid {result['valid']:.5f}, {milliseconds:.1f} ms/step, {result['seconds']} s")
 
     def loop(self) -> None:
         """Jobs until the time is up."""
@@ -279,30 +201,13 @@ def plan_of(args: argparse.Namespace):
 
 
 def prepare_folders(args: argparse.Namespace) -> None:
-    """Work directory without claims, earlier results in it and in --out."""
-    for name in ("claims", "checkpoints"):
-        (args.work_dir / name).mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(args.work_dir / "claims")
-    (args.work_dir / "claims").mkdir()
-    if args.known and args.known.resolve() != args.work_dir:
-        have = {record["id"] for record in records_of(args.work_dir)}
-        new = [json.dumps(record) for record in records_of(args.known) if record["id"] not in have]
-        with (args.work_dir / "results-known.jsonl").open("a") as stream:
-            stream.writelines(f"{line}\n" for line in new)
-    if args.out and args.out != args.work_dir:
-        args.out.mkdir(parents=True, exist_ok=True)
+    """A work directory without claims, and earlier results in --out."""
+    shutil.rmtree(args.work_dir / "claims", ignore_errors=True)
+    for folder in (args.work_dir / "claims", args.work_dir / "checkpoints", args.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.out != args.work_dir:
         for path in args.work_dir.glob("results-*.jsonl"):
             shutil.copy(path, args.out)
-
-
-def environment_of(args: argparse.Namespace) -> dict[str, str]:
-    """Of the workers: deterministic cuBLAS, compiler caches shared by them and by later calls."""
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(args.work_dir / "cache" / "inductor"))
-    environment.setdefault("TRITON_CACHE_DIR", str(args.work_dir / "cache" / "triton"))
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
-    return environment
 
 
 def launch(args: argparse.Namespace) -> None:
@@ -313,33 +218,29 @@ def launch(args: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     workers = args.workers or max(1, gpus)
-    plan = plan_of(args)  # a wrong name stops here
+    plan_of(args)  # a wrong name stops here
     prepare_folders(args)
-    environment, helpers = environment_of(args), []
+    # Deterministic cuBLAS; compiler caches that the workers and later calls share.
+    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(args.work_dir / "cache" / "inductor"))
+    environment.setdefault("TRITON_CACHE_DIR", str(args.work_dir / "cache" / "triton"))
 
     def start(module: str, arguments: Sequence[str], gpu: int = 0) -> subprocess.Popen:
         own = environment | ({"CUDA_VISIBLE_DEVICES": visible[gpu % gpus]} if gpus else {})
-        command = [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments]
-        return subprocess.Popen(command, env=own, cwd=ROOT)
+        return subprocess.Popen([sys.executable, "-m", f"scripts.accuracy.{module}", *arguments], env=own, cwd=ROOT)
 
+    helpers = []
     if not (args.work_dir / "corpus" / "meta.json").exists():
         helpers.append(start("corpus", ["--output-dir", str(args.work_dir / "corpus")]))
-    arguments = [*sys.argv[1:], "--workers", str(workers), "--deadline", str(deadline)]
-    processes = [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]
-    if gpus:
-        count = max(1, min(4 * gpus, (os.cpu_count() or 1) // 4))
-        settings = list(dict.fromkeys(job.setting for job in plan))
-        compiling = [] if args.eager else ["--compile"]
-        for i in range(count):
-            share = ["--share", str(i), str(count), *compiling, "--settings", *settings]
-            helpers.append(start("warm", share, i))
-    for process in processes:
+    arguments = [*sys.argv[1:], "--work-dir", str(args.work_dir), "--out", str(args.out)]
+    arguments += ["--workers", str(workers), "--deadline", str(deadline)]
+    for process in [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]:
         process.wait()
     for process in helpers:
         process.terminate()
         process.wait()
     meta = args.work_dir / "corpus" / "meta.json"
-    if args.out and args.out != args.work_dir and meta.exists():
+    if args.out != args.work_dir and meta.exists():
         shutil.copy(meta, args.out)
     from scripts.accuracy.tables import tables
 
@@ -349,8 +250,6 @@ def launch(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = parse(argv)
-    args.work_dir = args.work_dir.resolve()
-    args.out = args.out.resolve() if args.out else None
     if args.worker is None:
         launch(args)
     else:

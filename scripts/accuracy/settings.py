@@ -1,144 +1,101 @@
-"""What a run compresses and how: a codec for each hop of each direction, written as short strings.
+"""What a run compresses and how: the names of the results, each with the specs that it stands for."""
 
-A codec is ``format[:option...]`` with the options of taco_kernels.CodecConfig in any order: a group size
-(``128``), ``dual``, ``single`` or ``signed`` scales, ``nearest``, ``stochastic`` or ``dither`` rounding,
-``plain`` for no Hadamard transform. ``fp8-tensor`` is fp8-e4m3 with one scale a tensor. ``none`` is no
-compression.
-"""
-
+import re
+import statistics
 from dataclasses import asdict, dataclass
 
-from taco_kernels import FORMATS, SCALES, CodecConfig
+from megatron.compression.codecs import Codec, parse_codec
 
-TENSOR_FP8 = "fp8-tensor"
-
-
-def parse_codec(text: str) -> CodecConfig | str | None:
-    """``int6:128:single:dither`` -> its CodecConfig; None for none; TENSOR_FP8 as it is.
-
-    Raises:
-        ValueError: an unknown option.
-    """
-    if text in ("none", TENSOR_FP8):
-        return None if text == "none" else text
-    number_format, *options = text.split(":")
-    fields: dict = {"format": number_format}
-    for option in options:
-        if option.isdigit():
-            fields["group_size"] = int(option)
-        elif option in SCALES:
-            fields["scales"] = option
-        elif option == "plain":
-            fields["hadamard"] = False
-        else:
-            fields["rounding"] = option
-    return CodecConfig(**fields)
+RANKS = 4
+"""Simulated ranks."""
+_SPECS: dict[str, str | tuple[str, str]] = {
+    "none": "none",
+    "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
+    "paper": "taco",
+    "paper-forward": ("taco", "none"),
+    "paper-backward": ("none", "taco"),
+    "fp8-plain": "taco:hadamard=off",
+    "int6655-nearest": ("int6:scales=single", "int5:scales=single"),
+    "int5655-nearest": ("int5:scales=single/int6:scales=single", "int5:scales=single"),
+    "int6655-signed": ("int6", "int5"),
+    "int5655-signed": ("int5/int6", "int5"),
+    **{
+        f"int{bits}-{name}": f"int{bits}{spec}"
+        for bits in (8, 6, 5, 4)
+        for name, spec in {
+            "nearest": ":scales=single",
+            "nearest-g32": ":group=32,scales=single",
+            "signed": "",
+            "signed-g64": ":group=64",
+            "signed-g32": ":group=32",
+        }.items()
+    },
+}
+"""A setting's name to its spec, or to those of the forward and the backward."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A form of tensor parallelism and the codecs of its exchanges.
-
-    Hop 1 encodes each rank's partial sum. Hop 2 of the two-shot form encodes their sum; with sequence
-    parallelism it encodes what is all-gathered: the normalised activations (forward), and the gradients of
-    the row-parallel outputs (backward).
-    """
+    """A form of tensor parallelism and the codecs of its exchanges; see exchange.py for what they encode."""
 
     name: str
-    forward1: str = "none"
-    forward2: str = "none"
-    backward1: str = "none"
-    backward2: str = "none"
+    forward: str = "none"
+    """Spec of the activations' codec; ``FIRST/SECOND`` for one each in the two hops."""
+    backward: str = "none"
+    """The same of the gradients."""
     sequence_parallel: bool = False
-    remove_mean: bool = False
-    """Take the mean over the tokens out of what hop 2 encodes; it travels in bf16 beside it."""
-    world_size: int = 4
+    world_size: int = RANKS
 
     def __post_init__(self) -> None:
-        for codec in self.codecs():
-            parse_codec(codec)
+        _ = self.codecs
 
-    def codecs(self) -> tuple[str, str, str, str]:
-        """Forward hop 1 and 2, backward hop 1 and 2."""
-        return self.forward1, self.forward2, self.backward1, self.backward2
+    @property
+    def codecs(self) -> dict[str, Codec | None]:
+        """By direction; None: uncompressed."""
+        specs = {"forward": self.forward, "backward": self.backward}
+        return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
+
+    @property
+    def flags(self) -> list[str]:
+        """Of a run of pretrain_gpt.py."""
+        flags = ["--sequence-parallel"] if self.sequence_parallel else []
+        if (self.forward, self.backward) == ("none", "none"):
+            return flags
+        flags += ["--tp-compression", self.forward, "--tp-compression-min-mb", "0"]
+        return flags + ([] if self.backward == self.forward else ["--tp-backward-compression", self.backward])
 
     def as_dict(self) -> dict:
         """For JSON."""
         return asdict(self)
 
 
-def everywhere(name: str, codec: str, **changes) -> Setting:
-    """The same codec in both hops of both directions."""
-    return Setting(name, codec, codec, codec, codec, **changes)
+def setting_of(name: str) -> Setting:
+    """The setting of a name of the results (``-sp``: with sequence parallelism), or of any spec.
+
+    Raises:
+        CompressionConfigError: neither.
+    """
+    base = name.removesuffix("-sp")
+    found = _SPECS.get(base, base)
+    forward, backward = (found, found) if isinstance(found, str) else found
+    return Setting(name, forward, backward, base != name, 2 if base == "none-tp2" else RANKS)
 
 
-def bits_a_value(codec: str) -> float:
-    """Bits on the wire for each value, scales included; 16 for none."""
-    config = parse_codec(codec)
-    if config is None:
-        return 16.0
-    if config == TENSOR_FP8:
-        return 8.0
-    return 8.0 * config.bytes_per_group() / config.group_size
+def bits_of(setting: dict) -> float:
+    """Mean bits a value over the hops of both directions, of the setting of a record.
+
+    Records of 2026 spell codecs ``int6:128:single:dither``, one a hop, some with what there is no more.
+    """
+    if "forward1" in setting:
+        hops = ("forward1", "forward2", "backward1", "backward2")
+        return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
+    codecs = Setting(**setting).codecs.values()
+    hops = [hop for codec in codecs for hop in (codec.hops if codec else (None, None))]
+    return statistics.fmean(hop.bits_per_value() if hop else 16.0 for hop in hops)
 
 
-PAPER = "fp8-e4m3:128:dual"
-BITS = tuple(bits for bits in (8, 6, 5, 4, 3) if f"int{bits}" in FORMATS)
-
-
-def _table() -> dict[str, Setting]:
-    settings = [
-        Setting("none"),
-        Setting("none-tp2", world_size=2),  # the same mathematics, other roundings: the null comparison
-        everywhere("paper", PAPER),
-        everywhere("fp8-plain", "fp8-e4m3:128:dual:plain"),
-        everywhere("fp8-tensor", TENSOR_FP8),
-        everywhere("fp8-stochastic", "fp8-e4m3:128:dual:stochastic"),
-        Setting("paper-forward", PAPER, PAPER),
-        Setting("paper-backward", backward1=PAPER, backward2=PAPER),
-        Setting("paper-hop1", forward1=PAPER, backward1=PAPER),
-        Setting("paper-hop2", forward2=PAPER, backward2=PAPER),
-        everywhere("paper-meanfree", PAPER, remove_mean=True),
-    ]
-    for bits in BITS:
-        nearest, dither = f"int{bits}:128:single", f"int{bits}:128:single:dither"
-        stochastic = f"int{bits}:128:single:stochastic"
-        settings += [
-            everywhere(f"int{bits}-nearest", nearest),
-            everywhere(f"int{bits}-dither", dither),
-            everywhere(f"int{bits}-stochastic", stochastic),
-            everywhere(f"int{bits}-meanfree", nearest, remove_mean=True),
-            everywhere(f"int{bits}-dither-meanfree", dither, remove_mean=True),
-            Setting(f"int{bits}-dither-hop2", nearest, dither, nearest, dither),
-            Setting(f"int{bits}-stochastic-hop2", nearest, stochastic, nearest, stochastic),
-            Setting(f"int{bits}-nearest-forward", nearest, nearest),
-            Setting(f"int{bits}-dither-forward", dither, dither),
-            Setting(f"int{bits}-dither-backward", backward1=dither, backward2=dither),
-        ]
-        settings += [
-            everywhere(f"int{bits}-{rounding}-g{group}", f"int{bits}:{group}:single:{rounding}")
-            for rounding in ("nearest", "dither")
-            for group in (32, 64, 256)
-        ]
-        settings += [
-            everywhere(f"int{bits}-signed{suffix}", f"int{bits}:{group}:signed")
-            for group, suffix in ((128, ""), (64, "-g64"), (32, "-g32"))
-        ]
-    for first in BITS:  # hop 1 coarse, hop 2 fine, or the other way round
-        for second in BITS:
-            if first != second:
-                a, b = f"int{first}:128:single:dither", f"int{second}:128:single:dither"
-                settings.append(Setting(f"int{first}-int{second}-dither", a, b, a, b))
-    for hops in ("6655", "5655", "5645"):  # bits of forward hop 1 and 2, backward hop 1 and 2
-        for name, options in (("nearest", "single:nearest"), ("signed", "signed")):
-            settings.append(Setting(f"int{hops}-{name}", *(f"int{bits}:128:{options}" for bits in hops)))
-    settings += [
-        Setting(f"{s.name}-sp", *s.codecs(), sequence_parallel=True, remove_mean=s.remove_mean)
-        for s in settings
-        if s.world_size == 4
-    ]
-    return {s.name: s for s in settings}
-
-
-SETTINGS = _table()
-"""Every setting by name; ``-sp`` is the same with sequence parallelism."""
+def _old_bits(codec: str) -> float:
+    if codec in ("none", "fp8-tensor"):
+        return 16.0 if codec == "none" else 8.0
+    bits, group, scales = re.match(r"(?:int|fp)(\d)\S*?:(\d+):(\w+)", codec).groups()
+    return int(bits) + (64 if scales == "dual" else 16) / int(group)

@@ -2,11 +2,9 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 
 from scripts.accuracy.estimates import (
-    BASE,
     COARSE,
     NULL,
     Estimate,
@@ -15,20 +13,19 @@ from scripts.accuracy.estimates import (
     in_order,
     noise_by_stage,
     pooled,
-    reading,
     t_quantile,
 )
-from scripts.accuracy.plan import BRANCHES, SCRATCH
-from scripts.accuracy.scaling import scaling_lines
-from scripts.accuracy.settings import bits_a_value
+from scripts.accuracy.plan import BRANCHES, ENDED, SCRATCH
+from scripts.accuracy.settings import bits_of
 
 BOUND = 0.3
+"""Per cent: what comparisons are asked to tell apart."""
 
 
-def bits_of(setting: dict) -> float:
-    """Mean bits a value over the four hops."""
-    hops = ("forward1", "forward2", "backward1", "backward2")
-    return statistics.fmean(bits_a_value(setting[hop]) for hop in hops)
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table, or nothing without rows."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines] if rows else []
 
 
 def interval(found: Estimate) -> str:
@@ -42,88 +39,51 @@ def interval(found: Estimate) -> str:
 
 def settings_of(records: Sequence[dict], kind: str) -> dict[str, dict]:
     """The settings of a kind of run by name, in the order of the plans."""
-    order = [*SCRATCH, *BRANCHES]
+    order = [*SCRATCH, *ENDED, *BRANCHES]
     found = {r["setting"]["name"]: r["setting"] for r in records if r["kind"] == kind}
     return dict(sorted(found.items(), key=lambda item: (*order, item[0]).index(item[0])))
 
 
-def _judged(records: Sequence[dict], kind: str) -> dict[str, list[str]]:
-    """Cells of the settings that have differences: mean, interval, reading, training loss, uncompressed."""
+def run_table(records: Sequence[dict], kind: str) -> list[str]:
+    """Runs from scratch or endings: losses or differences by seed, and what they say."""
     valid, train, plain = (differences(records, kind, m) for m in ("valid", "train", "uncompressed"))
-    summary, cells = pooled(records, kind), {}
-    for name, pairs in valid.items():
-        found = summary[name]
-        cells[name] = [str(estimate(list(pairs.values()))), interval(found), reading(found, BOUND)]
-        cells[name] += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
-    return cells
-
-
-def scratch_table(records: Sequence[dict]) -> list[str]:
-    """Runs from scratch: losses by seed and what they say."""
-    settings, judged = settings_of(records, "scratch"), _judged(records, "scratch")
-    if not settings:
-        return []
-    lines = [
-        "| setting | bits a value | validation loss, by seed | against uncompressed, % "
-        "| 95 % interval, pooled | reading | training loss, % | weights used uncompressed, % |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, setting in settings.items():
-        runs = [r for r in records if r["kind"] == "scratch" and r["setting"]["name"] == name]
-        losses = ", ".join(f"{r['valid']:.4f}" for r in sorted(runs, key=lambda r: r["seed"]))
-        cells = [name, f"{bits_of(setting):.2f}", losses, *judged.get(name, [""] * 5)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def ending_table(records: Sequence[dict]) -> list[str]:
-    """The last part of the schedule: differences by seed and what they say."""
-    valid, judged = differences(records, "ending"), _judged(records, "ending")
-    if not valid:
-        return []
-    lines = [
-        "| setting | bits a value | against uncompressed by seed, % | mean, % | 95 % interval "
-        "| reading | training loss, % | weights used uncompressed, % |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, setting in settings_of(records, "ending").items():
-        if name in valid:
+    summary, rows = pooled(records, kind), []
+    for name, setting in settings_of(records, kind).items():
+        if kind == "scratch":
+            runs = [r for r in records if r["kind"] == kind and r["setting"]["name"] == name]
+            seeds = [f"{r['valid']:.4f}" for r in sorted(runs, key=lambda r: r["seed"])]
+        elif name in valid:
             pairs = sorted(valid[name].items(), key=lambda pair: pair[0].replicate)
-            seeds = ", ".join(f"{value:+.3f}" for _, value in pairs)
-            lines.append(f"| {' | '.join([name, f'{bits_of(setting):.2f}', seeds, *judged[name]])} |")
-    return lines
+            seeds = [f"{value:+.3f}" for _, value in pairs]
+        else:
+            continue
+        cells = [name, f"{bits_of(setting):.2f}", ", ".join(seeds)]
+        if name in valid:
+            cells += [str(estimate(list(valid[name].values()))), interval(summary[name])]
+            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
+        rows.append(cells + [""] * (7 - len(cells)))
+    by_seed = "validation loss, by seed" if kind == "scratch" else "against uncompressed by seed, %"
+    titles = ["setting", "bits a value", by_seed, "mean against uncompressed, %", "95 % interval"]
+    return markdown([*titles, "training loss, %", "weights used uncompressed, %"], rows)
 
 
 def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:
     """Branches of one form, in all and by the checkpoint that they start from."""
-    valid, train = (differences(records, "branch", measure) for measure in ("valid", "train"))
+    valid, summary = differences(records, "branch"), pooled(records, "branch")
     settings = settings_of(records, "branch")
-    names = [n for n, found in settings.items() if found["sequence_parallel"] == sequence_parallel]
-    names = [name for name in names if name in valid]
-    if not names:
-        return []
-    summary = pooled(records, "branch")
+    names = [n for n, s in settings.items() if s["sequence_parallel"] == sequence_parallel and n in valid]
     stages = in_order(block.stage for pairs in valid.values() for block in pairs)
-    titles = [
-        "setting",
-        "bits a value",
-        "pairs",
-        "against uncompressed, %",
-        "95 % interval",
-        "reading",
-    ]
-    titles += ["training loss, %", *(f"{stage}, %" for stage in stages)]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    rows = []
     for name in names:
-        pairs = valid[name]
-        found = summary[name]
+        pairs, found = valid[name], summary[name]
         cells = [name, f"{bits_of(settings[name]):.2f}", str(len(pairs)), str(estimate(list(pairs.values())))]
-        cells += [interval(found), reading(found, BOUND), str(estimate(list(train[name].values())))]
+        cells.append(interval(found))
         for stage in stages:
             values = [value for block, value in pairs.items() if block.stage == stage]
             cells.append(str(estimate(values)) if values else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    titles = ["setting", "bits a value", "pairs", "against uncompressed, %", "95 % interval"]
+    return markdown([*titles, *(f"{stage}, %" for stage in stages)], rows)
 
 
 def noise_lines(records: Sequence[dict]) -> list[str]:
@@ -140,15 +100,13 @@ def noise_lines(records: Sequence[dict]) -> list[str]:
             fine = kind == "scratch" or abs(found.mean) <= COARSE
             if name != NULL and fine and not math.isnan(half):
                 by_count[found.count] = max(half, by_count.get(found.count, 0.0))
-        for count, smallest in sorted(by_count.items(), reverse=True):
-            if noise:
-                verdict = "can" if smallest < BOUND else "cannot"
-                of = "" if kind == "scratch" else f" of settings that cost at most {COARSE:g} %,"
-                pairs = f"{count} pair{'s' * (count > 1)}"
-                lines.append(
-                    f"- {what}, {pairs}:{of} differences from {smallest:.2f} % on are "
-                    f"told apart (95 %), so {BOUND:g} % {verdict} be."
-                )
+        for count, smallest in sorted(by_count.items(), reverse=True) if noise else ():
+            verdict = "can" if smallest < BOUND else "cannot"
+            of = "" if kind == "scratch" else f" of settings that cost at most {COARSE:g} %,"
+            lines.append(
+                f"- {what}, {count} pair{'s' * (count > 1)}:{of} differences from {smallest:.2f} % on are "
+                f"told apart (95 %), so {BOUND:g} % {verdict} be."
+            )
         if NULL in summary:
             pairs = differences(records, kind)[NULL].values()
             lines.append(
@@ -160,33 +118,24 @@ def noise_lines(records: Sequence[dict]) -> list[str]:
 
 def true_table(records: Sequence[dict]) -> list[str]:
     """Runs with real ranks beside the simulated ones of the same setting, their noise taken to be alike."""
-    settings = settings_of(records, "true")
-    if not settings:
-        return []
     true, simulated = differences(records, "true"), differences(records, "scratch")
-    noise, summary = noise_by_stage(records, "scratch"), pooled(records, "scratch")
-    lines = [
-        "| setting | TP | validation loss, by seed | against uncompressed, real ranks, % | simulated, % "
-        "| real - simulated, 95 % interval | reading |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in settings:
+    noise, summary, rows = noise_by_stage(records, "scratch"), pooled(records, "scratch"), []
+    for name in settings_of(records, "true"):
         runs = [r for r in records if r["kind"] == "true" and r["setting"]["name"] == name]
         runs.sort(key=lambda record: record["seed"])
         cells = [name, ", ".join(dict.fromkeys(str(r["tensor_parallel"]) for r in runs))]
         cells.append(", ".join(f"{record['valid']:.4f}" for record in runs))
-        cells.append(str(estimate(list(true[name].values()))) if name in true else "")
-        cells += ["", "", ""]
+        cells += [str(estimate(list(true[name].values()))) if name in true else "", "", ""]
         if name in true and name in simulated:
-            cells[-3] = str(estimate(list(simulated[name].values())))
+            cells[-2] = str(estimate(list(simulated[name].values())))
             model, real = summary[name], list(true[name].values())
             if not math.isnan(model.error) and "" in noise:
                 error = math.hypot(model.error, noise[""].deviation * math.sqrt(2 / len(real)))
                 gap = Estimate(statistics.fmean(real) - model.mean, error, len(real), model.freedom)
-                low, high = gap.interval
-                cells[-2:] = [interval(gap), "agree within noise" if low < 0 < high else "differ"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+                cells[-1] = interval(gap)
+        rows.append(cells)
+    titles = ["setting", "TP", "validation loss, by seed", "against uncompressed, real ranks, %"]
+    return markdown([*titles, "simulated, %", "real - simulated, 95 % interval"], rows)
 
 
 def repeats(records: Sequence[dict]) -> list[str]:
@@ -195,41 +144,22 @@ def repeats(records: Sequence[dict]) -> list[str]:
     for record in records:
         if record["kind"] == "repeat" and (first := by_id.get(record["id"].removesuffix("/again"))):
             same = record["weights"] == first["weights"]
-            lines.append(
-                f"- {first['id']} twice: {'bitwise the same' if same else 'not the same weights'}, "
-                f"validation losses {first['valid']:.6f} and {record['valid']:.6f}"
-            )
+            lines.append(f"- {first['id']} twice: {'bitwise the same' if same else 'not the same weights'}")
     return lines
-
-
-def times_table(records: Sequence[dict]) -> list[str]:
-    """Median time of a step by setting, ms."""
-    times = defaultdict(list)
-    for record in records:
-        if record["kind"] in ("scratch", "ending", "branch") and "seconds_per_step" in record:
-            times[record["setting"]["name"]].append(1e3 * record["seconds_per_step"])
-    if not times:
-        return []
-    return [", ".join(f"{name} {statistics.median(values):.1f}" for name, values in times.items())]
 
 
 def tables(records: Sequence[dict]) -> str:
     """Everything as Markdown."""
-    runs, parts = [record for record in records if record["kind"] != "errors"], []
-    paired = [record for record in runs if record["kind"] != "true"]
+    parts, paired = [], [record for record in records if record["kind"] != "true"]
     for title, lines in (
-        ("From scratch", scratch_table(paired)),
-        ("Endings: the last part of the schedule", ending_table(paired)),
-        ("From scratch and endings", scaling_lines(paired)),
+        ("From scratch", run_table(paired, "scratch")),
+        ("Endings: the last part of the schedule", run_table(paired, "ending")),
         ("Branches, two-shot", branch_table(paired, False)),
         ("Branches, sequence parallelism", branch_table(paired, True)),
         ("What can be told apart", noise_lines(paired)),
-        ("With real tensor-parallel ranks", true_table(runs)),
-        ("The same run twice", repeats(runs)),
-        ("Time of a step, ms", times_table(runs)),
+        ("With real tensor-parallel ranks", true_table(records)),
+        ("The same run twice", repeats(records)),
     ):
         if lines:
             parts += [f"### {title}", "", *lines, ""]
-    if parts and not any(record["setting"]["name"] == BASE for record in runs):
-        parts.append(f"No run of `{BASE}`: nothing to compare with.")
     return "\n".join(parts)

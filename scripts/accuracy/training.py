@@ -4,7 +4,6 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from scripts.accuracy import layers
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.model import GPT
-from scripts.accuracy.settings import SETTINGS, Setting
+from scripts.accuracy.settings import Setting, setting_of
 
 
 @dataclass(frozen=True)
@@ -132,32 +131,28 @@ class Trainer:
         seed: int,
         save: dict[int, Path] | None = None,
         part: int = 1,
-        on_step: Callable[[int], None] | None = None,
     ) -> dict:
         """Train ``steps`` steps under a setting and evaluate.
 
         Args:
-            seed: of the order of the data and of the random rounding.
+            seed: of the order of the data.
             save: checkpoints to write, by the step at which they are taken.
             part: evaluate on the first 1/part of the validation set; with all of it, evaluate the weights
                 uncompressed too.
-            on_step: called with the number of steps issued so far after each.
 
         Returns:
             losses of the steps, validation losses and the digest of the final weights.
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
-        exchange = Exchange(setting, seed)
-        layers.bind(exchange)
+        layers.attach(Exchange(setting))
         model.use_sequence_parallelism(setting.sequence_parallel)
         order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
         parameters = list(model.parameters())
         losses, began = [], time.perf_counter()
-        for done in range(1, steps + 1):
+        for _ in range(steps):
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.rate(self.step)
             window = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
-            exchange.start(self.step)
             loss = model(*corpus.take(corpus.train, window)).mean()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, schedule.clip)
@@ -167,20 +162,17 @@ class Trainer:
             self.step += 1
             if save and self.step in save:
                 self.save(save[self.step])
-            if on_step is not None:
-                on_step(done)
         losses = [round(value, 5) for value in torch.stack(losses).tolist()]
         seconds = time.perf_counter() - began
         result = {
             "losses": losses,
-            "valid": self.evaluate(setting, seed, part),
+            "valid": self.evaluate(setting, part),
             "valid_tokens": self.batches(part) * schedule.batch * corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
             "weights": self.digest(),
         }
-        compressed = setting.forward1 != "none" or setting.forward2 != "none"
-        if part == 1 and compressed:
-            result["valid_uncompressed"] = self.evaluate(SETTINGS["none"], seed)
+        if part == 1 and setting.forward != "none":
+            result["valid_uncompressed"] = self.evaluate(setting_of("none"))
         return result
 
     def batches(self, part: int = 1) -> int:
@@ -188,25 +180,19 @@ class Trainer:
         return max(1, self.corpus.valid_windows // self.schedule.batch // part)
 
     @torch.no_grad()
-    def evaluate(self, setting: Setting, seed: int, part: int = 1) -> float:
+    def evaluate(self, setting: Setting, part: int = 1) -> float:
         """Mean loss over the validation set (its first 1/part), the forward's exchanges as in training.
 
         The same tokens whatever the run; summed in fp64.
         """
         model, corpus, batch = self.model, self.corpus, self.schedule.batch
-        bound = list(layers._bound)
-        exchange = Exchange(setting, seed + 1_000_003)
-        layers.bind(exchange)
+        layers.attach(Exchange(setting))
         model.use_sequence_parallelism(setting.sequence_parallel)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = self.batches(part)
         for i in range(batches):
-            exchange.start(i)
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
             total += model(*corpus.take(corpus.valid, window)).double().mean()
-        if bound:
-            layers.bind(bound[0])
-            model.use_sequence_parallelism(bound[0].setting.sequence_parallel)
         return round(float(total) / batches, 6)
 
     @torch.no_grad()

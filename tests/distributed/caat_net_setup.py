@@ -1,25 +1,17 @@
-"""What the tests of CAAT-Net share: its runtime, and parameters without symmetry."""
+"""What the tests of CAAT-Net share: its run, and parameters without symmetry."""
 
 import zlib
 
 import torch
 
-from megatron.compression.config import CaatNetSettings, CompressionConfig, TensorParallelCompression
-from megatron.compression.runtime import CompressionRuntime
+from tests.distributed.tiny_gpt import TinyRun, run_with
 
 BATCH = 2
 
 
-def caat_runtime(fraction: float, **settings) -> CompressionRuntime:
-    """A runtime of this sync fraction, without a codec unless ``settings`` choose one."""
-    if settings:
-        settings = {"tp_compression": "taco", "taco_min_message_mb": 0.0, **settings}
-    return CompressionRuntime(
-        CompressionConfig(
-            tensor_parallel=TensorParallelCompression(**settings),
-            caat_net=CaatNetSettings(caat_net_sync_fraction=fraction),
-        )
-    )
+def caat_run(fraction: float, codec: str = "none", **settings) -> TinyRun:
+    """A run of this sync fraction."""
+    return run_with(codec, sync_fraction=fraction, **settings)
 
 
 def fill_parameters(model, rank: int) -> None:

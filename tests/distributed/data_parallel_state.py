@@ -7,19 +7,18 @@ from argparse import Namespace
 import torch
 import torch.distributed as dist
 
+from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
-from megatron.compression.data_parallel.checkpoint import KEY, GradientState
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
-from megatron.compression.data_parallel.gradients import CodedGradientSync
-from megatron.compression.data_parallel.sdp4bit import ErrorStore, GroupGradientCodec
-from megatron.compression.data_parallel.topology import Topology, find_topology
-from taco_kernels.sdp4bit import GroupFormat
+from megatron.compression.communication.topology import Topology, find_topology
+from megatron.compression.data_parallel.checkpoint import KEY, MADE_BY, GradientState
+from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
+from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
+from megatron.compression.data_parallel.error_feedback import INT8, ErrorFeedback
 
 SIZES = (700, 64, 3000)
 
 
-def _sync(topology: Topology, store=None, alignment: int = 64) -> CodedGradientSync:
+def _sync(topology: Topology, store=None, alignment: int = 64) -> CodecGradientSync:
     """A bucket of three parameters with gaps between them, and a memory of what int4 lost of it."""
     spans, start = [], 0
     for number, size in enumerate(SIZES):
@@ -35,8 +34,7 @@ def _sync(topology: Topology, store=None, alignment: int = 64) -> CodedGradientS
         topology,
         Ledger(),
     )
-    int8, int4 = (GroupGradientCodec(GroupFormat(bits, 128, True)) for bits in (8, 4))
-    sync = CodedGradientSync(view, int8, int4, 2, ErrorFeedback(store=store))
+    sync = CodecGradientSync(view, parse_codec("sdp4bit"), ErrorFeedback(store=store), 2)
     generator = torch.Generator().manual_seed(topology.rank)
     for span in spans:
         view.gradients[span.start : span.end] = torch.randn(span.end - span.start, generator=generator)
@@ -48,31 +46,34 @@ def _args(ranks: int, **changes) -> Namespace:
     values = dict(
         data_parallel_size=ranks,
         context_parallel_size=1,
-        dp_compression="sdp4bit",
-        dp_error_feedback="fp32",
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
     )
     return Namespace(**{**values, **changes})
 
 
-def _save(sync: CodedGradientSync | None, args: Namespace) -> list[dict]:
+def _save(sync: CodecGradientSync | None, args: Namespace) -> list[dict]:
     """What every rank's ``add_to`` gave."""
     mine = {}
     if sync is not None:
-        GradientState(args, [(sync, sync.bucket)]).add_to(mine, False)
+        GradientState(args, "sdp4bit", "fp32", [(sync, sync.bucket)]).add_to(mine, False)
     saved = [None] * dist.get_world_size()
     dist.all_gather_object(saved, mine)
     return saved
 
 
-def _carry(saved: list[dict], sync: CodedGradientSync, args: Namespace, made_with: Namespace) -> str:
+def _carry(saved: list[dict], sync: CodecGradientSync | None, args: Namespace, made_with: Namespace) -> str:
     """Load it without a file in between; returns what the log says (on rank 0)."""
     rows = [row for one in saved for row in one.get(KEY, {}).values()]
+    made_by = saved[0].get(MADE_BY, {})
     by_key = {(row.key, row.global_offset): row.data for row in rows}
-    state = GradientState(args, [(sync, sync.bucket)], lambda path: {row.key: row for row in rows})
+    syncs = [(sync, sync.bucket)] if sync is not None else []
+    held = {row.key: row for row in rows}
+    state = GradientState(
+        args, "sdp4bit", "fp32", syncs, lambda line: dist.get_rank() or print(line), lambda _: held
+    )
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        state.loaded({"args": made_with}, "somewhere")
+        state.loaded({"args": made_with, MADE_BY: made_by}, "somewhere")
         wanted = {}
         state.add_to(wanted, True)
         read = {
@@ -83,7 +84,7 @@ def _carry(saved: list[dict], sync: CodedGradientSync, args: Namespace, made_wit
     return log.getvalue()
 
 
-def _pending(sync: CodedGradientSync) -> torch.Tensor:
+def _pending(sync: CodecGradientSync) -> torch.Tensor:
     """What this rank holds back, of parameters only."""
     state = sync.state()["error_feedback"]
     return torch.cat([state[s.start : s.end] for s in sync.bucket.spans])
@@ -98,7 +99,7 @@ def state_worker(rank: int, world_size: int) -> None:
     """Saved on two ranks, taken up by two and by four, on one node and on two, in fp32 and in int8."""
     two = dist.new_group([0, 1])
     wide = [find_topology(dist.group.WORLD, size) for size in (None, 2)]
-    for store, narrow in ((None, Topology(two, 1, 2)), (ErrorStore(), Topology(two, 2, 1))):
+    for store, narrow in ((None, Topology(two, 1, 2)), (INT8, Topology(two, 2, 1))):
         sync = _sync(narrow, store) if rank < 2 else None
         saved = _save(sync, _args(2))
         pending = _summed(_pending(sync) if sync else torch.zeros(sum(SIZES)))
@@ -175,7 +176,22 @@ def _less_in_the_checkpoint(rank: int, topology: Topology) -> None:
     for made_with, reason in (
         (_args(1), "made on one data-parallel rank"),
         (_args(4, virtual_pipeline_model_parallel_size=2), "another --virtual-pipeline-model-parallel-size"),
-        (_args(4, dp_error_feedback="none"), "made without --dp-error-feedback"),
     ):
         log = _carry(saved, other, args, made_with)
         assert rank or reason in log, log
+    for changes, reason in (
+        ({"state": False}, "made without --dp-error-feedback"),
+        ({"compression": "tagc"}, "made with another --dp-compression"),
+        (
+            {"compression": "sdp4bit:group=64"},
+            "it was sdp4bit:group=64's, and what sdp4bit does not compress",
+        ),
+    ):
+        for one in saved:
+            one[MADE_BY] |= changes
+        log = _carry(saved, other, args, args)
+        assert rank or reason in log, log
+        for one in saved:
+            one[MADE_BY] |= {"state": True, "compression": "sdp4bit"}
+    log = _carry(saved, None, args, args)
+    assert rank or "the checkpoint's error feedback is dropped: this run goes on on one" in log, log

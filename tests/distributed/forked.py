@@ -88,20 +88,21 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     """
     from megatron.core import parallel_state
 
-    from megatron.compression import weave
+    from megatron.compression.attach import Compression
     from megatron.compression.report import Reporter
 
     result, held = RankResult(), {}
-    bind = weave.bind_compression
+    attach_model = Compression.attach_model
     on_training_log, after_evaluate = Reporter.on_training_log, Reporter.after_evaluate
 
-    def binding(model, runtime):
-        held["chunks"], held["runtime"] = model, runtime
+    def attaching(self, chunks):
+        held.setdefault("chunks", []).extend(chunks)
+        held["ledger"] = self.ledger
         result.place = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
         )
-        return bind(model, runtime)
+        return attach_model(self, chunks)
 
     def logging(self, iteration, losses):
         if "lm loss" in losses:
@@ -113,11 +114,11 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
             result.validation.append(float(losses["lm loss"]))
         after_evaluate(self, losses)
 
-    weave.bind_compression = binding
+    Compression.attach_model = attaching
     Reporter.on_training_log, Reporter.after_evaluate = logging, evaluated
 
     def finish() -> None:
-        result.ledger = held["runtime"].ledger.rows()
+        result.ledger = held["ledger"].rows()
         for number, chunk in enumerate(held["chunks"]):
             for name, parameter in chunk.named_parameters():
                 name = f"{number}.{name}"

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.distributed.caat_net_emulation import EmulatedCaatNet
-from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
+from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
 
 HEADS = 4
-INT8 = {"taco_format": "int8", "taco_scales": "single"}
+INT8 = "int8:scales=single"
 INT8_BOUND = 0.02  # of a gradient, relative
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 QWEN_LIKE = dict(
@@ -53,7 +53,7 @@ def gradients_of(
     changes: dict | None = None,
     force: bool = False,
     sharded: bool = False,
-    codec: dict | None = None,
+    codec: str = "none",
 ) -> dict:
     """Forward and backward in fp64 (with a codec fp32), gradients finalised as Megatron's loop does.
 
@@ -64,7 +64,7 @@ def gradients_of(
         force: run CAAT-Net's own code with all channels shared (which a fraction of 1 does not).
         sharded: as the distributed optimizer wants gradients, reduce-scattered behind the backward of the
             last of two micro-batches.
-        codec: settings of the codec; None sends as it is.
+        codec: its spec; none sends as it is.
 
     Returns:
         Parameters and gradients by name on this rank (NaN outside its shard), the names of replicated
@@ -76,15 +76,15 @@ def gradients_of(
         finalize_model_grads,
     )
 
-    from megatron.compression.tensor_parallel.caat_net_layers import bind_caat_net
+    from megatron.compression.caat_net import hooks
 
-    runtime, loss = caat_runtime(fraction, **(codec or {})), 0.0
+    run, loss = caat_run(fraction, codec), 0.0
     watched = {"behind": [], "waiting": []}
-    dtype = torch.float64 if codec is None else torch.float32
-    model = build_tiny_gpt(rank, streams, runtime, dtype, **(changes or {}))
+    dtype = torch.float64 if codec == "none" else torch.float32
+    model = build_tiny_gpt(rank, streams, run, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
-        bind_caat_net(model, everything, runtime.ledger)
+        hooks.attach(model, everything, run.ledger)
     stream, copy = rank % streams, rank // streams
     fill_parameters(model, stream)
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
@@ -109,7 +109,7 @@ def gradients_of(
             name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
         },
         "loss": loss,
-        "rows": runtime.ledger.rows(),
+        "rows": run.ledger.rows(),
         **watched,
     }
 
@@ -126,7 +126,7 @@ def _leave_own_shard(wrapped) -> None:
 
 @contextlib.contextmanager
 def _watch_overlap(behind: list[bool], waiting: list[int]):
-    """Note for each weight gradient that was put off whether an exchange was under way when its turn came.
+    """Note for each weight gradient that was deferred whether an exchange was under way when its turn came.
 
     And for each exchange, when its result is taken, how many weight gradients it still counts as to come: for
     them it would have been left in flight.
@@ -136,7 +136,7 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
     compute, take = WeightGradient.compute, InputGradientExchange.take
 
     def watching(self, like):
-        behind.append(self.exchange.work is not None and not self.exchange.work.work.done)
+        behind.append(self.exchange.work is not None and not self.exchange.work.done)
         return compute(self, like)
 
     def taking(self):

@@ -1,12 +1,10 @@
 """CAAT-Net sends the shared channels' bytes and no others; replicas agree; text is generated as trained."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from taco_kernels import CodecConfig
-from tests.distributed.caat_net_setup import BATCH, caat_runtime, fill_parameters
+from megatron.compression.codecs import parse_codec
+from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
     HIDDEN,
@@ -17,32 +15,32 @@ from tests.distributed.tiny_gpt import (
     build_tiny_gpt,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_of
+from tests.distributed.transport_audit import TransportAudit, total_without_batch
 
 NEW_TOKENS = 5
-COUNTED = {"taco_transport": "collective"}  # the audit sees what c10d is given
-FP8 = {"taco_format": "fp8-e4m3", "taco_scales": "dual", **COUNTED}
-INT8 = {"taco_format": "int8", "taco_scales": "single", **COUNTED}
-TRAFFIC_CASES = [(1.0, {}), (0.5, {}), (0.25, {}), (0.5, FP8), (0.5, INT8)]
+FP8, INT8 = "taco", "int8:scales=single"
+TRAFFIC_CASES = [(1.0, "none"), (0.5, "none"), (0.25, "none"), (0.5, FP8), (0.5, INT8)]
 
 
 def traffic_worker(rank: int, world_size: int) -> list[dict]:
-    """``train_twice`` for each case."""
+    """``train_twice`` for each case, over what the audit sees: what c10d is given."""
     start_model_parallel(world_size)
-    return [train_twice(rank, world_size, *case) for case in TRAFFIC_CASES]
+    return [train_twice(rank, world_size, *case, transport="collective") for case in TRAFFIC_CASES]
 
 
-def train_twice(rank: int, world_size: int, fraction: float, settings: dict, size: int = BATCH) -> dict:
+def train_twice(
+    rank: int, world_size: int, fraction: float, codec: str, size: int = BATCH, transport: str = "auto"
+) -> dict:
     """Two bf16 training iterations on ``size`` sequences, with the bytes that c10d was given.
 
     Returns:
         Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
         stream's channels behind the last layer.
     """
-    from megatron.compression.tensor_parallel.caat_net_gradients import sum_rank_local_gradients
+    from megatron.compression.caat_net.gradients import sum_rank_local_gradients
 
-    runtime = caat_runtime(fraction, **settings)
-    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    run = caat_run(fraction, codec, transport=transport)
+    model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     streams: list[torch.Tensor] = []
     model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -51,7 +49,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
         for _ in range(2):
             loss = model(**batch(0, rank, size)).float().mean()
             loss.backward()
-            sum_rank_local_gradients([model], model.pg_collection.tp, runtime.ledger)
+            sum_rank_local_gradients([model], model.pg_collection.tp, run.ledger)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -59,7 +57,7 @@ def train_twice(rank: int, world_size: int, fraction: float, settings: dict, siz
     last = streams[-1].detach().float().cpu()
     return {
         "audit": audit.sent,
-        "rows": runtime.ledger.rows(),
+        "rows": run.ledger.rows(),
         "losses": losses,
         "replicated": {
             name: p.detach().float().cpu()
@@ -83,9 +81,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
 
-    def encoded(fraction: float, settings: dict) -> int:
+    def encoded(fraction: float, spec: str) -> int:
         """Bytes of a compressed all-reduce: all-to-all and all-gather of W padded pieces."""
-        config = CodecConfig(settings["taco_format"], scales=settings["taco_scales"])
+        config = parse_codec(spec).config
         values = config.chunk_numel(int(SEQUENCE * BATCH * HIDDEN * fraction), world_size)
         return 2 * (world_size - 1) * config.wire_bytes(values)
 
@@ -98,7 +96,7 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     }
     for case, ranks in enumerate(results):
         for result in ranks:
-            assert total_of(result["rows"]) == result["audit"], cases[case]
+            assert total_without_batch(result["rows"]) == result["audit"], cases[case]
             for channel in ("tp.forward", "tp.backward"):
                 assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
             assert result["losses"][1] < result["losses"][0]
@@ -135,18 +133,18 @@ def _generate(rank: int, world_size: int) -> dict:
     """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
     from megatron.compression.generation import generate_greedily, next_token_logits
 
-    runtime = caat_runtime(0.5)
-    runtime.ledger.evaluating = True
-    model = build_tiny_gpt(rank, world_size, runtime)
+    run = caat_run(0.5)
+    run.ledger.evaluating = True
+    model = build_tiny_gpt(rank, world_size, run)
     fill_parameters(model, rank)
     group, prompt = model.pg_collection.tp, [3, 1, 4]
     with TransportAudit(world_size) as audit:
-        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
-    rows = runtime.ledger.rows()
-    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, runtime.ledger)
+        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
+    rows = run.ledger.rows()
+    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
     text = torch.tensor([prompt + tokens])
     steps = torch.stack(
-        [next_token_logits(model, text[:, :length], group, runtime.ledger)[0] for length in range(3, 8)]
+        [next_token_logits(model, text[:, :length], group, run.ledger)[0] for length in range(3, 8)]
     )
     model.train()
     positions = torch.arange(text.shape[1])[None]
@@ -165,11 +163,10 @@ def _generate(rank: int, world_size: int) -> dict:
 def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
     """Losses without a codec, with one, and with one that --validate-uncompressed leaves out."""
     losses = []
-    for settings, leave_out in (({}, False), (FP8, False), (FP8, True)):
-        runtime = caat_runtime(0.5, **settings)
-        runtime.config = replace(runtime.config, validate_uncompressed=leave_out)
-        runtime.ledger.evaluating = True
-        model = build_tiny_gpt(rank, world_size, runtime)
+    for codec, leave_out in (("none", False), (FP8, False), (FP8, True)):
+        run = caat_run(0.5, codec, validate_uncompressed=leave_out)
+        run.ledger.evaluating = True
+        model = build_tiny_gpt(rank, world_size, run)
         fill_parameters(model, rank)
         losses.append(model(**batch(0, rank, 1)).detach())
     return losses
@@ -188,7 +185,7 @@ def test_generation(two_ranks) -> None:
     assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
     assert len(set(first["tokens"])) > 1
     torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
-    assert total_of(first["rows"]) == first["audit"]
+    assert total_without_batch(first["rows"]) == first["audit"]
     assert {row["phase"] for row in first["rows"]} == {"eval"}
     forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
     values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half

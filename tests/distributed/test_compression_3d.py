@@ -9,7 +9,7 @@ from tests.distributed.launch import tiny_flags
 from tests.distributed.test_matrix import check_replicas
 
 FLAGS = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --use-distributed-optimizer --compression-3d --taco-min-message-mb 0"""
+    --use-distributed-optimizer --compression-3d --tp-compression-min-mb 0"""
 SIX = ("tp.forward", "tp.backward", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
 
 
@@ -44,7 +44,7 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
 
 
 AUTO = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --tp-compression auto --pp-compression auto --taco-min-message-mb 0"""
+    --tp-compression auto --pp-compression auto --tp-compression-min-mb 0"""
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -54,8 +54,8 @@ def test_recommended_settings_resume_exactly(tmp_path: Path) -> None:
     saved, flags = tmp_path / "saved", tiny_flags(*AUTO.split())
     whole = pretrain(*flags, "--save", str(saved), "--save-interval", "2", ranks=4, directory=tmp_path)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
-    assert "taco int6 group 128 signed scale (--tp-compression auto)" in whole.output
-    assert "int4 tile 32, signed scales, standardized channels (--pp-compression auto)" in whole.output
+    assert "tensor parallelism uses int6, messages of at least 0 MiB" in whole.output
+    assert "pipeline stages send int4:group=32,normalize=standardize, back int6:group=32,scales=single" in whole.output
     check_replicas(whole, tied=True)
     for channel in (*SIX[:2], *SIX[4:]):
         rows = [row for rank in whole.ranks for row in rank.ledger if row["traffic"] == channel]

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.data_parallel.bucket import transport_for
-from megatron.compression.data_parallel.topology import find_topology, nodes_of
+from megatron.compression.communication.topology import find_topology, nodes_of
 from tests.distributed.data_parallel_feedback import conservation_worker, non_finite_worker
 from tests.distributed.data_parallel_state import state_worker
 from tests.distributed.spawn import spawn
@@ -52,11 +51,12 @@ def communicators_worker(rank: int) -> None:
     topology = find_topology(dist.group.WORLD, 2, communicators=3)
     assert topology.describe_communicators() == ", 3 communicators"
     for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
-        transport = transport_for(topology, Ledger(), "dp.weight", link)
+        transport = topology.transport(Ledger(), "dp.weight", link)
         assert [dist.get_process_group_ranks(group) for group in transport.groups] == [ranks] * 3
-        gathered, _ = transport.all_gather(torch.full((7,), rank, dtype=torch.uint8))
+        gathered, pending = transport.all_gather(torch.full((7,), rank, dtype=torch.uint8))
+        pending.wait()
         assert torch.equal(gathered, torch.tensor(ranks, dtype=torch.uint8)[:, None].expand(-1, 7))
-    assert len(transport_for(topology, Ledger(), "dp.gradient", "intra").groups) == 1
+    assert len(topology.transport(Ledger(), "dp.gradient", "intra").groups) == 1
 
 
 def four_ranks_worker(rank: int, world_size: int) -> dict:

@@ -7,8 +7,7 @@ from tests.distributed.launch import tiny_flags
 
 FLAGS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    *("--ddp-bucket-size", "10000", "--dp-compression", "sdp4bit", "--dp-error-feedback", "int8"),
-    *("--dp-error-feedback-average", "0.5"),
+    *("--ddp-bucket-size", "10000", "--dp-compression", "sdp4bit", "--dp-error-feedback", "int8:average=0.5"),
 )
 
 
@@ -21,7 +20,10 @@ def test_resume(tmp_path) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
     saved = tmp_path / "checkpoints"
     whole = _run(tmp_path, 2, 6, "--save", str(saved), "--save-interval", "4")
-    assert "data parallelism uses sdp4bit: weight differences int4 group 2048" in whole.output
+    assert (
+        "data parallelism uses sdp4bit: weight changes sdp4bit:intra=4,group=2048,hadamard=off"
+        in whole.output
+    )
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")
     resumed = _run(tmp_path, 2, 6, "--load", str(saved))
@@ -29,6 +31,9 @@ def test_resume(tmp_path) -> None:
     assert [rank.parameters for rank in resumed.ranks] == [rank.parameters for rank in whole.ranks]
     assert resumed.ranks[0].parameters == resumed.ranks[1].parameters, "replicas"
     assert resumed.losses[6] == whole.losses[6]
+
+    alone = _run(tmp_path, 1, 5, "--load", str(saved))
+    assert "the checkpoint's error feedback is dropped: this run goes on on one" in alone.output
 
     wider = _run(tmp_path, 4, 6, "--load", str(saved), micro_batch="1")
     assert "the sum over the 2 ranks that saved it was spread over 4 ranks" in wider.output

@@ -203,20 +203,57 @@ def test_bad_variables_are_refused(tmp_path, script, variables, message):
     assert failure.value.stdout == ""
 
 
-def test_slurm_script_places_each_node(tmp_path):
-    fake(tmp_path, "scontrol", '[ "$*" = "show hostnames node-[7-10]" ] && printf "node-%s\\n" 7 8 9 10')
-    fake(tmp_path, "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; SLURM_NODEID=3 exec "$@"')
-    fake(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+# What SLURM's commands do, as far as the scripts use them. srun sends the signals it gets to every process of
+# its step, as the real one does.
+SRUN = """import os, signal, subprocess, sys
+import psutil
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    words.pop(0)
+step = subprocess.Popen(words, env=os.environ | {"SLURM_NODEID": os.environ.get("NODE", "0")})
+def forward(number, frame):
+    for process in [psutil.Process(step.pid), *psutil.Process(step.pid).children(recursive=True)]:
+        process.send_signal(number)
+signal.signal(signal.SIGTERM, forward)
+sys.exit(step.wait())
+"""
+
+
+def slurm(directory: Path, nodes: int = 1, **variables: str) -> dict[str, str]:
+    """Stand-ins for SLURM's commands, first on the path, and what a job finds in its environment."""
+    (directory / "srun.py").write_text(SRUN)
+    fake(directory, "srun", f'exec {sys.executable} {directory}/srun.py "$@"')
+    hosts = " ".join(str(7 + node) for node in range(nodes))
+    names = f'printf "node-%s\\n" {hosts}' if nodes > 1 else "echo localhost"
+    fake(directory, "scontrol", f'case "$1" in show) {names} ;; *) echo "$*" >>{directory}/requeued ;; esac')
     env = environment(
         SLURM_SUBMIT_DIR=str(REPO),
-        SLURM_JOB_NODELIST="node-[7-10]",
-        SLURM_JOB_NUM_NODES="4",
+        SLURM_JOB_NODELIST=f"node-[7-{6 + nodes}]",
+        SLURM_JOB_NUM_NODES=str(nodes),
         SLURM_JOB_ID="12345",
-        SLURM_GPUS_ON_NODE="8",
+        **variables,
     )
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    return env | {"PATH": f"{directory}:{env['PATH']}"}
+
+
+def directives(script: Path) -> set[str]:
+    """The #SBATCH lines."""
+    return {line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
+
+
+@pytest.mark.parametrize(
+    ("script", "entrypoint"),
+    [
+        ("gpt/train_llama3_8b.sbatch", "pretrain_gpt.py"),
+        ("qwen/pretrain_qwen_taco.sbatch", "pretrain_qwen.py"),
+    ],
+)
+def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
+    fake(tmp_path, "torchrun", 'printf "%s\n" "$@"')
+    env = slurm(tmp_path, nodes=4, NODE="3", SLURM_GPUS_ON_NODE="8")
+    path = REPO / "examples" / script
     done = subprocess.run(
-        ["bash", REPO / "examples" / "gpt" / "train_llama3_8b.sbatch", "--taco", "--seed", "7"],
+        ["bash", path, "--taco", "--seed", "7"],
         env=env,
         capture_output=True,
         text=True,
@@ -228,7 +265,52 @@ def test_slurm_script_places_each_node(tmp_path):
         *("--nproc_per_node", "8", "--nnodes", "4", "--node_rank", "3"),
         *("--master_addr", "node-7", "--master_port", "32345"),
     ]
-    assert words[-3:] == ["--taco", "--seed", "7"]
+    assert words[10] == str(REPO / entrypoint)
+    assert words[-4:] == ["--taco", "--seed", "7", "--exit-signal-handler"]
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1]
+    assert {"--signal=B:TERM@300", "--requeue", "--open-mode=append"} <= directives(path)
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
+    """Under torchrun itself: the signal reaches the batch script, the run is saved, queued again and resumed."""
+    variables = SHORT | {"TRAIN_ITERS": "100000", "EVAL_INTERVAL": "100000", "LR_DECAY_ITERS": "100000"}
+    env = slurm(
+        tmp_path,
+        CUDA_VISIBLE_DEVICES="",
+        SLURM_GPUS_ON_NODE="2",
+        MASTER_PORT=str(free_port()),
+        PYTHONPATH=f"{START_FAST}:{REPO}",
+        CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
+        **variables,
+    )
+    seen = []
+    for _ in range(2):
+        job = subprocess.Popen(
+            ["bash", REPO / "examples" / "gpt" / "train_llama3_8b.sbatch"],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            lines, sent = [], False
+            for line in job.stdout:
+                lines.append(line)
+                if sum(" iteration " in line and "lm loss:" in line for line in lines) == 3 and not sent:
+                    sent = job.send_signal(signal.SIGTERM) is None
+            status = job.wait(timeout=100)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+        output = "".join(lines)
+        assert status == 0, output[-4000:]
+        seen.append([int(number) for number in re.findall(r"iteration +(\d+)/", output)])
+        newest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        assert newest == seen[-1][-1], "saved at the signal"
+    assert seen[1][0] == seen[0][-1] + 1, "resumed"
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 12345"] * 2
 
 
 @pytest.fixture(scope="module")

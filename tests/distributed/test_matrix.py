@@ -2,7 +2,7 @@
 
 Nine cells cover every pair of the settings below (but virtual stages with one micro-batch, which Megatron
 does not run). Each cell starts from the weights of a serial run and must stay within 0.4 % of it (0.8 % with
-compressed pipeline stages, gradients rounded at random), its tensor-parallel and data-parallel replicas bit
+compressed pipeline stages), its tensor-parallel and data-parallel replicas bit
 for bit alike. The text is real.
 """
 
@@ -19,7 +19,7 @@ ITERATIONS = 20
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
-COMPRESSED = ("--taco", "--taco-min-message-mb", "0")
+COMPRESSED = ("--taco", "--tp-compression-min-mb", "0")
 
 ARCHITECTURES = {
     "gpt": f"--max-position-embeddings {SEQUENCE}",
@@ -38,7 +38,7 @@ PIPELINES = {
     "2": "--pipeline-model-parallel-size 2",
     "virtual": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",
 }
-COMPRESSED_STAGES = ("--pp-compression", "tah-quant", "--pp-backward-rounding", "dither")
+COMPRESSED_STAGES = ("--pp-compression", "tah-quant")
 OPTIMIZERS = {
     "plain": "",
     "distributed": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -233,7 +233,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
 def test_resume_is_exact(runs: Runs, cell: Cell) -> None:
     """Saved half-way and resumed: the losses and the parameters of the uninterrupted run, to the last bit."""
     saved = runs.directory / f"saved-{name_of(cell)}"
-    flags = [*cell.flags, *COMPRESSED, "--taco-rounding", "stochastic", "--train-iters", "4"]
+    flags = [*cell.flags, *COMPRESSED, "--train-iters", "4"]
     flags += ["--save", str(saved), "--save-interval", "2"]
     whole = runs.train(flags, cell.ranks)
     shutil.rmtree(saved / "iter_0000004")
@@ -251,7 +251,7 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
     assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
 
 
-@pytest.mark.parametrize("compression", ["", "--taco --taco-min-message-mb 0"])
+@pytest.mark.parametrize("compression", ["", "--taco --tp-compression-min-mb 0"])
 def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
     """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
     flags = [*model_flags("llama", tied=False), "--micro-batch-size", str(BATCH // 2), *runs.initial("llama")]
@@ -273,7 +273,9 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--num-experts 2 --taco", "--taco does not cover expert and router traffic; drop --num-experts"),
+        ("--num-experts 2 --taco",
+            "--tp-compression does not cover expert and router traffic; drop --num-experts",
+        ),
         (
             "--context-parallel-size 2 --attention-backend local",
             "--context-parallel-size is not covered by --attention-backend local",
@@ -282,10 +284,10 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
             "--softmax-type learnable",
             "not covered by the torch-native attention; use --attention-backend local",
         ),
-        ("--taco --taco-layers 1,2", "--num-layers 2 makes 1 the last one"),
-        ("--taco --taco-layers embeding", "'embeding' is not a layer"),
-        ("--taco --taco-backward-format fp9", "--taco-backward-format fp9 is unknown; choose one of"),
-        ("--taco --taco-error-bound 0", "--taco-error-bound 0.0 must be a relative error > 0"),
+        ("--taco --tp-compression-layers 1,2", "--num-layers 2 makes 1 the last one"),
+        ("--taco --tp-compression-layers embeding", "'embeding' is not a layer"),
+        ("--taco --tp-backward-compression fp9", "codec 'fp9' is unknown; choose one of"),
+        ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error > 0"),
     ],
 )
 def test_refusals_are_one_line(runs: Runs, flags: str, reason: str) -> None:

@@ -1,19 +1,16 @@
 """Every schedule of megatron-core over the pipeline exchange: a lossless codec changes no bit of a gradient.
 
 One set of spawned ranks runs all cases, each on a tiny model of its own: without compression, with payloads
-of the identity codec in place of the tensors, and with TAH-Quant. The identity's payloads are masked with
-random bits that the receiver takes off again: both ends must agree on the random numbers of every message.
+of the identity codec in place of the tensors (both ways, one way, and from the next iteration on), and with
+lossy codecs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from megatron.compression.codecs import IdentityCodec, WholeMessage
 from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
-from taco_kernels import Stream
 from tests.distributed.observed_sends import observed_sends
 from tests.distributed.spawn import spawn
 
@@ -34,10 +31,10 @@ class Case:
     virtual: int | None = None
     changes: dict = field(default_factory=dict)
     """Fields of the ``TransformerConfig``."""
-    lossy: bool = False
-    """Run it with TAH-Quant as well."""
-    repeated: bool = False
-    """Run an iteration twice, as Megatron's rerun state machine does, with random rounding both ways."""
+    thorough: bool = False
+    """Run it compressed one way alone, before its start iteration, and with TAH-Quant as well."""
+    every_codec: bool = False
+    """Run it with every other codec as well."""
 
     @property
     def micro_batches(self) -> int:
@@ -46,21 +43,37 @@ class Case:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """What the case runs with."""
-        return ("none", "identity", *["tah-quant"] * self.lossy, *["random", "repeated"] * self.repeated)
+        """What the case runs with, by the names of ``SETTINGS``."""
+        more = (*EXACT[2:], "tah-quant") if self.thorough else ()
+        return (*EXACT[:2], *more, *OTHER_CODECS * self.every_codec)
 
+
+SETTINGS = {
+    "none": {},
+    "identity": {"compression": "identity"},
+    "forward alone": {"compression": "identity", "backward": "none"},
+    "warm-up": {"compression": "identity"},
+    "tah-quant": {"compression": "tah-quant"},
+    "auto": {"compression": "auto"},
+    "taco": {"compression": "taco"},
+    "sdp4bit": {"compression": "sdp4bit"},
+    "misfit": {"compression": "int4:normalize=center"},
+}
+"""Of ``PipelineParallelConfig``."""
+EXACT = ("none", "identity", "forward alone", "warm-up")
+OTHER_CODECS = ("auto", "taco", "sdp4bit")
 
 ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
 CASES = (
-    Case("1F1B on 2", 2, lossy=True, repeated=True),
+    Case("1F1B on 2", 2, thorough=True, every_codec=True),
     Case("1F1B on 4", 4),
     Case("1F1B unbatched", 4, changes=dict(batch_p2p_comm=False)),
-    Case("sequence parallel", 2, tensor=2, changes=dict(sequence_parallel=True), lossy=True),
+    Case("sequence parallel", 2, tensor=2, changes=dict(sequence_parallel=True), thorough=True),
     Case("uneven stages", 2, layers=3, changes=dict(num_layers_in_first_pipeline_stage=1)),
     Case(
         "variable lengths", 2, changes=dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     ),
-    Case("virtual on 2, overlapped", 2, virtual=2, changes=ASYNC, repeated=True),
+    Case("virtual on 2, overlapped", 2, virtual=2, changes=ASYNC),
     Case(
         "virtual and uneven",
         2,
@@ -68,7 +81,7 @@ CASES = (
         virtual=2,
         changes=dict(**ASYNC, num_layers_in_first_pipeline_stage=4),
     ),
-    Case("virtual on 4, overlapped", 4, layers=8, virtual=2, changes=ASYNC, lossy=True),
+    Case("virtual on 4, overlapped", 4, layers=8, virtual=2, changes=ASYNC, thorough=True),
     Case(
         "virtual on 4, overlapped throughout",
         4,
@@ -76,35 +89,12 @@ CASES = (
         virtual=2,
         changes=dict(**ASYNC, overlap_p2p_comm_warmup_flush=True),
     ),
-    Case("virtual on 4, batched", 4, layers=8, virtual=2, lossy=True),
+    Case("virtual on 4, batched", 4, layers=8, virtual=2, thorough=True),
     Case("virtual on 4, unbatched", 4, layers=8, virtual=2, changes=dict(batch_p2p_comm=False)),
 )
 
 
-class MaskedIdentity(WholeMessage):
-    """fp32 payloads, exclusive-or random bytes."""
-
-    rounds_randomly = True
-
-    def encode(self, x: torch.Tensor, random: Stream | None = None) -> torch.Tensor:
-        """Random numbers decide every byte."""
-        payload = super().encode(x)
-        return payload ^ self._mask(payload, random)
-
-    def decode(
-        self, wire: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, random: Stream | None = None
-    ) -> torch.Tensor:
-        """The value if the numbers are the sender's, else garbage."""
-        return super().decode(wire ^ self._mask(wire, random), shape, dtype)
-
-    @staticmethod
-    def _mask(wire: torch.Tensor, random: Stream) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(hash(random))
-        return torch.randint(0, 256, wire.shape, generator=generator, dtype=torch.uint8).to(wire.device)
-
-
-LOSSY = [case for case in CASES if case.lossy]
-REPEATED = [case for case in CASES if case.repeated]
+THOROUGH = [case for case in CASES if case.thorough]
 
 
 @pytest.fixture(scope="module")
@@ -119,31 +109,39 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
     check_identity(results, case)
 
 
-@pytest.mark.parametrize("case", LOSSY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """See ``check_bits``."""
     check_bits(results, case)
 
 
 def check_identity(results: list[dict], case: Case) -> None:
-    """Same gradients, training loss and forward-only loss; and every message was a payload."""
+    """Same gradients, training loss and forward-only loss; and every message was a payload, or was not."""
     for rank in results:
-        plain, identity = rank[case.name]["none"], rank[case.name]["identity"]
-        assert plain["gradients"] and plain["gradients"] == identity["gradients"]
-        assert plain["losses"] == identity["losses"] and plain["evaluation"] == identity["evaluation"]
-        check_sends_in_flight(identity)
-        sent = {(row["channel"], row["phase"]): row for row in plain["ledger"]}
-        payloads = [row for row in identity["ledger"] if row["operation"] == "send"]
-        assert len(payloads) == len(sent) > 0
-        for row in payloads:  # fp32 values in fp32 payloads: the same bytes, in as many messages
-            assert row["kind"] == "compressed"
-            uncompressed = sent[row["channel"], row["phase"]]
-            assert (row["calls"], row["sent_bytes"]) == (uncompressed["calls"], uncompressed["sent_bytes"])
+        plain = rank[case.name]["none"]
+        sent = {(row["traffic"], row["phase"]): row for row in plain["ledger"]}
+        assert sent and {row["kind"] for row in sent.values()} == {"off"}
+        for name in set(EXACT) & set(case.codecs):
+            run = rank[case.name][name]
+            assert plain["gradients"] and plain["gradients"] == run["gradients"]
+            assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
+            assert run["left"] == 0
+            messages = [row for row in run["ledger"] if row["operation"] == "send"]
+            assert len(messages) == len(sent)
+            for row in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
+                kinds = {"identity": "compressed", "warm-up": "warmup", "none": "off"}
+                one_way = "compressed" if row["traffic"] == "pp.forward" else "off"
+                assert row["kind"] == kinds.get(name, one_way)
+                uncompressed = sent[row["traffic"], row["phase"]]
+                assert (row["calls"], row["sent_bytes"]) == (
+                    uncompressed["calls"],
+                    uncompressed["sent_bytes"],
+                )
+        check_sends_in_flight(rank[case.name]["identity"])
 
 
 def check_sends_in_flight(run: dict) -> None:
     """Every payload's send is waited for when four later ones have been started, the last ones at the end."""
-    assert run["left"] == 0
     sends = run["waits"]
     assert sends or torch.cuda.is_available(), "over NCCL a rank may have none of its own request"
     assert sorted(sends) == list(range(len(sends))), "all, and each once"
@@ -161,23 +159,23 @@ def check_bits(results: list[dict], case: Case) -> None:
             losses[codec] += rank[case.name][codec]["losses"]
         totals = {}
         for row in run["ledger"]:
-            key = row["channel"], row["phase"]
+            key = row["traffic"], row["phase"]
             sent, plain = totals.get(key, (0, 0))
             totals[key] = sent + row["sent_bytes"], plain + row["plain_bytes"]
         assert totals
-        for (channel, phase), (sent, plain) in totals.items():
+        for (traffic, phase), (sent, plain) in totals.items():
             values = plain / 4
-            assert 0 < 8 * sent / values <= (4.5 if channel == "pp.forward" else 6.6)
-            assert phase == "train" or channel == "pp.forward"
+            assert 0 < 8 * sent / values <= (4.5 if traffic == "pp.forward" else 6.6)
+            assert phase == "train" or traffic == "pp.forward"
     assert len(losses["none"]) >= case.micro_batches
     assert losses["tah-quant"] == pytest.approx(losses["none"], rel=0.02)
     assert losses["tah-quant"] != losses["none"]
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
-def test_repeated_iteration_rounds_alike(results, case) -> None:
-    """See ``check_repeated``."""
-    check_repeated(results, case)
+@pytest.mark.parametrize("codec", OTHER_CODECS)
+def test_any_codec(results, codec) -> None:
+    """See ``check_codec``."""
+    check_codec(results, codec)
 
 
 def test_overflow_reaches_the_first_stage(results) -> None:
@@ -185,13 +183,16 @@ def test_overflow_reaches_the_first_stage(results) -> None:
     check_overflow(results)
 
 
-def check_repeated(results: list[dict], case: Case) -> None:
-    """Random rounding both ways: a second pass of the same iteration gives the first one's gradients."""
+def check_codec(results: list[dict], codec: str) -> None:
+    """Fewer bytes than uncompressed both ways, and losses near the exact ones."""
+    losses = {"none": [], codec: []}
     for rank in results:
-        once, twice = rank[case.name]["random"], rank[case.name]["repeated"]
-        assert once["gradients"] and once["gradients"] == twice["gradients"]
-        assert once["losses"] == twice["losses"]
-        assert once["gradients"] != rank[case.name]["none"]["gradients"]
+        for name in losses:
+            losses[name] += rank["1F1B on 2"][name]["losses"]
+        rows = rank["1F1B on 2"][codec]["ledger"]
+        sent, plain = (sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes"))
+        assert 0 < sent < 0.32 * plain
+    assert losses[codec] == pytest.approx(losses["none"], rel=0.02) and losses[codec] != losses["none"]
 
 
 def check_overflow(results: list[dict]) -> None:
@@ -207,6 +208,13 @@ def test_ambiguous_batches_are_refused(results) -> None:
         assert "mix up batched messages; use --overlap-p2p-communication" in rank["refusal"]
 
 
+def test_messages_that_do_not_fit_are_refused(results) -> None:
+    """In one line, at both ends: nobody waits for a message that is not sent."""
+    for rank in results:
+        line = "--pp-compression int4:normalize=center does not fit messages of [32, 2, 64]"
+        assert rank["misfit"].startswith(line) and "\n" not in rank["misfit"]
+
+
 def run_cases(rank: int, world_size: int) -> dict:
     """Every case with its codecs, and the refusal."""
     from megatron import host
@@ -215,7 +223,7 @@ def run_cases(rank: int, world_size: int) -> dict:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron.compression.config_errors import CompressionConfigError
+    from megatron.compression.errors import CompressionConfigError
 
     original = P2PCommunicator._communicate
     results = {}
@@ -229,15 +237,17 @@ def run_cases(rank: int, world_size: int) -> dict:
         results[case.name] = {codec: _step(rank, case, codec) for codec in case.codecs}
         if case is CASES[0]:
             results["overflow"] = _step(rank, case, "tah-quant", loss_scale=float("inf"))
+            with pytest.raises(CompressionConfigError) as refused:
+                _step(rank, case, "misfit")
+            results["misfit"] = str(refused.value)
         P2PCommunicator._communicate = original
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
     )
-    try:
+    with pytest.raises(CompressionConfigError) as refused:
         _step(rank, Case("ambiguous", 2, virtual=2), "none")
-    except CompressionConfigError as error:
-        results["refusal"] = str(error)
+    results["refusal"] = str(refused.value)
     return results
 
 
@@ -245,21 +255,15 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.compression import patches
-    from megatron.compression.pipeline_parallel.config import PipelineParallelCompression
-    from megatron.compression.pipeline_parallel.exchange import PipelineExchange
-    from megatron.compression.telemetry import ErrorProbe, Ledger
+    from megatron.compression.communication import Policy
+    from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.communication.probe import ErrorProbe
+    from megatron.compression.pipeline_parallel import hooks
+    from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 
-    random = dict(pp_compression="int8", pp_rounding="stochastic", pp_backward_rounding="stochastic")
-    settings = {"tah-quant": dict(pp_compression="tah-quant"), "random": random, "repeated": random}
     ledger = Ledger()
-    exchange = PipelineExchange(
-        PipelineParallelCompression(**settings.get(codec, {})), ledger, ErrorProbe(), lambda: 0
-    )
-    if codec == "identity":
-        exchange.codecs = dict.fromkeys(exchange.codecs, MaskedIdentity(IdentityCodec()))
-    patches.through_pipeline_exchange(exchange)
-    patches.around_schedules(exchange.begin, exchange.finish)
+    rules = PipelineParallelConfig(**SETTINGS[codec]).rules(start_iteration=int(codec == "warm-up"))
+    exchange = hooks.attach(Policy(rules, ledger), ledger, ErrorProbe())
     model = _build(rank, case)
     losses = []
     step = get_forward_backward_func()
@@ -272,12 +276,6 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
         micro_batch_size=MICRO_BATCH,
     )
     with observed_sends() as waits:
-        step(**arguments, forward_only=False)
-    if codec == "repeated":
-        for chunk in model:
-            chunk.zero_grad()
-        losses.clear()
-        arguments["data_iterator"] = [_batches(rank) for _ in model] if case.virtual else _batches(rank)
         step(**arguments, forward_only=False)
     gradients = {
         f"{number}.{parameter_name}": hash(parameter.grad.cpu().numpy().tobytes())
@@ -303,16 +301,20 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
 
 
 def _build(rank: int, case: Case) -> list:
-    """The chunks of this rank."""
+    """The chunks of this rank: megatron-core's local layers, with norms that take sequence parallelism."""
     from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-    from megatron.compression.config import CompressionConfig
-    from megatron.compression.runtime import CompressionRuntime
-    from megatron.compression.tensor_parallel.bind import bind_compression
-    from megatron.compression.tensor_parallel.spec import gpt_layer_spec
+    from megatron.compression.torch_native import TorchLayerNorm, block_spec
     from tests.distributed.tiny_gpt import VOCABULARY, device_of, transformer_config
+
+    def layers(config, vp_stage=None):
+        layer = get_gpt_layer_local_spec()
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchLayerNorm
+        return block_spec(config.transformer, layer, vp_stage)
 
     transformer = transformer_config(
         case.tensor,
@@ -326,7 +328,7 @@ def _build(rank: int, case: Case) -> list:
     )
     config = GPTModelConfig(
         transformer=transformer,
-        transformer_layer_spec=gpt_layer_spec,
+        transformer_layer_spec=layers,
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
         share_embeddings_and_output_weights=False,
@@ -339,16 +341,9 @@ def _build(rank: int, case: Case) -> list:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunk = GPTModelBuilder(config).build_model(groups, first, last, vp_stage)
-        chunk.model_type = _model_type()
+        chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk.to(device_of(rank)))
-    bind_compression(chunks, CompressionRuntime(CompressionConfig()))
     return chunks
-
-
-def _model_type():
-    from megatron.core.enums import ModelType
-
-    return ModelType.encoder_or_decoder
 
 
 def _batches(rank: int):

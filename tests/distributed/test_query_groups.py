@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron.compression.codecs import IdentityCodec
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
     HIDDEN,
@@ -11,10 +10,10 @@ from tests.distributed.tiny_gpt import (
     SEQUENCE,
     batch,
     build_tiny_gpt,
-    runtime_with,
+    run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_of
+from tests.distributed.transport_audit import TransportAudit, total_without_batch
 
 BATCH = 2
 GROUPS, HEADS = 2, 4
@@ -26,19 +25,15 @@ def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> di
     start_model_parallel(world_size)
     found = {}
     changes = dict(num_query_groups=GROUPS, qk_layernorm=True, sequence_parallel=sequence_parallel)
-    for name, codec, settings in (
-        ("off", None, {"tp_compression": "none", "taco_min_message_mb": 8.0}),
-        ("exact", IdentityCodec(), {}),
-        ("taco", None, {"taco_format": "int8"}),
-    ):
-        runtime = runtime_with(codec, **settings)
-        model = build_tiny_gpt(rank, world_size, runtime, torch.float32, **changes)
+    for name, codec in (("off", "none"), ("exact", "identity"), ("taco", "taco:format=int8")):
+        run = run_with(codec)
+        model = build_tiny_gpt(rank, world_size, run, torch.float32, **changes)
         with TransportAudit(world_size) as audit:
             loss = model(**batch(0, rank, BATCH)).mean()
             loss.backward()
-        rows = runtime.ledger.rows()
+        rows = run.ledger.rows()
         # On GPUs payloads may travel through shared memory, which is no operation of torch.distributed.
-        assert torch.cuda.is_available() or total_of(rows) == audit.sent, name
+        assert torch.cuda.is_available() or total_without_batch(rows) == audit.sent, name
         gradients = {key: value.grad for key, value in model.named_parameters()}
         found[name] = float(loss.detach()), gradients, rows
     for key, exact in found["off"][1].items():

@@ -9,7 +9,7 @@ from tests.distributed.spawn import spawn
 from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start
 from tests.distributed.transport_audit import TransportAudit
 
-ON = {"dp_compression": "sdp4bit"}
+ON = {"compression": "sdp4bit"}
 
 
 def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
@@ -21,7 +21,7 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
         # three ranks on nodes of two have no two hops; four have
         (
             Setup(
-                settings={**ON, "dp_error_feedback": "int8", "dp_intra_node_size": 2},
+                settings={**ON, "error_feedback": "int8", "node_size": 2},
                 distributed_optimizer=False,
             ),
             10,
@@ -36,9 +36,8 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
                 assert same_everywhere(training.digest()), (setup, iteration)
         outcomes.append((losses[0], losses[-1]))
         topology = training.groups[0].topology
-        assert topology.regular == (world_size == 4 or "dp_intra_node_size" not in setup.settings)
-        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
-        assert kinds == {"compressed"}
+        assert topology.regular == (world_size == 4 or "node_size" not in setup.settings)
+        assert training.kinds() == {"compressed"}
     return outcomes
 
 
@@ -51,24 +50,22 @@ def test_replicas_stay_identical() -> None:
 
 def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
     """An iteration's ledger, checked against what c10d was given; and the values in the buckets."""
-    settings = {**ON, "dp_intra_node_size": node_size, "gradients_quantization_start_iteration": 1}
+    settings = {**ON, "node_size": node_size}
     results = {}
     for name, setup in {
-        "sharded": Setup(settings=settings, bucket_size=None),
-        "plain": Setup(settings=settings, distributed_optimizer=False, overlap=False),
+        "sharded": Setup(settings=settings, bucket_size=None, start_iteration=1),
+        "plain": Setup(settings=settings, distributed_optimizer=False, overlap=False, start_iteration=1),
     }.items():
         training = Training(rank, setup)
         training.step()
         training.settle()
-        assert {row["kind"] for row in training.runtime.ledger.rows() if "grad" in row["traffic"]} == {
-            "warmup"
-        }
-        training.runtime.ledger.tallies.clear()
+        assert training.kinds() == {"warmup"}
+        training.run.ledger.tallies.clear()
         with TransportAudit() as audit:
             training.step()
             training.settle()
         counted: Counter[str] = Counter()
-        for row in training.runtime.ledger.rows():
+        for row in training.rows:
             counted[row["operation"]] += row["sent_bytes"]
         others = audit.sent["all_reduce"]  # the gradient norm's, a few bytes
         assert {k: v for k, v in counted.items() if v} == {
@@ -77,7 +74,7 @@ def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
         assert others < 100
         results[name] = {
             "values": sum(b.grad_data.numel() for group in training.groups for b in group.buckets),
-            "rows": training.runtime.ledger.rows(),
+            "rows": training.rows,
         }
     return results
 
@@ -116,16 +113,16 @@ def _damage(model: torch.nn.Module) -> None:
 
 
 def _damaged_worker(rank: int, world_size: int) -> None:
-    from megatron.compression.data_parallel import tagc_layers
+    from megatron.compression.tagc import layers
 
     start(rank)
-    tagc_layers.SMALLEST = 2048
-    sdp4bit, tagc = {**ON, "dp_error_feedback": "int8"}, {"dp_compression": "tagc"}
+    layers.SMALLEST = 2048
+    sdp4bit, tagc = {**ON, "error_feedback": "int8"}, {"compression": "tagc"}
     for setup in (
-        Setup(settings={**ON, "dp_error_feedback": "fp32"}, dtype=torch.float16),
+        Setup(settings={**ON, "error_feedback": "fp32"}, dtype=torch.float16),
         Setup(settings=sdp4bit),
-        Setup(settings={**tagc, "quantized_weights": True}),
-        Setup(settings={**tagc, "tagc_wire": "sketch"}, distributed_optimizer=False),
+        Setup(settings={**tagc, "weights": "sdp4bit:intra=4,group=2048,hadamard=off"}),
+        Setup(settings={"compression": "tagc:wire=sketch"}, distributed_optimizer=False),
     ):
         _check_damaged(rank, replace(setup, loss_scale=128.0, bucket_size=50_000))
 

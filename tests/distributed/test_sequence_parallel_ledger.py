@@ -10,10 +10,10 @@ from tests.distributed.tiny_gpt import (
     SEQUENCE,
     batch,
     build_tiny_gpt,
-    runtime_with,
+    run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_of
+from tests.distributed.transport_audit import TransportAudit, total_without_batch
 
 BATCH = 2
 MESSAGE = SEQUENCE * BATCH * HIDDEN * 2  # the whole sequence in bf16
@@ -35,15 +35,15 @@ def ledger_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[t
     start_model_parallel(world_size)
     results = []
     for settings in (
-        {"tp_compression": "none", "taco_min_message_mb": 8.0},
+        {"codec": "none"},
         {},
-        {"taco_overlap_chunks": 2},
+        {"chunks": 2},
     ):
-        runtime = runtime_with(**settings)
-        model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16, sequence_parallel=sequence_parallel)
+        run = run_with(**settings)
+        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
         with TransportAudit(world_size) as audit:
             model(**batch(0, rank, BATCH)).float().mean().backward()
-        results.append((audit.sent, runtime.ledger.rows()))
+        results.append((audit.sent, run.ledger.rows()))
     return results
 
 
@@ -53,7 +53,7 @@ def test_no_activation_byte_is_uncompressed(sequence_parallel: bool) -> None:
     world_size = 2
     for results in spawn(ledger_worker, world_size, sequence_parallel):
         for audit, rows in results:
-            assert total_of(rows) == audit
+            assert total_without_batch(rows) == audit
         plain, *compressed = (rows for _, rows in results)
         for channel in ("tp.forward", "tp.backward"):
             operations = SITES[sequence_parallel, channel]

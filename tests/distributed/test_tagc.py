@@ -28,9 +28,9 @@ DEVICE = "cpu"
 
 def settings_of(cell_bits: int = 16, wire: str = "sketch"):
     """A fifth of the values in their union, or packed a fifth of each rank's."""
-    from megatron.compression.data_parallel.tagc_parts import TagcSettings
+    from megatron.compression.tagc.parts import PartSettings
 
-    return TagcSettings(0.2, LAYERS, wire, SketchConfig(ratio=3.85, cell_bits=cell_bits), cell_bits)
+    return PartSettings(0.2, LAYERS, wire, SketchConfig(ratio=3.85, cell_bits=cell_bits), cell_bits)
 
 
 def make_sync(
@@ -38,13 +38,13 @@ def make_sync(
 ):
     """A sync over a made-up bucket, and its ledger and monitor."""
     from megatron.compression.communication.ledger import Ledger
-    from megatron.compression.data_parallel import tagc, tagc_layers
-    from megatron.compression.data_parallel.bucket import GradientBucket, ParameterSpan
+    from megatron.compression.communication.topology import find_topology
+    from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.data_parallel.error_feedback import ErrorFeedback
-    from megatron.compression.data_parallel.tagc_monitor import TagcMonitor
-    from megatron.compression.data_parallel.topology import find_topology
+    from megatron.compression.tagc import layers, sync
+    from megatron.compression.tagc.monitor import TagcMonitor
 
-    tagc_layers.SMALLEST = 8192
+    layers.SMALLEST = 8192
     spans, start = [], 0
     for name, shape in SHAPES:
         parameter = torch.nn.Parameter(torch.zeros(shape))
@@ -53,7 +53,7 @@ def make_sync(
     flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype, device=DEVICE)
     topology = find_topology(dist.group.WORLD, node_size, communicators=2 if node_size else 1)
     bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
-    return tagc.TagcGradientSync(bucket, settings_of(cell_bits, wire), ErrorFeedback, TagcMonitor())
+    return sync.TagcGradientSync(bucket, settings_of(cell_bits, wire), ErrorFeedback, TagcMonitor())
 
 
 def fill(sync, step: int, rank: int, alike: float = 0.5) -> torch.Tensor:
@@ -125,13 +125,13 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
                 assert all(torch.equal(copy, flat) for copy in copies)
         if wire == "packed" and node_size:
             _check_sent_between_nodes(sync, steps=2)
-        _, union, leftovers, room, *_ = sync.monitor.take().tolist()
+        _, union, leftovers, room, *_ = sync.monitor.read().tolist()
         assert leftovers == 0 and (wire == "packed" or 0.7 < union / room < 1)
 
 
 def _check_sent_between_nodes(sync, steps: int) -> None:
     """A node's values travel once, as their union: less than each rank's own would."""
-    from megatron.compression.data_parallel.tagc_parts import Sum
+    from megatron.compression.tagc.parts import Sum
 
     topology, expected = sync.bucket.topology, 0
     for owner, part in sync.part_of.items():
@@ -245,22 +245,20 @@ def test_bytes_non_finite_gradients_and_a_resumed_state() -> None:
 
 
 def training_worker(rank: int, world_size: int, iterations: int) -> list[list[float]]:
-    from megatron.compression.data_parallel import tagc_layers
+    from megatron.compression.tagc import layers
     from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
 
-    tagc_layers.SMALLEST = 2048
+    layers.SMALLEST = 2048
     start(rank)
     everything = []
-    tagc = Setup(settings={"dp_compression": "tagc", "tagc_wire": "sketch"}, bucket_size=50_000)
-    packed = replace(tagc, settings={"dp_compression": "tagc", "dp_error_feedback": "int8"})
+    tagc = Setup(settings={"compression": "tagc:wire=sketch"}, bucket_size=50_000)
+    packed = replace(tagc, settings={"compression": "tagc", "error_feedback": "int8"})
     plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
     for setup, count in ((tagc, iterations), (plain, iterations // 3), (packed, iterations // 3)):
         training, losses = train(rank, setup, count)
         assert same_everywhere(training.digest())
-        kinds = {(row["traffic"], row["kind"]) for row in training.runtime.ledger.rows()}
-        assert ("dp.gradient", "compressed") in kinds and ("dp.gradient", "excluded") in kinds
-        assert ("dp.gradient", "off") not in kinds
-        values, union, leftovers, *_ = training.runtime.gradient_sync.monitor.take().tolist()
+        assert training.kinds() == {"compressed", "excluded"}
+        values, union, leftovers, *_ = training.gradients.compressor.monitor.read().tolist()
         assert values > 0 and union > 0 and leftovers < 0.001 * union
         everything.append(losses)
     return everything
@@ -274,20 +272,20 @@ def test_training_learns_and_weights_agree_after_50_iterations() -> None:
 
 def nodes_worker(rank: int, world_size: int) -> list[list[float]]:
     """Two nodes of two ranks without the distributed optimizer, and damaged gradients there."""
-    from megatron.compression.data_parallel import tagc_layers
+    from megatron.compression.tagc import layers
     from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start
 
     for sharded, wire in ((True, "packed"), (False, "sketch")):
         _non_finite_worker(rank, world_size, sharded, wire, node_size=2)
-    tagc_layers.SMALLEST = 2048
+    layers.SMALLEST = 2048
     start(rank)
     plain = Setup(distributed_optimizer=False, bucket_size=100_000)
     everything = []
     for settings, iterations in (
-        ({"dp_compression": "tagc"}, 50),
-        ({"dp_compression": "sdp4bit", "dp_error_feedback": "fp32"}, 10),
+        ({"compression": "tagc"}, 50),
+        ({"compression": "sdp4bit", "error_feedback": "fp32"}, 10),
     ):
-        settings["dp_intra_node_size"] = 2
+        settings["node_size"] = 2
         training = Training(rank, replace(plain, settings=settings))
         assert all(group.topology.two_hops for group in training.groups)
         losses = []
@@ -295,7 +293,7 @@ def nodes_worker(rank: int, world_size: int) -> list[list[float]]:
             losses.append(training.step()[0])
             if iteration % 10 == 9:
                 assert same_everywhere(training.digest()), (settings, iteration)
-        kinds = {row["kind"] for row in training.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
+        kinds = training.kinds()
         assert "compressed" in kinds and "off" not in kinds
         everything.append(losses)
     return everything
@@ -309,24 +307,23 @@ def test_two_nodes_without_the_distributed_optimizer() -> None:
 
 
 def warm_up_worker(rank: int, world_size: int) -> None:
-    from megatron.compression.data_parallel import tagc_layers
+    from megatron.compression.tagc import layers
     from tests.distributed.tiny_ddp import Setup, Training, start
 
-    tagc_layers.SMALLEST = 2048
+    layers.SMALLEST = 2048
     start(rank)
     plain = Training(rank, Setup())
-    tagc = {"dp_compression": "tagc", "gradients_quantization_start_iteration": 2}
-    warm = Training(rank, Setup(settings=tagc))
+    warm = Training(rank, Setup(settings={"compression": "tagc"}, start_iteration=2))
 
     def remembered() -> bool:
-        states = [sync.state() for sync, _ in warm.runtime.gradient_syncs]
+        states = [sync.state() for sync, _ in warm.gradients.syncs]
         return any(bool(state["error_feedback"].any()) for state in states if state)
 
     for iteration in range(3):
         for training in (plain, warm):
             training.step()
             training.settle()
-        kinds = {row["kind"] for row in warm.runtime.ledger.rows() if row["traffic"] == "dp.gradient"}
+        kinds = warm.kinds()
         started = iteration == 2
         assert (warm.digest() == plain.digest()) != started, f"iteration {iteration}"
         assert remembered() == started and ("compressed" in kinds) == started and "warmup" in kinds
@@ -337,10 +334,7 @@ def test_the_warm_up_is_uncompressed_to_the_bit() -> None:
     spawn(warm_up_worker, 2)
 
 
-FLAGS = (
-    *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    *("--dp-compression", "tagc", "--tagc-layers", "all"),
-)
+FLAGS = (*("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),)
 
 
 def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
@@ -352,11 +346,11 @@ def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
 @pytest.mark.parametrize("wire", ["sketch", "packed"])
 def test_resume(tmp_path, wire: str) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
-    saved, chosen = tmp_path / "checkpoints", ("--tagc-wire", wire)
+    saved, chosen = tmp_path / "checkpoints", ("--dp-compression", f"tagc:wire={wire},layers=all")
     whole = _run(tmp_path, 2, *chosen, "--save", str(saved), "--save-interval", "4")
     assert "tagc: each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
     how = {"sketch": "sketches", "packed": "packed, 16 bits each"}[wire]
-    assert f"{how}, from iteration 1;" in whole.output, "a fifth of the run is uncompressed"
+    assert f"the others travel {how if wire == 'packed' else 'as sketches'};" in whole.output
     assert "values recovered exactly" in whole.output
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")

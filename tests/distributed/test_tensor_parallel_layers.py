@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.compression.codecs import IdentityCodec
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
     HIDDEN,
     device_of,
-    runtime_with,
+    run_with,
     start_model_parallel,
     transformer_config,
 )
@@ -19,13 +18,13 @@ TOKENS = (SEQUENCE, BATCH) = (16, 2)
 TACO_BOUND = 0.045  # two hops of e4m3 at group 128: 0.026 * sqrt(2), with room for small tensors
 
 
-def _layer(kind: str, sequence_parallel: bool, compressed: bool, world_size: int, codec, rank: int, **flags):
+def _layer(kind: str, sequence_parallel: bool, compressed: bool, world_size: int, codec: str, rank: int, **settings):
     """One layer with weights that do not depend on the world size, with or without our subclass."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as core
 
     from megatron.compression.tensor_parallel import layers as ours
-    from megatron.compression.tensor_parallel.site import TensorParallelSite
+    from megatron.compression.communication.site import CommSite
 
     config = transformer_config(world_size, sequence_parallel=sequence_parallel)
     init = torch.nn.init.xavier_normal_
@@ -51,7 +50,7 @@ def _layer(kind: str, sequence_parallel: bool, compressed: bool, world_size: int
         )
     if compressed:
         group = parallel_state.get_tensor_model_parallel_group()
-        layer.site = TensorParallelSite(kind, group, runtime_with(codec, **flags))
+        layer.site = CommSite(kind, group, run_with(codec, **settings))
     return layer.to(device_of(rank))
 
 
@@ -149,15 +148,15 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
     errors = {}
     for (kind, sequence_parallel), communicated in _COMMUNICATED.items():
 
-        def run(compressed, codec=None, kind=kind, sequence_parallel=sequence_parallel, **flags):
-            layer = _layer(kind, sequence_parallel, compressed, world_size, codec, rank, **flags)
+        def run(compressed, codec="taco", kind=kind, sequence_parallel=sequence_parallel, **settings):
+            layer = _layer(kind, sequence_parallel, compressed, world_size, codec, rank, **settings)
             return _run(kind, sequence_parallel, layer, rank, world_size)
 
         serial = _serial(kind, sequence_parallel, rank, world_size)
-        core, identity, taco = run(False), run(True, IdentityCodec()), run(True)
+        core, identity, taco = run(False), run(True, "identity"), run(True)
         assert set(core) == set(identity) == set(taco) == set(serial)
         for chunks in (3, 50) if kind != "embedding" else ():  # no divisor of the rows; too many
-            chunked = run(True, IdentityCodec(), taco_overlap_chunks=chunks)
+            chunked = run(True, "identity", chunks=chunks)
             for name, value in chunked.items():
                 torch.testing.assert_close(value, identity[name], rtol=1e-5, atol=1e-5)
         for name, value in core.items():

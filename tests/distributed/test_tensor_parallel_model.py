@@ -12,10 +12,10 @@ from tests.distributed.tiny_gpt import (
     SEQUENCE,
     batch,
     build_tiny_gpt,
-    runtime_with,
+    run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_of
+from tests.distributed.transport_audit import TransportAudit, total_without_batch
 
 BATCH = 2
 ITERATIONS = 50
@@ -34,8 +34,8 @@ def replica_worker(
         Hashes (residual stream after each layer, replicated parameters) in order, first and last loss.
     """
     start_model_parallel(world_size)
-    runtime = runtime_with(**(settings or {}))
-    model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+    run = run_with(**(settings or {}))
+    model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     hashes: list[str] = []
     for layer in model.decoder.layers:
         layer.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
@@ -44,7 +44,7 @@ def replica_worker(
     assert len(replicated) >= 4 * LAYERS, "norms and row-parallel biases are replicated"
     losses = []
     for iteration in range(iterations):
-        runtime.iteration = iteration
+        run.step = iteration
         loss = model(**batch(iteration % 4, rank, BATCH)).float().mean()
         loss.backward()
         optimizer.step()
@@ -63,21 +63,11 @@ def test_replicas_stay_identical() -> None:
         assert other == hashes
 
 
-def test_replicas_stay_identical_with_random_rounding() -> None:
-    """Every rank draws the same numbers, though only rank 0 would read data and disturb its CPU generator."""
-    settings = {"taco_format": "int6", "taco_rounding": "dither"}
-    (hashes, first, last), *others = spawn(replica_worker, 2, 6, settings)
-    assert last < first
-    for other, _, _ in others:
-        assert other == hashes
-
-
 def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards."""
     start_model_parallel(world_size)
-    runtime = runtime_with(taco_format="int6", taco_rounding="stochastic")
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    model = build_tiny_gpt(rank, world_size, runtime, torch.float32, **full)
+    model = build_tiny_gpt(rank, world_size, run_with("int6"), torch.float32, **full)
     hashes: list[str] = []
     for layer in model.decoder.layers:
         layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
@@ -89,7 +79,7 @@ def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 
 
 def test_recomputation_rounds_as_the_forward_did() -> None:
-    """Two micro-batches in flight: each recomputed forward draws the numbers of its own first time."""
+    """Two micro-batches in flight: each recomputed forward has the bits of its own first time."""
     for forward, recomputed in spawn(recompute_worker, 2):
         assert len(set(forward)) == 2 * LAYERS
         first, second = forward[:LAYERS], forward[LAYERS:]
@@ -100,13 +90,13 @@ def _audit_worker(rank: int, world_size: int, cases: list[dict]) -> list[dict]:
     start_model_parallel(world_size)
     results = []
     for settings in cases:
-        runtime = runtime_with(**settings)
-        model = build_tiny_gpt(rank, world_size, runtime, torch.bfloat16)
+        run = run_with(**settings)
+        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
         with TransportAudit(world_size) as audit:
             model(**batch(0, rank, BATCH)).float().mean().backward()
-            runtime.iteration += 1
+            run.step += 1
             model(**batch(1, rank, BATCH)).float().mean().backward()
-        results.append({"audit": audit.sent, "rows": runtime.ledger.rows()})
+        results.append({"audit": audit.sent, "rows": run.ledger.rows()})
     return results
 
 
@@ -119,15 +109,15 @@ def test_ledger_matches_the_transport() -> None:
     world_size = 2
     cases = [
         {},
-        {"tp_compression": "none", "taco_min_message_mb": 8.0},
-        {"taco_min_message_mb": 1.0},
-        {"taco_start_iteration": 1},
+        {"codec": "none"},
+        {"min_mb": 1.0},
+        {"start_iteration": 1},
     ]
     message = SEQUENCE * BATCH * HIDDEN * 2
     sites = 2 * LAYERS + 1  # forward: embedding, projection and fc2; backward: qkv, fc1 and the output layer
     for results in spawn(_audit_worker, world_size, cases):
         for result in results:
-            assert total_of(result["rows"]) == result["audit"]
+            assert total_without_batch(result["rows"]) == result["audit"]
             for channel in ("tp.forward", "tp.backward"):
                 plain = _sum(result["rows"], "plain_bytes", traffic=channel)
                 assert plain == 2 * sites * message * 2 * (world_size - 1) // world_size
@@ -147,9 +137,9 @@ def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[t
     """What was sent and counted with an embedding and a first layer that do not train: each setting once."""
     start_model_parallel(world_size)
     results = []
-    for settings in ({"tp_compression": "none", "taco_min_message_mb": 8.0}, {}, {"taco_layers": "1"}):
-        runtime = runtime_with(**settings)
-        model = build_tiny_gpt(rank, world_size, runtime, torch.float32, sequence_parallel=sequence_parallel)
+    for settings in ({"codec": "none"}, {}, {"layers": "1"}):
+        run = run_with(**settings)
+        model = build_tiny_gpt(rank, world_size, run, torch.float32, sequence_parallel=sequence_parallel)
         frozen = (model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1)
         for module in frozen:
             module.requires_grad_(False)
@@ -157,7 +147,7 @@ def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[t
             model(**batch(0, rank, BATCH)).mean().backward()
         trained = {name for name, p in model.named_parameters() if p.grad is not None}
         assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
-        results.append((audit.sent, total_of(runtime.ledger.rows())))
+        results.append((audit.sent, total_without_batch(run.ledger.rows())))
     return results
 
 
@@ -174,7 +164,7 @@ def recomputed_mlp_worker(rank: int, world_size: int) -> None:
     start_model_parallel(world_size)
     gradients = []
     for changes in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
-        model = build_tiny_gpt(rank, world_size, runtime_with(), torch.float32, **changes)
+        model = build_tiny_gpt(rank, world_size, run_with(), torch.float32, **changes)
         model(**batch(0, rank, 1)).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     plain, recomputed = gradients

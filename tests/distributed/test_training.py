@@ -17,7 +17,7 @@ GPT = [
     *("--use-cpu-initialization", "--seed", "5"),
 ]
 TP_2 = [*GPT, "--tensor-model-parallel-size", "2"]
-EVERY_MESSAGE = ["--taco", "--taco-min-message-mb", "0"]
+EVERY_MESSAGE = ["--taco", "--tp-compression-min-mb", "0"]
 
 
 def read_report(run) -> dict:
@@ -52,7 +52,7 @@ RESUMED = {
         *EVERY_MESSAGE,
         *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     ],
-    "taco with stochastic rounding": [*TP_2, *EVERY_MESSAGE, "--bf16", "--taco-rounding", "stochastic"],
+    "two codecs": [*TP_2, "--tp-compression", "int5/int6", "--tp-compression-min-mb", "0", "--bf16"],
 }
 
 
@@ -114,12 +114,10 @@ def test_taco_without_tensor_parallelism_says_so() -> None:
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (["--taco", "--taco-format", "fp9"], "--taco-format fp9 is unknown; choose one of fp8-e4m3"),
-        (
-            ["--taco", "--taco-group-size", "96"],
-            "--taco-group-size 96 is not possible; it must be a power of",
-        ),
-        (["--taco-format", "int8"], "add --taco"),
+        (["--taco", "format=fp9"], "taco:format=fp9: format='fp9' is not supported; choose one of fp8-e4m3"),
+        (["--taco", "group=96"], "taco:group=96: group_size=96 is not supported; choose one of 32, 64"),
+        (["--tp-compression", "fp9"], "codec 'fp9' is unknown; choose one of"),
+        (["--tp-compression-layers", "0"], "add --taco"),
     ],
 )
 def test_bad_flags_end_with_one_line(flags: list[str], fix: str) -> None:

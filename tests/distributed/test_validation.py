@@ -6,10 +6,9 @@ from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.launch import tiny_flags
 
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-CODECS = """--taco --taco-min-message-mb 0 --taco-format int4 --taco-rounding dither
-    --pp-compression tah-quant --pp-backward-rounding dither
+CODECS = """--taco format=int4 --tp-compression-min-mb 0 --pp-compression tah-quant
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
-"""Coarse, random in both dimensions (evaluations draw random numbers too), and recomputed under no_grad."""
+"""Coarse in both dimensions, and recomputed under no_grad."""
 
 
 def flags(*more: str) -> list[str]:

@@ -4,15 +4,19 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron import host
-from megatron.compression.config import CompressionConfig, DataParallelCompression
-from megatron.compression.runtime import CompressionRuntime
-from tests.distributed.tiny_gpt import SEQUENCE, VOCABULARY, build_tiny_gpt, device_of, start_model_parallel
+from megatron.compression.communication import Policy
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.transports import Transports
+from megatron.compression.data_parallel.config import DataParallelConfig
+
+VOCABULARY = 96
+SEQUENCE = 32
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,11 @@ class Setup:
     """One training run; what is not named is Megatron's default."""
 
     settings: dict = field(default_factory=dict)
-    """Fields of ``DataParallelCompression``; empty: uncompressed."""
-    codecs: Callable | None = None
-    """Gives (gradient sync factory, weight codec) in place of the settings'."""
+    """Fields of ``DataParallelConfig``; empty: uncompressed."""
+    start_iteration: int | None = None
+    """The first iteration that compresses."""
+    communicators: int = 0
+    """That share a payload."""
     dtype: torch.dtype = torch.bfloat16
     distributed_optimizer: bool = True
     overlap: bool = True
@@ -34,26 +40,20 @@ class Setup:
 
 
 class Training:
-    """A model, its optimizer and its runtime on this rank; ``start_model_parallel(1)`` must have run."""
+    """A model, its optimizer and its compression on this rank; ``start`` must have run."""
 
     def __init__(self, rank: int, setup: Setup = Setup()) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron.compression import patches
-        from megatron.compression.data_parallel.bind import bind_data_parallel, record_uncompressed
-        from megatron.compression.data_parallel.weights import copy_masters
+        from megatron.compression.data_parallel.hooks import Gradients
 
-        self.rank, self.setup = rank, setup
-        settings = DataParallelCompression(**setup.settings)
-        config = CompressionConfig(data_parallel=settings.resolved(setup.distributed_optimizer))
-        gradients, weights = setup.codecs() if setup.codecs is not None else (None, None)
-        self.runtime = CompressionRuntime(config, gradient_sync=gradients, weight_codec=weights)
-        ledger = self.runtime.ledger
-        patches.on_gradient_sync(partial(record_uncompressed, ledger, "dp.gradient"))
-        patches.on_parameter_sync(partial(record_uncompressed, ledger, "dp.weight"))
-        patches.on_master_copy(copy_masters)
-        self.model = build_tiny_gpt(rank, 1, self.runtime, setup.dtype)
+        self.rank, self.setup, self.iteration = rank, setup, 0
+        config, ledger = DataParallelConfig(**setup.settings), Ledger()
+        policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
+        self.run = Run(policy, ledger, transports=Transports(communicators=setup.communicators))
+        self.gradients = Gradients(config, self.run)
+        self.model = build_model(rank, setup.dtype)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=setup.fp32_gradients,
             overlap_grad_reduce=setup.overlap,
@@ -62,7 +62,7 @@ class Training:
             bucket_size=setup.bucket_size,
         )
         self.ddp = DistributedDataParallel(self.model.config, ddp, self.model)
-        bind_data_parallel([self.ddp], self.runtime)
+        self.gradients.attach([self.ddp])
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=2e-3,
@@ -77,12 +77,20 @@ class Training:
             ),
             [self.ddp],
         )
-        self.iteration = 0
 
     @property
     def groups(self) -> list:
         """The bucket groups."""
         return self.ddp.bucket_groups
+
+    @property
+    def rows(self) -> list[dict]:
+        """The ledger's."""
+        return self.run.ledger.rows()
+
+    def kinds(self, traffic: str = "dp.gradient") -> set[str]:
+        """The ledger's kinds of a traffic class."""
+        return {row["kind"] for row in self.rows if row["traffic"] == traffic}
 
     def step(self, spoil: Callable[[torch.nn.Module], None] | None = None) -> tuple[float, bool]:
         """One iteration.
@@ -95,7 +103,6 @@ class Training:
         """
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-        self.runtime.iteration = self.iteration
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         total, count = 0.0, self.setup.micro_batches
@@ -138,10 +145,51 @@ def digest(tensor: torch.Tensor) -> str:
 def start(rank: int) -> None:
     """Megatron's groups, all ranks in one data-parallel group; on a GPU, kernels that repeat their bits."""
     host.install()
+    from megatron.core import parallel_state, tensor_parallel
+
     if torch.cuda.is_available():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
-    start_model_parallel(1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def device_of(rank: int) -> torch.device:
+    """The rank's CUDA device, which ``spawn`` has set (ranks may share one), or the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def build_model(rank: int, dtype: torch.dtype) -> torch.nn.Module:
+    """megatron-core's own GPT of two layers; the same weights on every rank."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(7)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        transformer_impl="local",
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=False)
+    return model.to(device_of(rank), dtype)
 
 
 def train(rank: int, setup: Setup, iterations: int) -> tuple[Training, list[float]]:

@@ -1,11 +1,18 @@
-"""A tiny tensor-parallel GPT with compression bound, inside a spawned rank."""
+"""A tiny tensor-parallel GPT with compression hooked into it, inside a spawned rank."""
+
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron import host
+from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs import Codec
-from megatron.compression.config import CompressionConfig, TensorParallelCompression
-from megatron.compression.runtime import CompressionRuntime
+from megatron.compression.communication.error_bound import ErrorBound
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.transports import Transports
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 VOCABULARY = 96
 SEQUENCE = 32
@@ -20,13 +27,47 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def runtime_with(codec: Codec | None = None, **settings) -> CompressionRuntime:
-    """A runtime that compresses every message with TACO, or with ``codec`` in its place."""
-    settings = {"tp_compression": "taco", "taco_min_message_mb": 0.0, **settings}
-    runtime = CompressionRuntime(CompressionConfig(tensor_parallel=TensorParallelCompression(**settings)))
-    if codec is not None:
-        runtime.tensor_parallel_codec = codec
-    return runtime
+@dataclass
+class TinyRun(Run):
+    """What the sites of the tiny model share, and the settings that it is hooked with."""
+
+    config: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
+    step: int = 0
+    """The zero-based iteration that the policy is told."""
+
+
+def run_with(
+    codec: str | Codec = "taco",
+    *,
+    start_iteration: int = 0,
+    error_bound: float | None = None,
+    validate_uncompressed: bool = False,
+    transport: str = "auto",
+    sync_fraction: float = 1.0,
+    **settings,
+) -> TinyRun:
+    """A run that compresses every tensor-parallel message.
+
+    Args:
+        codec: a spec, none for uncompressed; or a codec that takes the place of TACO.
+        start_iteration, error_bound, validate_uncompressed, transport: as in ``CompressionConfig``.
+        sync_fraction: of ``CaatNetConfig``.
+        settings: of ``TensorParallelConfig``; unless given, no message is too small.
+    """
+    spec = codec if isinstance(codec, str) else "taco"
+    if spec != "none":
+        settings = {"min_mb": 0.0, **settings}
+    config = TensorParallelConfig(compression=spec, **settings)
+    rules = config.rules(start_iteration)
+    if isinstance(codec, Codec):
+        rules = {traffic: replace(rule, codec=codec) for traffic, rule in rules.items()}
+    ledger = Ledger()
+    bound = None if error_bound is None else ErrorBound(error_bound, 128)
+    policy = Policy(rules, ledger, lambda: run.step, validate_uncompressed, bound)
+    caat_net = CaatNetConfig(sync_fraction=sync_fraction)
+    run = TinyRun(policy, ledger, transports=Transports(transport), config=config, caat_net=caat_net)
+    return run
 
 
 def start_model_parallel(world_size: int) -> None:
@@ -66,20 +107,21 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
 def build_tiny_gpt(
     rank: int,
     world_size: int,
-    runtime: CompressionRuntime,
+    run: TinyRun,
     dtype=torch.float32,
     tied: bool = False,
     **changes,
 ):
-    """Build the model on this rank's device and bind ``runtime``'s compression to it.
+    """Build the model on this rank's device and hook ``run``'s compression into it.
 
     ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-    from megatron.compression.tensor_parallel.bind import bind_compression
-    from megatron.compression.tensor_parallel.spec import gpt_layer_spec
+    from megatron.compression.caat_net import hooks as caat_net
+    from megatron.compression.setup import gpt_layer_spec
+    from megatron.compression.tensor_parallel import hooks
 
     torch.manual_seed(7)
     config = GPTModelConfig(
@@ -91,7 +133,9 @@ def build_tiny_gpt(
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
-    bind_compression([model], runtime)
+    hooks.attach([model], run.config, run)
+    if run.caat_net.enabled:
+        caat_net.attach(model, run.caat_net, run.ledger)
     return model.to(device_of(rank), dtype)
 
 

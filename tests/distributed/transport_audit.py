@@ -61,3 +61,8 @@ def total_of(rows: list[dict]) -> Counter[str]:
         if row["sent_bytes"]:
             total[row["operation"]] += row["sent_bytes"]
     return total
+
+
+def total_without_batch(rows: list[dict]) -> Counter[str]:
+    """``total_of`` where every rank makes the batch itself: the model counts a broadcast that nobody sends."""
+    return total_of([row for row in rows if row["operation"] != "broadcast"])

@@ -2,8 +2,8 @@
 
 import torch
 
-from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 from taco_kernels.symmetric_memory.lane import Lane, lane_bytes, make_lanes
+from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 
 def simulated_lanes(world_size: int, programs: int, timeout: float = 20.0) -> list[Lane]:
@@ -31,66 +31,29 @@ def on_all_ranks(lanes: list[Lane], call) -> list[torch.Tensor]:
 
 
 def expected_all_reduce(
-    xs: list[torch.Tensor],
-    config: CodecConfig,
-    random: Stream | None = None,
-    config_out: CodecConfig | None = None,
+    xs: list[torch.Tensor], config: CodecConfig, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
     """The two-shot with the codec's own kernels."""
     config_out = config_out or config
     world_size, x = len(xs), xs[0]
     piece = config.chunk_numel(x.numel(), world_size)
-    wires = [encode(x, config, world_size, _plus(random, rank)) for rank, x in enumerate(xs)]
-    own = [
-        decode_sum_encode(
-            torch.stack([wire[p] for wire in wires]),
-            config,
-            piece,
-            _plus(random, 0, p * piece),
-            _plus(random, world_size, p * piece),
-            config_out=config_out,
-        )
-        for p in range(world_size)
-    ]
-    return decode(torch.stack(own), config_out, x.shape, x.dtype, _plus(random, world_size))
+    wires = [encode(x, config, world_size) for x in xs]
+    pieces = [torch.stack([wire[p] for wire in wires]) for p in range(world_size)]
+    own = [decode_sum_encode(wires, config, piece, config_out=config_out) for wires in pieces]
+    return decode(torch.stack(own), config_out, x.shape, x.dtype)
 
 
-def expected_reduce_scatter(
-    xs: list[torch.Tensor], config: CodecConfig, random: Stream | None = None
-) -> list[torch.Tensor]:
+def expected_reduce_scatter(xs: list[torch.Tensor], config: CodecConfig) -> list[torch.Tensor]:
     """Each rank's slice, with the codec's own kernels."""
     world_size, x = len(xs), xs[0]
     shape = (x.shape[0] // world_size, *x.shape[1:])
-    shard = x.numel() // world_size
-    piece = config.chunk_numel(shard)
     results = []
     for p in range(world_size):
-        wires = [
-            encode(x.reshape(world_size, shard)[p], config, 1, _plus(random, rank, p * piece))
-            for rank, x in enumerate(xs)
-        ]
-        results.append(decode_sum(torch.cat(wires), config, shape, x.dtype, _plus(random, 0, p * piece)))
+        wires = [encode(x.reshape(world_size, -1)[p], config) for x in xs]
+        results.append(decode_sum(torch.cat(wires), config, shape, x.dtype))
     return results
 
 
-def encoded_slice(x: torch.Tensor, rank: int, config: CodecConfig, random: Stream | None) -> torch.Tensor:
-    """A rank's wire for an all-gather."""
-    return encode(x, config, 1, _plus(random, 0, rank * config.chunk_numel(x.numel())))
-
-
-def expected_all_gather(
-    xs: list[torch.Tensor], config: CodecConfig, random: Stream | None = None
-) -> torch.Tensor:
+def expected_all_gather(xs: list[torch.Tensor], config: CodecConfig) -> torch.Tensor:
     """All slices, with the codec's own kernels."""
-    piece = config.chunk_numel(xs[0].numel())
-    slices = [
-        decode(
-            encoded_slice(x, rank, config, random), config, x.shape, x.dtype, _plus(random, 0, rank * piece)
-        )
-        for rank, x in enumerate(xs)
-    ]
-    return torch.cat(slices)
-
-
-def _plus(random: Stream | None, stream: int, offset: int = 0) -> Stream | None:
-    return random and Stream(random.key, random.stream + stream, random.offset + offset)
+    return torch.cat([decode(encode(x, config), config, x.shape, x.dtype) for x in xs])

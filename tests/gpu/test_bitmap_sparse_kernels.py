@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from taco_kernels import bitmap_sparse as packed
-from taco_kernels.count_sketch.selection import share_threshold
+from taco_kernels import bitmap_sparse
 from taco_kernels.bitmap_sparse import reference
-from tests.unit.test_order_kernels import KINDS, same, values
+from taco_kernels.count_sketch.selection import share_threshold
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ from tests.unit.test_order_kernels import KINDS, same, values
 def test_kernels_reproduce_the_reference(
     numel: int, share: float, bits: int, senders: int, keep: float
 ) -> None:
-    layout = packed.BitmapLayout(numel, share, bits)
+    layout = bitmap_sparse.BitmapLayout(numel, share, bits)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
     x[0, numel * 7 // 10] = float("nan")
@@ -36,11 +35,11 @@ def test_kernels_reproduce_the_reference(
     thresholds = share_threshold(x, keep)
     device = x.cuda()
     rest, expected_rest = device.clone(), torch.empty_like(x)
-    wires = packed.encode(rest, thresholds.cuda(), layout, rest)
+    wires = bitmap_sparse.encode(rest, thresholds.cuda(), layout, rest)
     expected = reference.encode(x, thresholds, layout, expected_rest)
     assert torch.equal(wires.cpu(), expected)
     torch.testing.assert_close(rest.cpu(), expected_rest, rtol=0, atol=0, equal_nan=True)
-    total = packed.decode_sum(wires, layout).cpu()
+    total = bitmap_sparse.decode_sum(wires, layout).cpu()
     expected_total = reference.decode_sum(expected, layout)
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     assert bool(total.isnan().any())
@@ -50,54 +49,42 @@ def test_kernels_reproduce_the_reference(
 def test_tiles_wait_for_those_before(keep: float) -> None:
     """Shards of thousands of tiles, again and again: look-back has many ways to go, and one result."""
     numel, shards = 2**25 + 1234, 3
-    layout = packed.BitmapLayout(numel, 0.2)
+    layout = bitmap_sparse.BitmapLayout(numel, 0.2)
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shards, numel, generator=g, device="cuda")
     thresholds = share_threshold(x, keep)
     rest = torch.empty_like(x)
-    wires = packed.encode(x, thresholds, layout, rest)
+    wires = bitmap_sparse.encode(x, thresholds, layout, rest)
     expected_rest = torch.empty_like(x)
     assert torch.equal(wires, reference.encode(x, thresholds, layout, expected_rest))
     assert torch.equal(rest, expected_rest)
     for i in range(50):
         again = torch.full_like(x, float("nan")) if i % 2 else None
-        assert torch.equal(packed.encode(x, thresholds, layout, again), wires), i
+        assert torch.equal(bitmap_sparse.encode(x, thresholds, layout, again), wires), i
         assert again is None or torch.equal(again, rest), i
 
 
 def test_packing_beside_other_work() -> None:
     """Streams that share the GPU: none has all of it, and none waits for what has no place to run."""
     numel = 2**24
-    layout = packed.BitmapLayout(numel, 0.2)
+    layout = bitmap_sparse.BitmapLayout(numel, 0.2)
     x = torch.randn(4, 1, numel, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     thresholds = share_threshold(x[0], 0.198)
-    expected = [packed.encode(part, thresholds, layout) for part in x]
+    expected = [bitmap_sparse.encode(part, thresholds, layout) for part in x]
     streams = [torch.cuda.Stream() for _ in x]
     torch.cuda.synchronize()
     found = []
     for _ in range(20):
         for part, stream in zip(x, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(packed.encode(part, thresholds, layout))
+                found.append(bitmap_sparse.encode(part, thresholds, layout))
     torch.cuda.synchronize()
     for i, wires in enumerate(found):
         assert torch.equal(wires, expected[i % len(x)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("numel", [5, 40_000, 65_536, 1_000_003, 16_777_216])
-def test_the_threshold_is_that_of_a_sort(kind: str, numel: int) -> None:
-    device = values(kind, numel + 1).cuda()[:, 1:]  # strided, not aligned
-    x = device.cpu()
-    assert device.stride(0) == numel + 1
-    for share in (0.001, 0.02, 0.2, 0.59, 1.0):
-        expected = share_threshold(x, share)
-        assert same(share_threshold(device, share).cpu(), expected), share
-        assert same(share_threshold(device[1:], share).cpu(), expected[1:]), share
-
-
 def test_the_threshold_in_a_graph() -> None:
-    x = values("spread", 3_000_000).cuda()
+    x = torch.randn(3, 3_000_000, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     share_threshold(x, 0.2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -105,4 +92,4 @@ def test_the_threshold_in_a_graph() -> None:
     for scale in (3.0, 1e-3, 0.0):
         x.mul_(scale)
         graph.replay()
-        assert same(found.cpu(), share_threshold(x.cpu(), 0.2))
+        assert torch.equal(found.cpu(), share_threshold(x.cpu(), 0.2))

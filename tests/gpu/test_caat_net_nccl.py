@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taco_kernels import CodecConfig
+from taco_kernels.taco import CodecConfig
 from tests.distributed.caat_net_setup import BATCH
 from tests.distributed.spawn import spawn
 from tests.distributed.test_caat_net import (
@@ -39,7 +39,6 @@ def test_traffic_and_replicas(world_size: int) -> None:
 
 
 MANY = 256  # sequences: a shared message takes 512 KiB, more than goes in one hop
-AUTO = {**INT8, "taco_transport": "auto"}
 
 
 def auto_worker(rank: int, world_size: int) -> dict:
@@ -49,9 +48,9 @@ def auto_worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     return {
         "symmetric": unavailable_reason(dist.group.WORLD) is None,
-        "gradients": gradients_of(rank, world_size, 0.5, RECOMPUTE, codec=AUTO),
-        "few": train_twice(rank, world_size, 0.5, AUTO),
-        "many": train_twice(rank, world_size, 0.5, AUTO, size=MANY),
+        "gradients": gradients_of(rank, world_size, 0.5, RECOMPUTE, codec=INT8),
+        "few": train_twice(rank, world_size, 0.5, INT8),
+        "many": train_twice(rank, world_size, 0.5, INT8, size=MANY),
     }
 
 
@@ -70,7 +69,7 @@ def _stored(values: int, world_size: int, symmetric: bool) -> int:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_auto_transport(world_size: int) -> None:
-    """``--taco-transport auto``: gradients to the codec's error, replicas alike, bytes by hand.
+    """``--compression-transport auto``: gradients to the codec's error, replicas alike, bytes by hand.
 
     Between devices with peer access that is symmetric memory: a group of 128 values takes 130 bytes, and
     W - 1 copies are stored, of the whole message in one hop up to 256 KiB, of a piece in each of two hops

@@ -8,18 +8,15 @@ import pytest
 import torch
 
 import taco_kernels.taco as tk
-from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
-from taco_kernels.taco import reference
+from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig, reference
+from tests.gpu.codec_cases import DTYPES, OPERATIONS, SIGNED, case_of
 from tests.kernels.wires.taco import difference
-from tests.gpu.codec_cases import DTYPES, OPERATIONS, SIGNED, case_of, roundings
 
 # What the kernels promise. Decoding is bit-equal to the reference, sums of codes being exact in any order;
 # only e5m2's range is too wide for that. Encoding sums fp32 values in another order than the reference, which
 # moves a value that lies that near to the middle between two codes.
 CODES_APART = 1e-4  # share of codes that may differ, by one grid step
 SCALES_APART = 1e-6  # relative, of fp32 scales; a bf16 step may round up to the next bf16
-FIRST = Stream(key=2**63 + 5, stream=2**32 - 1, offset=1536)  # the senders' streams cross 2^32
-SECOND = Stream(key=77, stream=123456789012, offset=0)
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
@@ -66,49 +63,44 @@ def check(
 ) -> None:
     """Operations on x; the kernels of each are compiled, which is what takes the time."""
     shape, numel = x.shape, x.numel()
-    exact = reference.encode(x, config, chunks, FIRST)
-    wires = tk.encode(x, config, chunks, FIRST, out=poisoned(exact))
+    exact = reference.encode(x, config, chunks)
+    wires = tk.encode(x, config, chunks, out=poisoned(exact))
     agree(exact, wires, config)
-    agree(reference.encode(x.cpu(), config, chunks, FIRST), wires.cpu(), config)
+    agree(reference.encode(x.cpu(), config, chunks), wires.cpu(), config)
 
-    out = tk.decode(wires, config, shape, x.dtype, FIRST, out=poisoned(x))
-    expected = reference.decode(wires, config, shape, x.dtype, FIRST)
+    out = tk.decode(wires, config, shape, x.dtype, out=poisoned(x))
+    expected = reference.decode(wires, config, shape, x.dtype)
     same_values(out, expected, config)
-    same_values(out.cpu(), reference.decode(wires.cpu(), config, shape, x.dtype, FIRST), config)
+    same_values(out.cpu(), reference.decode(wires.cpu(), config, shape, x.dtype), config)
 
     g = torch.Generator(device="cuda").manual_seed(numel)
     stack = torch.cat(
         [
-            tk.encode(
-                torch.randn(numel, device="cuda", generator=g).to(x.dtype),
-                config,
-                1,
-                FIRST._replace(stream=FIRST.stream + w),
-            )
-            for w in range(senders)
+            tk.encode(torch.randn(numel, device="cuda", generator=g).to(x.dtype), config)
+            for _ in range(senders)
         ]
     )
     if "decode_sum" in operations:
-        total = tk.decode_sum(stack, config, shape, torch.float32, FIRST, out=poisoned(x.float()))
-        expected = reference.decode_sum(stack, config, shape, torch.float32, FIRST)
+        total = tk.decode_sum(stack, config, shape, torch.float32, out=poisoned(x.float()))
+        expected = reference.decode_sum(stack, config, shape, torch.float32)
         torch.testing.assert_close(
             total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max() if numel else 0))
         )
     if "decode_sum_encode" in operations:
-        expected = reference.decode_sum_encode(stack, config, numel, FIRST, SECOND)
-        again = tk.decode_sum_encode(stack, config, numel, FIRST, SECOND, out=poisoned(expected))
+        expected = reference.decode_sum_encode(stack, config, numel)
+        again = tk.decode_sum_encode(stack, config, numel, out=poisoned(expected))
         agree(expected[None], again[None], config)
     if "decode_sum_encode to another format" in operations:
         other = replace(config, format="int6" if config.format == "int8" else "int8")
-        expected = reference.decode_sum_encode(stack, config, numel, FIRST, SECOND, config_out=other)
-        again = tk.decode_sum_encode(stack, config, numel, FIRST, SECOND, config_out=other)
+        expected = reference.decode_sum_encode(stack, config, numel, config_out=other)
+        again = tk.decode_sum_encode(stack, config, numel, config_out=other)
         agree(expected[None], again[None], other)
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_against_the_reference(format: str, group_size: int) -> None:
-    """Every pair of a format, group size, scales, rounding, type and operation, in random shapes."""
+    """Every pair of a format, group size, scales, type and operation, in random shapes."""
     rng = random.Random(group_size * 31 + len(format) + ord(format[-1]))
     case = case_of(format, group_size)
     x = tensor(
@@ -117,10 +109,10 @@ def test_against_the_reference(format: str, group_size: int) -> None:
     check(x, case.config, rng.randint(1, 8), rng.choice((1, 3, 4)), case.operations)
 
 
-@pytest.mark.parametrize("format, group_size, rounding, hadamard", SIGNED)
-def test_steps_with_a_sign(format: str, group_size: int, rounding: str, hadamard: bool) -> None:
+@pytest.mark.parametrize("format, group_size, hadamard", SIGNED)
+def test_steps_with_a_sign(format: str, group_size: int, hadamard: bool) -> None:
     """Every operation, every dtype; values of one sign, whose groups' near extreme is below zero."""
-    config = CodecConfig(format, group_size, "signed", rounding, hadamard)
+    config = CodecConfig(format, group_size, "signed", hadamard)
     for seed, dtype in enumerate(DTYPES):
         x = tensor((77, 457 + seed), dtype, torch.Generator().manual_seed(seed))
         check(x.abs() if seed == 1 else x, config, 3, 2 + seed)
@@ -207,10 +199,8 @@ def test_unaligned_wires(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_at_the_edges(format: str, hadamard: bool) -> None:
     """NaN and infinity stay visible and stay in their group; zeros, tiny and huge values come through."""
-    choices = [("dual", roundings(format)[-1])]
-    choices += [("single", "nearest")] * hadamard + [("signed", "nearest")] * format.startswith("int")
-    for kind, rounding in choices:
-        config = CodecConfig(format, 128, kind, rounding, hadamard)
+    for kind in ["dual"] + ["single"] * hadamard + ["signed"] * format.startswith("int"):
+        config = CodecConfig(format, 128, kind, hadamard)
         x = torch.randn(8, 128, generator=torch.Generator().manual_seed(5)).cuda()
         x[0] = 0
         x[1, 77], x[2, 0], x[3, 127] = math.nan, math.inf, -math.inf
@@ -218,64 +208,46 @@ def test_values_at_the_edges(format: str, hadamard: bool) -> None:
         x[5] *= 1e30
         x[6] *= 1e38 / x[6].abs().max()
         check(x, config, 1, senders=2)
-        y = tk.decode(tk.encode(x, config, 1, FIRST), config, x.shape, torch.float32, FIRST)
+        y = tk.decode(tk.encode(x, config, 1), config, x.shape, torch.float32)
         assert (y[0] == 0).all() and y[1:4].isnan().all() and y[4:].isfinite().all()
-        wires = tk.encode(x, config, 1, FIRST)
-        stack = torch.cat([wires, tk.encode(x, config, 1, FIRST._replace(stream=FIRST.stream + 1))])
-        total = tk.decode_sum(stack, config, x.shape, torch.float32, FIRST)
+        wires = tk.encode(x, config, 1)
+        stack = torch.cat([wires, wires])
+        total = tk.decode_sum(stack, config, x.shape, torch.float32)
         assert total[1:4].isnan().all() and total[[0, 4, 5, 7]].isfinite().all()
-        again = tk.decode_sum_encode(stack, config, x.numel(), FIRST, SECOND)
-        z = tk.decode(again[None], config, x.shape, torch.float32, SECOND)
+        again = tk.decode_sum_encode(stack, config, x.numel())
+        z = tk.decode(again[None], config, x.shape, torch.float32)
         assert z[1:4].isnan().all() and z[[0, 4, 5, 7]].isfinite().all()
 
 
 @pytest.mark.parametrize("senders", [1, 2, 4, 7, 8, 9, 16])
 def test_any_number_of_senders(senders: int) -> None:
-    config = CodecConfig("int6", 64, "single", "dither") if senders % 2 else CodecConfig()
+    config = CodecConfig("int6", 64, "single") if senders % 2 else CodecConfig()
     check(tensor((40, 333), torch.bfloat16, torch.Generator().manual_seed(senders)), config, 2, senders)
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:
     """No run-to-run differences: what replicas rely on."""
     x = tensor((2**20 + 77,), torch.bfloat16, torch.Generator().manual_seed(6))
-    for config in (CodecConfig(), CodecConfig("int8", rounding="dither"), CodecConfig("int4", 512)):
-        wires = tk.encode(x, config, 4, FIRST)
-        summed = tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4), FIRST, SECOND)
-        y = tk.decode(wires, config, x.shape, x.dtype, FIRST)
+    for config in (CodecConfig(), CodecConfig("int8"), CodecConfig("int4", 512)):
+        wires = tk.encode(x, config, 4)
+        summed = tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4))
+        y = tk.decode(wires, config, x.shape, x.dtype)
         for _ in range(5):
-            assert torch.equal(tk.encode(x, config, 4, FIRST), wires)
-            assert torch.equal(
-                tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4), FIRST, SECOND), summed
-            )
-            assert torch.equal(tk.decode(wires, config, x.shape, x.dtype, FIRST), y)
-
-
-def test_random_rounding_repairs_the_bias() -> None:
-    """The mean of many stochastic or dithered encodes is the input."""
-    x = torch.randn(2**16, generator=torch.Generator().manual_seed(7)).cuda()
-    for format in FORMATS:
-        for rounding in roundings(format)[1:]:
-            config, trials = CodecConfig(format, rounding=rounding), 256
-            mean, square = torch.zeros_like(x), 0.0
-            for trial in range(trials):
-                stream = Stream(3, trial)
-                y = tk.decode(tk.encode(x, config, 1, stream), config, x.shape, torch.float32, stream)
-                mean += y / trials
-                square += float((y - x).square().mean()) / trials
-            # a uniform error of 1/32 of a step stays
-            assert float((mean - x).square().mean()) < 1.1 * (square / trials + square / 256)
+            assert torch.equal(tk.encode(x, config, 4), wires)
+            assert torch.equal(tk.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 4)), summed)
+            assert torch.equal(tk.decode(wires, config, x.shape, x.dtype), y)
 
 
 def test_graph_replay() -> None:
     """All operations run inside a CUDA graph: no host synchronisation, no allocation surprises."""
-    config = CodecConfig("int8", rounding="stochastic")
+    config = CodecConfig("int8")
     x = tensor((2**18,), torch.bfloat16, torch.Generator().manual_seed(8))
     stream = torch.cuda.Stream()
 
     def work() -> torch.Tensor:
-        wires = tk.encode(x, config, 2, FIRST)
-        summed = tk.decode_sum_encode(wires, config, x.numel() // 2, FIRST, SECOND)
-        return tk.decode(summed[None], config, (x.numel() // 2,), x.dtype, SECOND)
+        wires = tk.encode(x, config, 2)
+        summed = tk.decode_sum_encode(wires, config, x.numel() // 2)
+        return tk.decode(summed[None], config, (x.numel() // 2,), x.dtype)
 
     with torch.cuda.stream(stream):
         expected = work().clone()

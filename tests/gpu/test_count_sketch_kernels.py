@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from taco_kernels import count_sketch as lhc
+from taco_kernels import count_sketch as sketch
 from taco_kernels.count_sketch import hashing, launch, reference
 
 CASES = [  # numel, ratio, cell_bits, senders, density of the union over the exact one
@@ -19,25 +19,25 @@ CASES = [  # numel, ratio, cell_bits, senders, density of the union over the exa
 
 @pytest.mark.parametrize(("numel", "ratio", "cell_bits", "senders", "load"), CASES)
 def test_kernels_reproduce_the_reference(numel, ratio, cell_bits, senders, load) -> None:
-    layout, seed = lhc.Layout(lhc.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel), 99
+    layout, seed = sketch.Layout(sketch.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel), 99
     share = 1 - (1 - min(1.0, load * layout.exact_density)) ** (1 / senders)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
     thresholds = x.abs().kthvalue(int(numel * (1 - share)), dim=1).values
     x[0, 77] = float("nan")
     device = x.cuda()
-    exponents = lhc.row_exponents(device, layout)
+    exponents = sketch.row_exponents(device, layout)
     assert torch.equal(exponents.cpu(), reference.row_exponents(x, layout))
     exponents = exponents.amax(0).expand(senders, -1).contiguous()
     rest, expected_rest = device.clone(), torch.empty_like(x)
-    wires = lhc.encode(rest, thresholds.cuda(), exponents, layout, senders, seed, rest)
+    wires = sketch.encode(rest, thresholds.cuda(), exponents, layout, senders, seed, rest)
     expected = reference.encode(x, thresholds, exponents.cpu(), layout, senders, seed, expected_rest)
     assert torch.equal(wires.cpu(), expected)
     torch.testing.assert_close(rest.cpu(), expected_rest, rtol=0, atol=0, equal_nan=True)
-    cells, words = lhc.combine(wires, layout)
+    cells, words = sketch.combine(wires, layout)
     expected_cells, expected_words = reference.combine(expected, layout)
     assert torch.equal(cells.cpu(), expected_cells) and torch.equal(words.cpu(), expected_words)
-    values, counters, estimates = lhc.decode(cells, words, exponents[0], layout, senders, seed)
+    values, counters, estimates = sketch.decode(cells, words, exponents[0], layout, senders, seed)
     decoded = reference.decode(expected_cells, expected_words, exponents[0].cpu(), layout, senders, seed)
     assert counters.tolist() == decoded.counters.tolist()
     assert (counters[1] > 0) == (load > 1)
@@ -47,13 +47,13 @@ def test_kernels_reproduce_the_reference(numel, ratio, cell_bits, senders, load)
 
 def test_decoding_again_and_again_gives_the_same_bits() -> None:
     """Atomics in any order, also far above the bound."""
-    layout = lhc.Layout(lhc.SketchConfig(), 4_000_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 4_000_000)
     x = torch.randn(1, layout.numel, device="cuda")
-    exponents, threshold = lhc.row_exponents(x, layout), torch.full((1,), 1.0, device="cuda")
+    exponents, threshold = sketch.row_exponents(x, layout), torch.full((1,), 1.0, device="cuda")
     results = []
     for _ in range(5):
-        cells, words = lhc.combine(lhc.encode(x, threshold, exponents, layout, 4, 3), layout)
-        results.append(lhc.decode(cells, words, exponents[0], layout, 4, 3))
+        cells, words = sketch.combine(sketch.encode(x, threshold, exponents, layout, 4, 3), layout)
+        results.append(sketch.decode(cells, words, exponents[0], layout, 4, 3))
     assert int(results[0].counters[1]) > 0
     for result in results[1:]:
         assert torch.equal(result.values, results[0].values)
@@ -61,22 +61,22 @@ def test_decoding_again_and_again_gives_the_same_bits() -> None:
 
 
 def test_hashes_are_those_of_the_cpu() -> None:
-    layout = lhc.Layout(lhc.SketchConfig(), 5_000_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 5_000_000)
     for seed in (0, -1, 2**63 + 5):
         assert torch.equal(launch.row_hashes(layout, seed, "cuda").cpu(), hashing.row_hashes(layout, seed))
 
 
 def test_nothing_waits_for_the_host() -> None:
     """Selection, encode and decode in one CUDA graph: no synchronisation, no allocation by data."""
-    layout = lhc.Layout(lhc.SketchConfig(), 500_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 500_000)
     x, out = torch.randn(1, layout.numel, device="cuda"), []
 
-    def step() -> lhc.Decoded:
-        thresholds, classes = lhc.candidates(x, 0.2)
-        threshold = lhc.choose(thresholds, classes, layout.exact_density)
-        exponents = lhc.row_exponents(x, layout)
-        wire = lhc.encode(x, threshold, exponents, layout, 1, 5)
-        return lhc.decode(*lhc.combine(wire, layout), exponents[0], layout, 1, 5)
+    def step() -> sketch.Decoded:
+        thresholds, classes = sketch.candidates(x, 0.2)
+        threshold = sketch.choose(thresholds, classes, layout.exact_density)
+        exponents = sketch.row_exponents(x, layout)
+        wire = sketch.encode(x, threshold, exponents, layout, 1, 5)
+        return sketch.decode(*sketch.combine(wire, layout), exponents[0], layout, 1, 5)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

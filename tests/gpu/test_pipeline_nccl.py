@@ -13,19 +13,19 @@ from tests.distributed.launch import tiny_flags, torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_pipeline_schedules import (
     CASES,
-    LOSSY,
-    REPEATED,
+    OTHER_CODECS,
+    THOROUGH,
     WORLD,
     check_bits,
+    check_codec,
     check_identity,
     check_overflow,
-    check_repeated,
     run_cases,
 )
 from tests.gpu.devices import DEVICES
 
 THREE_DIMENSIONS = """--hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --use-distributed-optimizer --compression-3d --taco-min-message-mb 0"""
+    --use-distributed-optimizer --compression-3d --tp-compression-min-mb 0"""
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -45,16 +45,16 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
     check_identity(results, case)
 
 
-@pytest.mark.parametrize("case", LOSSY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """The bytes of the kernels, and losses near the exact ones."""
     check_bits(results, case)
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
-def test_repeated_iteration_rounds_alike(results, case) -> None:
-    """The kernels' random numbers are those of the first pass."""
-    check_repeated(results, case)
+@pytest.mark.parametrize("codec", OTHER_CODECS)
+def test_any_codec(results, codec) -> None:
+    """Each with its kernels."""
+    check_codec(results, codec)
 
 
 def test_overflow_reaches_the_first_stage(results) -> None:

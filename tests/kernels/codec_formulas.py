@@ -8,7 +8,6 @@ from taco_kernels.taco import FORMATS, CodecConfig
 
 QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 BITS = {"fp8-e4m3": 8, "fp8-e5m2": 8, "int8": 8, "int6": 6, "int5": 5, "int4": 4}
-STREAM = Stream(key=0x1234_5678_9ABC_DEF0, stream=2**40 + 3, offset=1536)
 INTEGERS = [f for f in FORMATS if f.startswith("int")]
 
 

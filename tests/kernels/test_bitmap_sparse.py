@@ -1,15 +1,11 @@
-"""Packed sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
+"""Bitmap-sparse tensors: the definition, and the kernels under Triton's CPU interpreter, bit for bit."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
-from megatron.compression.data_parallel.tagc_parts import PackedPart, Sum, TagcSettings
-from taco_kernels import bitmap_sparse as packed
-from taco_kernels.count_sketch import SketchConfig
+from taco_kernels import bitmap_sparse
 from taco_kernels.count_sketch.selection import share_threshold
 from tests.kernels.interpreter import output_interpreted, speed_up
 
@@ -25,10 +21,10 @@ def gradients(senders: int, numel: int) -> torch.Tensor:
 def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
     """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
     for numel in (1, 1023, 50_001):
-        layout = packed.BitmapLayout(numel, 0.2, bits)
+        layout = bitmap_sparse.BitmapLayout(numel, 0.2, bits)
         x = gradients(senders, numel)
         rest = x.clone()
-        wires = packed.encode(rest, share_threshold(x, layout.share), layout, rest)
+        wires = bitmap_sparse.encode(rest, share_threshold(x, layout.share), layout, rest)
         sent = x - rest
         assert wires.shape == (senders, layout.wire_bytes)
         count = (sent != 0).sum(1)
@@ -43,74 +39,46 @@ def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
         total = sent[0].clone()
         for row in sent[1:]:
             total += row
-        assert torch.equal(packed.decode_sum(wires, layout), total)
+        assert torch.equal(bitmap_sparse.decode_sum(wires, layout), total)
 
 
 def test_what_does_not_fit_is_not_lost() -> None:
-    layout = packed.BitmapLayout(10_000, 0.05)
+    layout = bitmap_sparse.BitmapLayout(10_000, 0.05)
     x = gradients(2, 10_000)
     rest = torch.empty_like(x)
-    wires = packed.encode(x, torch.zeros(2), layout, rest)
+    wires = bitmap_sparse.encode(x, torch.zeros(2), layout, rest)
     sent = x - rest
     assert (sent != 0).sum(1).tolist() == [layout.capacity] * 2
-    assert torch.equal(packed.decode_sum(wires, layout), sent[0] + sent[1])
+    assert torch.equal(bitmap_sparse.decode_sum(wires, layout), sent[0] + sent[1])
     assert torch.equal(rest[:, 2000:], x[:, 2000:]), "the first values are sent"
 
 
 def test_non_finite_values_show_in_their_row() -> None:
-    layout = packed.BitmapLayout(5_000, 0.3)
+    layout = bitmap_sparse.BitmapLayout(5_000, 0.3)
     x = gradients(3, 5_000)
     for value in (float("nan"), float("inf")):
         x[1, 1500] = value
-        total = packed.decode_sum(packed.encode(x, torch.ones(3), layout), layout)
+        total = bitmap_sparse.decode_sum(bitmap_sparse.encode(x, torch.ones(3), layout), layout)
         assert total[1024:2048].isnan().all() and total[:1024].isfinite().all()
         assert total[2048:].isfinite().all()
 
 
 def test_bytes() -> None:
-    layout = packed.BitmapLayout(10_000_000, 0.2)
+    layout = bitmap_sparse.BitmapLayout(10_000_000, 0.2)
     bits = 0.2 * 16 + 1 + 32 / 4096 + 8 / 1024
     assert 8 * layout.wire_bytes / layout.numel == pytest.approx(bits, abs=0.001)
     with pytest.raises(ValueError, match="share"):
-        packed.BitmapLayout(10, 0.0)
+        bitmap_sparse.BitmapLayout(10, 0.0)
     with pytest.raises(ValueError, match="x is"):
-        packed.encode(torch.zeros(1, 9), torch.zeros(1), packed.BitmapLayout(10, 0.2))
-
-
-def test_a_union_without_room_keeps_the_largest() -> None:
-    """Ranks that choose different values, as of embeddings of different tokens: the small ones wait."""
-    ranks, numel = 4, 40_960
-    topology = SimpleNamespace(world_size=ranks, local=ranks)
-    settings = TagcSettings(0.2, frozenset({"embedding"}), "packed", SketchConfig())
-    x = gradients(ranks, numel)
-    for rank in range(ranks):
-        x[rank].view(-1, ranks)[:, [other for other in range(ranks) if other != rank]] = 0.0
-    wires, left = [], torch.zeros(numel)
-    for row in x:
-        feedback = ErrorFeedback()
-        feedback.allocate(1, [(0, numel)], x.device)
-        part = PackedPart([0], numel, settings, topology, feedback)
-        part.take_notes(row[None].clone())
-        wires.append(part.encode(None)[0])
-        left += feedback.values()[0]
-    before = feedback.values()[0]
-    wire = part.add_up(torch.stack(wires), 0, Sum.OWN, Sum.ALL)
-    left += feedback.values()[0] - before
-    total = part.decode(wire[None], 0, Sum.ALL).values
-    torch.testing.assert_close(total + left, x.sum(0), rtol=0, atol=1e-6)
-    sent = total != 0
-    union = packed.decode_sum(torch.stack(wires), part.layout)
-    assert 0.59 < sent.float().mean() < 0.61 and (union != 0).float().mean() > 0.79
-    waits = union[~sent & (union != 0)].abs()
-    assert waits.max() <= union[sent].abs().min() * 1.01, "not those at the end"
+        bitmap_sparse.encode(torch.zeros(1, 9), torch.zeros(1), bitmap_sparse.BitmapLayout(10, 0.2))
 
 
 def test_starts() -> None:
     """How many values come before every fourth row, of those that are sent."""
-    layout = packed.BitmapLayout(30_000, 0.1)
+    layout = bitmap_sparse.BitmapLayout(30_000, 0.1)
     x = gradients(2, 30_000)
     rest = torch.empty_like(x)
-    wires = packed.encode(x, torch.tensor([1.0, 8.0]), layout, rest)
+    wires = bitmap_sparse.encode(x, torch.tensor([1.0, 8.0]), layout, rest)
     starts = wires[:, layout.starts_at :].view(torch.int32)[:, : layout.tiles]
     sent = torch.nn.functional.pad(x != rest, (0, 2 * 4096)).view(2, -1)
     for tile in range(layout.tiles):
@@ -131,7 +99,7 @@ def edge_cases() -> None:
     from taco_kernels.bitmap_sparse import launch, reference
 
     for bits in (8, 16, 32):
-        layout = packed.BitmapLayout(9 * 1024, 1.0, bits)
+        layout = bitmap_sparse.BitmapLayout(9 * 1024, 1.0, bits)
         x = torch.zeros(9, 1024)
         ranks = torch.arange(1023) - 511.0
         for row, exponent in enumerate((0, 1, -94, -95, -96, 120, 127)):
@@ -178,7 +146,7 @@ def reference_cases() -> None:
         (700, 0.3, 16, 0.2),
         (1, 0.5, 16, 1.0),
     ):
-        layout = packed.BitmapLayout(numel, share, bits)
+        layout = bitmap_sparse.BitmapLayout(numel, share, bits)
         x = gradients(3, numel)
         x[0, numel // 2] = 1e-40
         x[1, numel // 3] = float("nan") if numel % 2 else 3e38

@@ -1,13 +1,13 @@
-"""The homomorphic sketch's definition: exactness, its bound, overflow, non-finite values, determinism."""
+"""The count sketch's definition: exactness, its bound, overflow, non-finite values, determinism."""
 
 import pytest
 import torch
 
-from taco_kernels import count_sketch as lhc
+from taco_kernels import count_sketch as sketch
 from taco_kernels.count_sketch import reference
 from taco_kernels.count_sketch.hashing import row_hashes
-from taco_kernels.count_sketch.selection import sample_count, sample_positions
 from taco_kernels.count_sketch.philox import philox
+from taco_kernels.count_sketch.selection import sample_count, sample_positions
 
 SEED = 1234567890123
 
@@ -20,21 +20,23 @@ def sparse(senders: int, numel: int, density: float, seed: int = 0) -> torch.Ten
     return values * (torch.rand(senders, numel, generator=g) < share)
 
 
-def send(x: torch.Tensor, layout: lhc.Layout, senders: int = 0) -> tuple[torch.Tensor, ...]:
+def send(x: torch.Tensor, layout: sketch.Layout, senders: int = 0) -> tuple[torch.Tensor, ...]:
     """Wires, shared exponents and what was sent (x less the remainder) of senders x fp32[W, numel]."""
-    exponents = lhc.row_exponents(x, layout).amax(0, keepdim=True)
+    exponents = sketch.row_exponents(x, layout).amax(0, keepdim=True)
     wires, sent = [], []
     for row in x:
         rest = torch.empty_like(row[None])
         none = torch.zeros(1)
-        wires.append(lhc.encode(row[None], none, exponents, layout, senders or len(x), SEED, rest))
+        wires.append(sketch.encode(row[None], none, exponents, layout, senders or len(x), SEED, rest))
         sent.append(row - rest[0])
     return torch.cat(wires), exponents[0], torch.stack(sent)
 
 
-def receive(wires: torch.Tensor, exponents: torch.Tensor, layout: lhc.Layout, senders: int) -> lhc.Decoded:
+def receive(
+    wires: torch.Tensor, exponents: torch.Tensor, layout: sketch.Layout, senders: int
+) -> sketch.Decoded:
     """What the owner makes of the wires."""
-    return lhc.decode(*lhc.combine(wires, layout), exponents, layout, senders, SEED)
+    return sketch.decode(*sketch.combine(wires, layout), exponents, layout, senders, SEED)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -54,7 +56,7 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("senders", [1, 2, 3, 4, 16, 40])
 def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(senders: int, cell_bits: int) -> None:
     for numel, ratio in ((30_011, 1.3), (200_000, 4.0)):
-        layout = lhc.Layout(lhc.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)
+        layout = sketch.Layout(sketch.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)
         x = sparse(senders, numel, 0.95 * layout.exact_density, seed=senders)
         wires, exponents, sent = send(x, layout)
         values, counters, _ = receive(wires, exponents, layout, senders)
@@ -68,7 +70,7 @@ def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(senders: int, cell_
 
 def test_values_with_few_bits_travel_unchanged() -> None:
     """bf16 gradients within 2^14 of the largest of their row lose nothing with 4 senders."""
-    layout = lhc.Layout(lhc.SketchConfig(), 100_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 100_000)
     x = sparse(4, layout.numel, 0.15)
     x = torch.where(x.abs() > 1e-2, x.clamp(-80, 80), 0.0).bfloat16().float()
     wires, exponents, sent = send(x, layout)
@@ -79,20 +81,20 @@ def test_values_with_few_bits_travel_unchanged() -> None:
 @pytest.mark.parametrize("senders", [15, 16, 17, 300])
 def test_the_index_of_many_senders_does_not_carry(senders: int) -> None:
     """Every sender sets the same bits; summed 1-bit or 4-bit counters would spill over into neighbours."""
-    layout = lhc.Layout(lhc.SketchConfig(), 5_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 5_000)
     x = torch.zeros(1, layout.numel)
     x[0, 64:5_000:8] = torch.arange(1.0, 618.0)
     wires, exponents, _ = send(x, layout, senders)
-    cells, words = lhc.combine(wires.expand(senders, -1), layout)
+    cells, words = sketch.combine(wires.expand(senders, -1), layout)
     bits = (words[:, None] >> torch.arange(32) & 1).view(-1)[: layout.numel]
     assert torch.equal(bits.bool(), x[0] != 0)
-    values, counters, _ = lhc.decode(cells, words, exponents, layout, senders, SEED)
+    values, counters, _ = sketch.decode(cells, words, exponents, layout, senders, SEED)
     assert counters.tolist() == [617, 0]
     assert torch.equal(values, x[0] * senders)
 
 
 def test_above_the_bound_the_error_is_reported_and_bounded() -> None:
-    layout = lhc.Layout(lhc.SketchConfig(), 300_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 300_000)
     for factor in (1.12, 1.5, 4.0):
         x = sparse(4, layout.numel, min(1.0, factor * layout.exact_density))
         wires, exponents, sent = send(x, layout)
@@ -115,9 +117,9 @@ def test_above_the_bound_the_error_is_reported_and_bounded() -> None:
 def test_sums_of_sums_are_the_sum() -> None:
     """Homomorphic: a sum travels as one wire, of any subset and in any order."""
     for cell_bits in (32, 16):
-        layout = lhc.Layout(lhc.SketchConfig(cell_bits=cell_bits), 50_000)
+        layout = sketch.Layout(sketch.SketchConfig(cell_bits=cell_bits), 50_000)
         wires, exponents, _ = send(sparse(5, layout.numel, 0.19), layout)
-        parts = [lhc.pack(*lhc.combine(wires[i], layout), layout) for i in ([3, 1], [4], [2, 0])]
+        parts = [sketch.pack(*sketch.combine(wires[i], layout), layout) for i in ([3, 1], [4], [2, 0])]
         once = receive(wires, exponents, layout, 5)
         again = receive(torch.stack(parts), exponents, layout, 5)
         assert torch.equal(once.values, again.values) and once.counters.tolist()[1] == 0
@@ -125,7 +127,7 @@ def test_sums_of_sums_are_the_sum() -> None:
 
 def test_dense_columns_and_dense_rows_do_not_lower_the_bound() -> None:
     """Outlier channels and embedding rows: what is dense in the matrix is spread over the sketch."""
-    layout = lhc.Layout(lhc.SketchConfig(), 2**19)
+    layout = sketch.Layout(sketch.SketchConfig(), 2**19)
     matrix = torch.zeros(512, 1024)
     matrix[:, 5:1024:7] = torch.randn(512, 146)
     matrix[::20] = torch.randn(26, 1024)
@@ -138,7 +140,7 @@ def test_dense_columns_and_dense_rows_do_not_lower_the_bound() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_values_stay_visible_and_stay_in_their_row(value: float) -> None:
-    layout = lhc.Layout(lhc.SketchConfig(), 100_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 100_000)
     x = sparse(3, layout.numel, 0.1)
     clean = x.clone()
     x[1, 777] = value
@@ -154,7 +156,7 @@ def test_non_finite_values_stay_visible_and_stay_in_their_row(value: float) -> N
 
 def test_extreme_magnitudes() -> None:
     for scale in (1e-38, 1e-30, 1e37):
-        layout = lhc.Layout(lhc.SketchConfig(), 20_000)
+        layout = sketch.Layout(sketch.SketchConfig(), 20_000)
         x = torch.zeros(2, layout.numel)
         x[:, ::9] = torch.linspace(-1, 1, 2223) * scale
         wires, exponents, sent = send(x, layout)
@@ -164,7 +166,7 @@ def test_extreme_magnitudes() -> None:
 
 @pytest.mark.parametrize("numel", [1, 31, 33, 1000, 4097])
 def test_small_and_odd_sizes(numel: int) -> None:
-    layout = lhc.Layout(lhc.SketchConfig(ratio=1.0, width=64), numel)
+    layout = sketch.Layout(sketch.SketchConfig(ratio=1.0, width=64), numel)
     x = sparse(2, numel, 0.3)
     wires, exponents, sent = send(x, layout)
     assert wires.shape == (2, layout.wire_bytes)
@@ -174,7 +176,7 @@ def test_small_and_odd_sizes(numel: int) -> None:
 
 
 def test_hashes_come_from_the_seed_alone() -> None:
-    layout = lhc.Layout(lhc.SketchConfig(block_rows=300), 700_000)
+    layout = sketch.Layout(sketch.SketchConfig(block_rows=300), 700_000)
     hashes = row_hashes(layout, SEED)
     assert torch.equal(hashes, row_hashes(layout, SEED)) and not torch.equal(hashes, row_hashes(layout, 5))
     row = 421
@@ -188,7 +190,7 @@ def test_hashes_come_from_the_seed_alone() -> None:
 )
 def test_no_two_rows_of_a_block_share_all_three_sketch_rows(numel: int, ratio: float) -> None:
     """Their elements could not be told apart; and otherwise the rows of a sketch are as good as drawn."""
-    layout = lhc.Layout(lhc.SketchConfig(ratio=ratio), numel)
+    layout = sketch.Layout(sketch.SketchConfig(ratio=ratio), numel)
     hashes = row_hashes(layout, SEED)[:, :3].long()
     assert len(hashes.unique(dim=0)) == layout.rows
     for j in range(3):
@@ -202,29 +204,29 @@ def test_no_two_rows_of_a_block_share_all_three_sketch_rows(numel: int, ratio: f
 @pytest.mark.parametrize("alike", [0.0, 0.7])
 def test_chosen_thresholds_fill_the_sketch_and_do_not_overflow_it(senders: int, alike: float) -> None:
     g = torch.Generator().manual_seed(senders)
-    layout = lhc.Layout(lhc.SketchConfig(), 200_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 200_000)
     shared = torch.randn(1, layout.numel, generator=g).exp() * torch.randn(1, layout.numel, generator=g)
     noise = torch.randn(senders, layout.numel, generator=g).exp() * torch.randn(
         senders, layout.numel, generator=g
     )
     x = alike * shared + (1 - alike) * noise
-    offers = [lhc.candidates(row[None], 0.2) for row in x]
+    offers = [sketch.candidates(row[None], 0.2) for row in x]
     union = torch.stack([classes for _, classes in offers]).amax(0)
-    chosen = [lhc.choose(thresholds, union, layout.exact_density) for thresholds, _ in offers]
+    chosen = [sketch.choose(thresholds, union, layout.exact_density) for thresholds, _ in offers]
     kept = torch.stack([row.abs() >= t for row, t in zip(x, chosen, strict=True)])
     assert kept.float().mean(1).max() < 0.206
     assert 0.8 * layout.exact_density < float(kept.any(0).float().mean()) < layout.exact_density
 
 
 def test_selection_with_zeros_and_non_finite_values() -> None:
-    layout = lhc.Layout(lhc.SketchConfig(), 50_000)
+    layout = sketch.Layout(sketch.SketchConfig(), 50_000)
     x = torch.zeros(1, layout.numel)
-    thresholds, classes = lhc.candidates(x, 0.2)
+    thresholds, classes = sketch.candidates(x, 0.2)
     # all alike: every choice keeps all of them, so the smallest; encode never sends zeros
-    assert lhc.choose(thresholds, classes, layout.exact_density).tolist() == [0.0]
+    assert sketch.choose(thresholds, classes, layout.exact_density).tolist() == [0.0]
     x[0, sample_positions(layout.numel, sample_count(layout.numel))[:40]] = float("nan")
     x[0, 100:120] = 3.0
-    threshold = lhc.choose(*lhc.candidates(x, 0.2), layout.exact_density)
+    threshold = sketch.choose(*sketch.candidates(x, 0.2), layout.exact_density)
     assert threshold.shape == (1,)
     wires, exponents, _ = send(x, layout)
     assert receive(wires, exponents, layout, 1).values.isnan().any()
@@ -233,11 +235,26 @@ def test_selection_with_zeros_and_non_finite_values() -> None:
 def test_errors_name_the_argument() -> None:
     for settings in ({"ratio": 0.1}, {"width": 48}, {"block_rows": 5}, {"cell_bits": 8}):
         with pytest.raises(ValueError, match=next(iter(settings))):
-            lhc.SketchConfig(**settings)
-    layout = lhc.Layout(lhc.SketchConfig(), 1000)
+            sketch.SketchConfig(**settings)
+    layout = sketch.Layout(sketch.SketchConfig(), 1000)
     with pytest.raises(ValueError, match="wires is"):
-        lhc.combine(torch.zeros(2, 3, dtype=torch.uint8), layout)
+        sketch.combine(torch.zeros(2, 3, dtype=torch.uint8), layout)
     with pytest.raises(ValueError, match="x is"):
-        lhc.row_exponents(torch.zeros(1, 999), layout)
+        sketch.row_exponents(torch.zeros(1, 999), layout)
     with pytest.raises(ValueError, match="senders"):
         layout.config.mantissa(5000)
+
+
+def test_philox_known_answers() -> None:
+    """The vectors of the authors' Random123 library for seven rounds."""
+    cases = [
+        ([0] * 4, 0, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+        ([0xFFFFFFFF] * 4, 2**64 - 1, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0A4093822,
+            [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A],
+        ),
+    ]
+    for counter, key, words in cases:
+        assert [int(w) for w in philox([torch.tensor([c]) for c in counter], key)] == words

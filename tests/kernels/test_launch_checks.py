@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from taco_kernels.taco import CodecConfig
-from taco_kernels.taco import launch
+from taco_kernels.taco import CodecConfig, launch
 
 CONFIG = CodecConfig("int8")
 

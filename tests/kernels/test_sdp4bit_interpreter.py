@@ -16,10 +16,9 @@ def main() -> None:
     """Every kernel in a spread of formats; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.sdp4bit import GroupFormat, reference
-    from tests.kernels.wires.sdp4bit import apart
-    from taco_kernels.sdp4bit import launch
+    from taco_kernels.sdp4bit import GroupFormat, launch, reference
     from tests.kernels.interpreter import speed_up
+    from tests.kernels.wires.sdp4bit import apart
 
     speed_up()
     for name, tuning in launch.TUNING.items():

@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # triton reads TRITON_INTERPRET as it is imported
 
     from torch import Tensor
 
-    from taco_kernels.taco import CodecConfig
     from taco_kernels.symmetric_memory.lane import Lane
+    from taco_kernels.taco import CodecConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +93,6 @@ class Case(NamedTuple):
     config: "CodecConfig"
     other: "CodecConfig"
     """Of an all-reduce's second hop, for `summed_other`."""
-    random: "Stream | None"
     xs: "list[Tensor]"
     summed: "Tensor"
     summed_other: "Tensor"
@@ -125,21 +124,20 @@ def make_cases(world_size: int) -> list[Case]:
     cases = []
     # several tiles a program with two ranks; with three so few that the programs share a tile number
     settings = (
-        (CodecConfig("int6", 128, "dual", "nearest"), (6, 700), torch.float32),
-        (CodecConfig("int8", 64, "single", "dither"), (6, 300), torch.float16),
-        (CodecConfig("int4", 512, "dual", "stochastic"), (6, 170), torch.bfloat16),
+        (CodecConfig("int6", 128, "dual"), (6, 700), torch.float32),
+        (CodecConfig("int8", 64, "single"), (6, 300), torch.float16),
+        (CodecConfig("int4", 512, "dual"), (6, 170), torch.bfloat16),
     )
     for config, shape, dtype in settings[:1] if world_size == 2 else settings[1:]:
-        random = None if config.rounding == "nearest" else Stream(7, 2**32 - 1, 0)
         generator = torch.Generator().manual_seed(0)
         xs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world_size)]
-        summed = expected.expected_all_reduce(xs, config, random)
-        other = CodecConfig("int8", config.group_size, "signed", config.rounding)
-        summed_other = expected.expected_all_reduce(xs, config, random, other)
-        gathered = expected.expected_all_gather(xs, config, random)
-        scattered = expected.expected_reduce_scatter(xs, config, random)
-        wires = [expected.encoded_slice(x, rank, config, random) for rank, x in enumerate(xs)]
-        cases.append(Case(config, other, random, xs, summed, summed_other, gathered, scattered, wires))
+        summed = expected.expected_all_reduce(xs, config)
+        other = CodecConfig("int8", config.group_size, "signed")
+        summed_other = expected.expected_all_reduce(xs, config, other)
+        gathered = expected.expected_all_gather(xs, config)
+        scattered = expected.expected_reduce_scatter(xs, config)
+        wires = [expected.encode(x, config) for x in xs]
+        cases.append(Case(config, other, xs, summed, summed_other, gathered, scattered, wires))
     return cases
 
 
@@ -149,7 +147,7 @@ def make_sums(world_size: int) -> "tuple[CodecConfig, list[Tensor], Tensor]":
 
     from taco_kernels.taco import CodecConfig
 
-    expected, config = use_small_tiles(), CodecConfig("int8", 128, "dual", "nearest")
+    expected, config = use_small_tiles(), CodecConfig("int8", 128, "dual")
     generator = torch.Generator().manual_seed(0)
     numel = 5 * 1024 * world_size**2 - 100
     xs = [torch.randn(numel, generator=generator).bfloat16() for _ in range(world_size)]
@@ -181,7 +179,7 @@ def run_steps(rank: int, world_size: int, directory: str, sums: tuple) -> None:
 
     lane, (config, xs, summed) = make_lane(rank, world_size, directory), sums
     for call in range(2):
-        result = collectives.all_reduce(lane, xs[rank], config, algorithm="two-shot")
+        result = collectives.all_reduce(lane, xs[rank], config)
         assert torch.equal(result, summed), (rank, call)
     print("ok", flush=True)
 
@@ -193,20 +191,19 @@ def run_collectives(rank: int, world_size: int, directory: str, cases: list[Case
     from taco_kernels.symmetric_memory import collectives
 
     lane = make_lane(rank, world_size, directory)
-    for config, other, random, xs, summed, summed_other, gathered, scattered, wires in cases:
+    for config, other, xs, summed, summed_other, gathered, scattered, wires in cases:
         x = xs[rank]
 
         def same(result, wanted, config=config) -> None:
             assert torch.equal(result, wanted), (rank, config, (result - wanted).abs().max())
 
-        for algorithm in ("two-shot", "one-shot"):
-            same(collectives.all_reduce(lane, x, config, random, algorithm), summed)
-        for algorithm in ("one-shot", "two-shot"):  # slots that were used before
-            same(collectives.all_reduce(lane, x, config, random, algorithm, config_out=other), summed_other)
-        same(collectives.all_gather(lane, x, config, random), gathered)
-        encoded = collectives.all_gather_encoded(lane, wires[rank], x.shape, x.dtype, config, random)
+        same(collectives.all_reduce(lane, x, config), summed)
+        for _ in range(2):  # slots that were used before
+            same(collectives.all_reduce(lane, x, config, config_out=other), summed_other)
+        same(collectives.all_gather(lane, x, config), gathered)
+        encoded = collectives.all_gather_encoded(lane, wires[rank], x.shape, x.dtype, config)
         same(encoded, gathered)
-        same(collectives.reduce_scatter(lane, x, config, random), scattered[rank])
+        same(collectives.reduce_scatter(lane, x, config), scattered[rank])
     print("ok", flush=True)
 
 

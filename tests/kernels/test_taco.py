@@ -9,7 +9,6 @@ import taco_kernels.taco as tk
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from tests.kernels.codec_formulas import (
     INTEGERS,
-    STREAM,
     expected,
     grid,
     inputs,
@@ -100,16 +99,15 @@ def test_single_scale_is_rounded_up_so_that_nothing_saturates(format: str) -> No
 
 
 @pytest.mark.parametrize("format", INTEGERS)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
-def test_signed_scales_use_every_code_and_overflow_none(format: str, rounding: str) -> None:
+def test_signed_scales_use_every_code_and_overflow_none(format: str) -> None:
     """Of each group far has the outermost code, or near the largest; no error is above rounding's own."""
-    config = CodecConfig(format, 32, "signed", rounding, hadamard=False)
+    config = CodecConfig(format, 32, "signed", hadamard=False)
     x = inputs("gaussian", 2000, 32).view(2000, 32)
     x[::4] = x[::4].abs()
     x[1::8, 5] = -x[1::8].abs().amax(1)  # both extremes alike
     x[1::8, 6] = -x[1::8, 5]
     x[2] = -3.0
-    wire = tk.encode(x, config, 1, STREAM)[0]
+    wire = tk.encode(x, config)[0]
     q, step, _ = read_wire(wire, config)
     high, low = x.amax(1).clamp(min=0).double(), -x.amin(1).clamp(max=0).double()
     far, near, outermost = torch.maximum(high, low), torch.minimum(high, low), 2 ** (config.bits - 1)
@@ -118,11 +116,9 @@ def test_signed_scales_use_every_code_and_overflow_none(format: str, rounding: s
     assert torch.equal(step < 0, high > low)
     assert q.min() == -outermost and q.max() == config.qmax
     ends = q.gather(1, x.abs().argmax(1, keepdim=True))[:, 0].abs()  # of the extreme, -far / step at most
-    slack = {"nearest": 0.5, "stochastic": 1.0, "dither": 1.0}[rounding]
-    assert (ends >= (far / step.abs()) - slack - 1e-4).all() and (ends >= 0.98 * config.qmax - 1).all()
-    y = tk.decode(wire[None], config, x.shape, torch.float32, STREAM)
-    bound = {"nearest": 0.5, "stochastic": 0.975, "dither": 0.54}[rounding]
-    assert ((y - x).abs() <= bound * step.abs()[:, None].float() * (1 + 1e-5)).all()
+    assert (ends >= (far / step.abs()) - 0.5 - 1e-4).all() and (ends >= 0.98 * config.qmax - 1).all()
+    y = tk.decode(wire[None], config, x.shape, torch.float32)
+    assert ((y - x).abs() <= 0.5 * step.abs()[:, None].float() * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("format, gain", [("int4", 0.80), ("int5", 0.89), ("int6", 0.94), ("int8", 0.985)])
@@ -177,14 +173,13 @@ def test_the_largest_finite_values_survive(format: str) -> None:
             assert float((y / 1e38 - x / 1e38).norm() / (x / 1e38).norm()) < 0.2
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
-def test_all_zero_groups_decode_to_exact_zeros(rounding: str) -> None:
-    for format in INTEGERS if rounding == "dither" else FORMATS:
+def test_all_zero_groups_decode_to_exact_zeros() -> None:
+    for format in FORMATS:
         for scales in scales_of(format):
-            config = CodecConfig(format, 64, scales=scales, rounding=rounding)
-            wires = tk.encode(torch.zeros(3, 100), config, 2, STREAM)
-            assert (tk.decode(wires, config, (3, 100), torch.float32, STREAM) == 0).all()
-            total = tk.decode_sum(wires, config, (150,), torch.float32, STREAM)
+            config = CodecConfig(format, 64, scales=scales)
+            wires = tk.encode(torch.zeros(3, 100), config, 2)
+            assert (tk.decode(wires, config, (3, 100), torch.float32) == 0).all()
+            total = tk.decode_sum(wires, config, (150,), torch.float32)
             assert (total == 0).all()
 
 
@@ -223,27 +218,17 @@ def test_out_arguments_are_filled() -> None:
     assert y[:, 1::2].isnan().all()
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dither"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("hadamard", [True, False])
-def test_decode_sum_and_decode_sum_encode(format: str, rounding: str, hadamard: bool) -> None:
+def test_decode_sum_and_decode_sum_encode(format: str, hadamard: bool) -> None:
     """decode_sum equals the sum of decodes; decode_sum_encode equals encode of it within a grid step."""
-    if rounding == "dither" and format not in INTEGERS:
-        with pytest.raises(ValueError, match="int8"):
-            CodecConfig(format, rounding=rounding)
-        return
-    out_stream = Stream(key=9, stream=0, offset=0)
     for group_size, scales in ((32, "dual"), (128, "single"), (512, "dual")):
-        config = CodecConfig(format, group_size, scales, rounding, hadamard)
+        config = CodecConfig(format, group_size, scales, hadamard)
         numel, senders = 3 * group_size + 17, 5
         xs = inputs("outlier", senders, numel).view(senders, numel)
-        streams = [STREAM._replace(stream=STREAM.stream + w) for w in range(senders)]
-        wires = torch.cat([tk.encode(x, config, random=r) for x, r in zip(xs, streams, strict=True)])
-        parts = [
-            tk.decode(w[None], config, (numel,), torch.float32, r)
-            for w, r in zip(wires, streams, strict=True)
-        ]
-        total = tk.decode_sum(wires, config, (numel,), torch.float32, STREAM)
+        wires = torch.cat([tk.encode(x, config) for x in xs])
+        parts = [tk.decode(wire[None], config, (numel,), torch.float32) for wire in wires]
+        total = tk.decode_sum(wires, config, (numel,), torch.float32)
         size = sum(p.abs() for p in parts)
         bound = (
             torch.nn.functional.pad(size, (0, 4 * group_size - numel)).view(4, -1).amax(1, keepdim=True)
@@ -252,9 +237,9 @@ def test_decode_sum_and_decode_sum_encode(format: str, rounding: str, hadamard: 
         difference = torch.nn.functional.pad(total - sum(parts), (0, 4 * group_size - numel)).view(4, -1)
         assert (difference.abs() <= bound).all()
 
-        wire = tk.decode_sum_encode(wires, config, numel, STREAM, out_stream)
+        wire = tk.decode_sum_encode(wires, config, numel)
         assert wire.shape == (config.wire_bytes(numel),)
-        separately = tk.encode(total, config, random=out_stream)[0]
+        separately = tk.encode(total, config)[0]
         q, s, alpha = read_wire(wire, config)
         q2, s2, alpha2 = read_wire(separately, config)
         points = grid(config)
@@ -270,23 +255,20 @@ def test_decode_sum_and_decode_sum_encode(format: str, rounding: str, hadamard: 
 
 @pytest.mark.parametrize("second", ["int8", "int4"])
 def test_the_sum_can_be_encoded_in_another_format(second):
-    config = CodecConfig("int6", 64, "single", "dither")
-    other = CodecConfig(second, 64, "single", "dither")
+    config, other = CodecConfig("int6", 64, "single"), CodecConfig(second, 64, "single")
     numel, senders = 3 * 64 + 17, 3
     xs = inputs("outlier", senders, numel).view(senders, numel)
-    streams = [STREAM._replace(stream=STREAM.stream + w) for w in range(senders)]
-    wires = torch.cat([tk.encode(x, config, random=r) for x, r in zip(xs, streams, strict=True)])
-    out_stream = Stream(key=9, stream=0)
-    wire = tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=other)
+    wires = torch.cat([tk.encode(x, config) for x in xs])
+    wire = tk.decode_sum_encode(wires, config, numel, config_out=other)
     assert wire.shape == (other.wire_bytes(numel),)
-    total = tk.decode_sum(wires, config, (numel,), torch.float32, STREAM)
-    separately = tk.encode(total, other, random=out_stream)[0]
+    total = tk.decode_sum(wires, config, (numel,), torch.float32)
+    separately = tk.encode(total, other)[0]
     q, s, _ = read_wire(wire, other)
     q2, s2, _ = read_wire(separately, other)
     assert (q - q2)[:3].abs().max() <= 1 and (q != q2)[:3].float().mean() < 0.02
     torch.testing.assert_close(s[:3], s2[:3], rtol=2**-7, atol=0)
     with pytest.raises(ValueError, match="group_size"):
-        tk.decode_sum_encode(wires, config, numel, STREAM, out_stream, config_out=CodecConfig("int8", 128))
+        tk.decode_sum_encode(wires, config, numel, config_out=CodecConfig("int8", 128))
 
 
 @pytest.mark.parametrize(
@@ -297,8 +279,6 @@ def test_the_sum_can_be_encoded_in_another_format(second):
         (dict(group_size=1024), ("group_size", "512")),
         (dict(scales="triple"), ("scales", "single")),
         (dict(scales="signed"), ("signed", "integer", "single")),
-        (dict(rounding="up"), ("rounding", "stochastic")),
-        (dict(format="fp8-e4m3", rounding="dither"), ("int8", "int4", "stochastic")),
     ],
 )
 def test_bad_configurations_name_the_argument_and_the_choices(arguments: dict, names: tuple) -> None:
@@ -308,21 +288,10 @@ def test_bad_configurations_name_the_argument_and_the_choices(arguments: dict, n
 
 
 def test_bad_calls_are_refused() -> None:
-    config = CodecConfig("int8", rounding="dither")
-    x = torch.randn(256)
-    with pytest.raises(ValueError, match="random is None"):
-        tk.encode(x, config)
-    for offset in (64, -128, 2**37):
-        with pytest.raises(ValueError, match="multiple of the group size, 128, from 0 to less than 2\\^37"):
-            tk.encode(x, config, random=Stream(0, 0, offset))
-    wires = tk.encode(x, config, random=STREAM)
-    with pytest.raises(ValueError, match="random is None"):
-        tk.decode(wires, config, (256,), torch.float32)
+    config = CodecConfig("int8")
+    wires = tk.encode(torch.randn(256), config)
     with pytest.raises(ValueError, match=r"uint8\[rows, 272\]"):
-        tk.decode(wires[:, :-1], config, (256,), torch.float32, STREAM)
-    with pytest.raises(ValueError, match="random_out is None"):
-        tk.decode_sum_encode(wires, config, 256, STREAM)
-    tk.decode(wires, CodecConfig("int8", rounding="stochastic"), (256,), torch.float32)  # nothing to undo
+        tk.decode(wires[:, :-1], config, (256,), torch.float32)
 
 
 def test_sizes_on_the_wire() -> None:

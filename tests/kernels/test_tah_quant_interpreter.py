@@ -11,10 +11,9 @@ def main() -> None:
     """Both kernels in a spread of settings; exits with a traceback on a difference."""
     import torch
 
-    from taco_kernels.tah_quant import TahConfig, reference
-    from taco_kernels.tah_quant import launch
-    from tests.kernels.wires.tah_quant import difference
+    from taco_kernels.tah_quant import TahConfig, launch, reference
     from tests.kernels.interpreter import speed_up
+    from tests.kernels.wires.tah_quant import difference
 
     speed_up()
     cases = 0

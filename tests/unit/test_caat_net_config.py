@@ -1,54 +1,35 @@
 """--caat-net-sync-fraction: its values, what it is refused with, and which checkpoints it loads."""
 
-import argparse
 import re
 from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression.config import CaatNetSettings, CompressionConfigError
+from megatron.compression import CompressionConfigError
+from megatron.compression.caat_net.config import CaatNetConfig
+from megatron.compression.flags import resolve
+from tests.unit.megatron_args import parsed
 
 
-@pytest.fixture(scope="module")
-def arguments():
-    """The module that needs megatron.training, imported the way the entrypoint does."""
-    from megatron import host
-
-    host.install()
-    from megatron.compression import arguments
-
-    return arguments
+def _config(*flags: str, **megatron) -> CaatNetConfig:
+    args = parsed(*flags, **{"tensor_model_parallel_size": 4, "hidden_size": 768, **megatron})
+    return resolve(args).caat_net
 
 
-def _config(arguments, *flags: str, **megatron):
-    parser = arguments.add_compression_arguments(argparse.ArgumentParser())
-    defaults = dict(
-        transformer_impl="local",
-        tensor_model_parallel_size=4,
-        hidden_size=768,
-        num_experts=None,
-        num_layers=4,
-        te_rng_tracker=False,
-        cuda_graph_impl="none",
-    )
-    args = parser.parse_args(flags, SimpleNamespace(**{**defaults, **megatron}))
-    return arguments.compression_config_from_args(args).caat_net
-
-
-def test_flag_and_default(arguments) -> None:
+def test_flag_and_default() -> None:
     """Off is 1; the first int(h * p) channels are shared."""
-    assert not _config(arguments).enabled
-    assert not _config(arguments, "--caat-net-sync-fraction", "1").enabled
-    settings = _config(arguments, "--caat-net-sync-fraction", "0.3")
+    assert not _config().enabled
+    assert not _config("--caat-net-sync-fraction", "1").enabled
+    settings = _config("--caat-net-sync-fraction", "0.3")
     assert settings.enabled and settings.shared_channels(768) == 230
-    assert _config(arguments, "--caat-net-sync-fraction", "0.5", "--taco").shared_channels(64) == 32
+    assert _config("--caat-net-sync-fraction", "0.5", "--taco").shared_channels(64) == 32
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])
 def test_fractions_that_are_none(fraction) -> None:
     """Above 0, at most 1."""
     with pytest.raises(CompressionConfigError, match="a part of the channels: above 0"):
-        CaatNetSettings(caat_net_sync_fraction=fraction)
+        CaatNetConfig(sync_fraction=fraction)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +53,19 @@ def test_fractions_that_are_none(fraction) -> None:
         ({"hidden_size": 1}, "shares none of 1 channels"),
     ],
 )
-def test_what_it_is_refused_with(arguments, megatron, reason) -> None:
+def test_what_it_is_refused_with(megatron, reason) -> None:
     """One line with the flag and the reason; at fraction 1 the same flags pass."""
     with pytest.raises(CompressionConfigError, match=reason) as error:
-        _config(arguments, "--caat-net-sync-fraction", "0.5", **megatron)
+        _config("--caat-net-sync-fraction", "0.5", **megatron)
     assert "\n" not in str(error.value)
-    _config(arguments, "--caat-net-sync-fraction", "1", **megatron)
+    _config("--caat-net-sync-fraction", "1", **megatron)
 
 
-def test_it_overlaps_by_itself(arguments) -> None:
+def test_it_overlaps_by_itself() -> None:
     """Chunks of the sequence would do nothing: refused."""
-    flags = ("--caat-net-sync-fraction", "0.5", "--taco", "--taco-overlap-chunks", "2")
-    with pytest.raises(CompressionConfigError, match="--taco-overlap-chunks"):
-        _config(arguments, *flags)
+    flags = ("--caat-net-sync-fraction", "0.5", "--taco", "--tp-compression-chunks", "2")
+    with pytest.raises(CompressionConfigError, match="--tp-compression-chunks"):
+        _config(*flags)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +82,7 @@ def test_it_overlaps_by_itself(arguments) -> None:
 )
 def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     """Another function of the same weights is refused; ordinary checkpoints stay free."""
-    from megatron.compression.tensor_parallel.caat_net_checks import check_checkpoint
+    from megatron.compression.caat_net.checkpoint import check_checkpoint
 
     def args(fraction, ranks):
         flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}
@@ -126,7 +107,7 @@ def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
 )
 def test_finetune_says_what_the_weights_were(saved, ours, finetune, said) -> None:
     """Once, though the arguments are read twice; nothing where the function is the same."""
-    from megatron.compression.tensor_parallel.caat_net_checks import OtherWeights
+    from megatron.compression.caat_net.checkpoint import OtherWeights
 
     def args(fraction, ranks):
         return SimpleNamespace(

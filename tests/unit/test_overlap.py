@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.compression.collectives import CompressedWork
+from megatron.compression.communication import Work
 from megatron.compression.tensor_parallel import overlap
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
 
@@ -18,18 +19,18 @@ class OneRankSite:
     def __init__(self, log: list[str], name: str, exchanges: int = 2) -> None:
         self.log, self.name, self.group, self.exchanges = log, name, None, exchanges
 
-    def all_reduce(self, tensor: torch.Tensor, channel: str) -> CompressedWork:
-        self.log.append(f"{self.name} {channel} start")
+    def all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
+        self.log.append(f"{self.name} {traffic} start")
 
         def second() -> torch.Tensor:
-            self.log.append(f"{self.name} {channel} arrived")
+            self.log.append(f"{self.name} {traffic} arrived")
             return tensor.clone()
 
-        def first() -> CompressedWork:
-            self.log.append(f"{self.name} {channel} halfway")
-            return CompressedWork(None, second)
+        def first() -> Work:
+            self.log.append(f"{self.name} {traffic} halfway")
+            return Work(None, second)
 
-        return CompressedWork(None, second if self.exchanges == 1 else first, self.exchanges)
+        return Work(None, second if self.exchanges == 1 else first, self.exchanges)
 
 
 def mlp_loss(x, first, second, log, handover, exchanges: int = 2) -> torch.Tensor:
@@ -136,9 +137,9 @@ def test_second_derivatives_are_refused() -> None:
 @pytest.mark.parametrize(
     ("chunks", "overlaps", "said"), [(2, False, True), (2, True, False), (1, False, False)]
 )
-def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bool, capsys) -> None:
+def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bool, monkeypatch) -> None:
     """Over symmetric memory a collective is one kernel: nothing runs behind it."""
-    from megatron.compression.tensor_parallel.bind import _prepare_transports
+    from megatron.compression.tensor_parallel import hooks
 
     class OneWay:
         def prepare(self, groups) -> list[str]:
@@ -147,10 +148,10 @@ def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bo
         def transport(self, group) -> SimpleNamespace:
             return SimpleNamespace(overlaps=overlaps)
 
-    settings = SimpleNamespace(tensor_parallel=SimpleNamespace(taco_overlap_chunks=chunks))
-    layer = torch.nn.Module()
-    layer.site = SimpleNamespace(group="tp")
-    _prepare_transports([layer], SimpleNamespace(transports=OneWay(), config=settings))
-    lines = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(hooks, "_attach_chunk", lambda *_: None)
+    monkeypatch.setattr(hooks, "sites_of", lambda chunk: [SimpleNamespace(group="tp")])
+    config = TensorParallelConfig(compression="taco", chunks=chunks)
+    lines: list[str] = []
+    hooks.attach([torch.nn.Module()], config, SimpleNamespace(transports=OneWay()), lines.append)
     assert lines[0] == "compression: 1 group"
-    assert said == any("--taco-overlap-chunks 2 makes messages smaller" in line for line in lines)
+    assert said == any("--tp-compression-chunks 2 makes messages smaller" in line for line in lines)

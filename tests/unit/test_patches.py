@@ -79,7 +79,7 @@ def test_megatron_core_has_every_symbol() -> None:
         patches.around_checkpoint_state(lambda *args: None)
         patches.on_checkpoint_read(lambda *args: None)
         patches.through_pipeline_exchange(lambda *args, **kwargs: None)
-        patches.around_schedules(lambda: None, lambda: None)
+        patches.after_schedules(lambda: None)
         patches.on_replicated_gradient_sync(lambda *args: None)
         patches.on_tied_embedding_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):

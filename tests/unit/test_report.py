@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import time
 
 import pytest
 
@@ -63,6 +64,14 @@ def test_report_files(tmp_path) -> None:
     for name in ("loss.png", "bytes.png", "error.png"):
         assert name in markdown
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_holds_every_setting(tmp_path) -> None:
+    """Nested ones too, in both files."""
+    settings = {"compression": {"tensor_parallel": {"codec": "int6"}}, "megatron": {"seed": 1, "lr": None}}
+    write_report(_report() | {"settings": settings}, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["settings"] == settings
+    assert json.dumps(settings, indent=1) in (tmp_path / "report.md").read_text()
 
 
 def test_report_sums_up_three_dimensions(tmp_path) -> None:
@@ -363,7 +372,10 @@ def test_wandb_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
     Writers(wandb=wandb).write(scalars(PER_ITERATION), 5)
     wandb.finish()
     (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION))
+    deadline = time.monotonic() + 120  # another process writes it
+    while not all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION)):
+        assert time.monotonic() < deadline, "scalars are missing in the offline run"
+        time.sleep(0.2)
 
 
 def test_mlflow_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
@@ -371,6 +383,7 @@ def test_mlflow_itself_takes_the_scalars(tmp_path, monkeypatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path}")
+    mlflow.set_experiment("taco")
     with mlflow.start_run() as run:
         Writers(mlflow=mlflow).write(scalars(PER_ITERATION), 5)
     metrics = mlflow.get_run(run.info.run_id).data.metrics

@@ -20,7 +20,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
-from megatron.compression.tensor_parallel.spec import gpt_layer_spec  # noqa: E402
+from megatron.compression.setup import gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native import (  # noqa: E402
     SDPACoreAttention,
     add_native_defaults,

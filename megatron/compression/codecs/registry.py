@@ -130,7 +130,14 @@ class Registry:
     def _load(self) -> None:
         if self._loaded:
             return
-        self._loaded = True
+        self._loaded = True  # before: a module that is being imported may look a name up
+        try:
+            self._import_all()
+        except BaseException:
+            self._loaded = False  # else every later look-up would find the name unknown
+            raise
+
+    def _import_all(self) -> None:
         for package in map(importlib.import_module, self._modules):
             for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
                 importlib.import_module(module.name)

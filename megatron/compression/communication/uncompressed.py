@@ -18,7 +18,7 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
     """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
 
     Two-shot: the addends travel as they are, an owner adds them up in fp32 and rounds the sum once,
-    and that travels. It equals an fp32 all-reduce that is rounded at the end, but for the order.
+    and that travels. The sum runs in rank order on every device, as the compressed collectives' does.
 
     Args:
         x: contiguous; left as it is.
@@ -33,12 +33,23 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
     work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
 
     def sum_own_piece() -> Work:
-        own = received.view(world_size, piece).sum(dim=0, dtype=torch.float32).to(x.dtype)
+        own = sum_in_order(received.view(world_size, piece)).to(x.dtype)
         gathered = own.new_empty(world_size * piece)
         work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
         return Work(work, lambda: gathered[: x.numel()].view(x.shape))
 
     return Work(work, sum_own_piece, exchanges=2)
+
+
+def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """The fp32 sum of ``[W, n]`` over its rows, one after the other.
+
+    ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
+    """
+    total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def uncompressed_reduce_scatter(

@@ -112,7 +112,7 @@ class CodecGradientSync:
     def _encode_and_remember(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         total = self.feedback.compensated(number, rows)
         payloads = self.last.encode(total)
-        self.feedback.remember(number, total, self.last.decode(payloads, total.shape[1:], torch.float32))
+        self.feedback.remember(number, total, self._decoded(payloads, total))
         return payloads
 
     def _encode_sum_and_remember(self, number: int, senders: torch.Tensor) -> torch.Tensor:
@@ -123,8 +123,11 @@ class CodecGradientSync:
         own = self.last.encode(total)
         topology = self.topology
         row = topology.rank // topology.local if topology.two_hops else topology.rank
-        self.feedback.add(number, row, total, self.last.decode(own, total.shape[1:], torch.float32))
+        self.feedback.add(number, row, total, self._decoded(own, total))
         return own
+
+    def _decoded(self, payloads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self.last.decode(payloads, like.shape[1:], like.dtype, torch.empty_like(like))
 
     def _finish_piece(self, number: int, payloads: torch.Tensor) -> torch.Tensor | Work:
         """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
@@ -67,6 +68,25 @@ class GradientBucket:
     def transport(self, link: str | None = None) -> TorchTransport:
         """Exchanges counted as dp.gradient: over the whole group, or ``intra`` or ``inter`` ranks only."""
         return self.topology.transport(self.ledger, "dp.gradient", link)
+
+    def all_reduce(
+        self, values: torch.Tensor, kind: str = "compressed", op: dist.ReduceOp = dist.ReduceOp.SUM
+    ) -> dist.Work | Work:
+        """Start to sum ``values`` over the group, in place and in their own type.
+
+        Args:
+            values: nothing is sent of an empty tensor.
+            kind: the ledger's: compressed, or why not.
+            op: another reduction than the sum.
+        """
+        if not values.numel():
+            return Work.completed()
+        sent = bytes_sent("all_reduce", values.nbytes, self.topology.world_size)
+        for link, part in self.topology.split("all_reduce", sent).items():
+            if part:
+                plain = 0 if kind == "compressed" else part
+                self.ledger.record("dp.gradient", kind, "all_reduce", part, plain, link)
+        return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:
         """Say what the uncompressed collective would have sent: of the whole bucket, or of ``nbytes``."""

@@ -44,8 +44,8 @@ class DataParallelConfig:
     lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
     node_size: int | None = None
-    """Data-parallel ranks that count as one node, in the order of the ranks; None takes the real nodes. Splits
-    one host into several nodes for a trial."""
+    """Data-parallel ranks that count as one node, in the order of the ranks; None takes the real nodes.
+    Splits one host into several nodes for a trial."""
 
     def __post_init__(self) -> None:
         if self.node_size is not None and self.node_size < 1:

@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from megatron.training import training
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
@@ -93,7 +92,7 @@ def conversion_session(
         )
         training.initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        config = gpt_config_from_args(args)
+        config = entrypoint.gpt_config(args)
         config.transformer_layer_spec = gpt_layer_spec
         config.transformer.perform_initialization = False
         chunks = GPTModelBuilder(config).build_distributed_models(

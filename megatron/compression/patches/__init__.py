@@ -32,7 +32,7 @@ from megatron.compression.patches.optimizer import (
     make_torch_adam_resumable,
     on_master_copy,
 )
-from megatron.compression.patches.pipeline import around_schedules, through_pipeline_exchange
+from megatron.compression.patches.pipeline import after_schedules, through_pipeline_exchange
 from megatron.compression.patches.rope import fill_rope_slot
 from megatron.compression.patches.symbols import PatchError, change_class, put, replace
 from megatron.compression.patches.training import (
@@ -45,12 +45,12 @@ from megatron.compression.patches.training import (
 
 __all__ = [
     "PatchError",
+    "after_schedules",
     "after_validating_arguments",
     "around_checkpoint_state",
     "around_evaluate",
     "around_model_building",
     "around_pretrain",
-    "around_schedules",
     "change_class",
     "fill_rope_slot",
     "fuse_torch_adam",

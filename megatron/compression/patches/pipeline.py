@@ -6,17 +6,15 @@ from collections.abc import Callable
 from megatron.compression.patches.symbols import replace
 
 
-def around_schedules(before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before()`` and ``after()`` around each forward-backward pass over pipeline stages.
+def after_schedules(after: Callable[[], None]) -> None:
+    """Call ``after()`` behind each forward-backward pass over pipeline stages.
 
-    Why: Megatron may repeat an iteration's pass (``--rerun-mode``), which its number alone does not tell.
-    Not reached: passes that raise get no ``after``; one stage.
+    Why: what a pass has sent must have arrived when it returns. Not reached: passes that raise; one stage.
     """
     from megatron.core.pipeline_parallel import schedules
 
     def wrap(schedule):
         def wrapper(*args, **kwargs):
-            before()
             result = schedule(*args, **kwargs)
             after()
             return result

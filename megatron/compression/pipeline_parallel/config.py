@@ -39,7 +39,10 @@ class PipelineParallelConfig:
                     f"{flag} {text}: a message between stages is sent once, so one codec encodes it; give "
                     "the gradients' codec with --pp-backward-compression"
                 )
-            parse_codec(text)
+            try:
+                parse_codec(text)
+            except CompressionConfigError as error:
+                raise CompressionConfigError(f"{flag}: {error}") from None
         if self.backward == "none" and not self.enabled:
             raise CompressionConfigError(
                 "--pp-backward-compression none given, but pipeline compression is off; add --pp-compression"

@@ -19,7 +19,7 @@ def attach(policy: Policy, ledger: Ledger, probe: ErrorProbe) -> PipelineExchang
     """
     exchange = PipelineExchange(policy, ledger, probe)
     patches.through_pipeline_exchange(exchange)
-    patches.around_schedules(lambda: None, exchange.finish)
+    patches.after_schedules(exchange.finish)
     patches.on_tied_embedding_gradient_sync(
         partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
     )

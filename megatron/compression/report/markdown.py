@@ -116,7 +116,10 @@ def _words(report: dict) -> list[str]:
     lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]
     probed = report["summary"]["probe_bytes_per_iteration"]
     if probed:
-        lines.append(f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration.")
+        lines.append(
+            f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Their time is in "
+            "the iterations'; --log-interval says how often it measures."
+        )
     own = report.get("bytes_of_a_report", 0)
     return [
         *lines,

@@ -46,34 +46,37 @@ def _draw(
     return written, None if written else "nothing was logged"
 
 
-def _both(report: dict, baseline: dict | None) -> list[tuple[str, str, dict]]:
-    """(what to add to a label, colour, report) of the baseline, if any, and the run."""
+def _both(report: dict, baseline: dict | None) -> list[tuple[str, dict, dict]]:
+    """(what to add to a label, style, report) of the baseline, if any, and the run."""
+    run = {"color": "C0", "linewidth": 1.2, "markersize": 3}
     if baseline is None:
-        return [("", "C0", report)]
-    return [(", baseline", "C7", baseline), (", this run", "C0", report)]
+        return [("", run, report)]
+    # Wider and below: equal curves are both seen.
+    wide = {"color": "0.75", "linewidth": 5, "markersize": 8}
+    return [(", baseline", wide, baseline), (", this run", run, report)]
 
 
 def _losses(report: dict, axes, baseline: dict | None) -> bool:
-    for suffix, colour, one in _both(report, baseline):
+    for suffix, line, one in _both(report, baseline):
         for label, rows, style in (
             ("training", training_rows(one), "-"),
             ("validation", evaluations(one, "valid"), "o--"),
         ):
             if points := [(row["iteration"], loss_of(row)) for row in rows if row["losses"]]:
-                axes.plot(*zip(*points, strict=True), style, color=colour, label=label + suffix)
+                axes.plot(*zip(*points, strict=True), style, **line, label=label + suffix)
     axes.set(xlabel="iteration", ylabel="loss")
     return _legend(axes)
 
 
 def _times(report: dict, axes, baseline: dict | None) -> bool:
     medians = []
-    for suffix, colour, one in _both(report, baseline):
+    for suffix, line, one in _both(report, baseline):
         rows = [row for row in training_rows(one) if "milliseconds_per_iteration" in row]
         if rows:
             medians.append(one["summary"]["milliseconds_per_iteration"])
             times = [row["milliseconds_per_iteration"] for row in rows]
             label = f"median {medians[-1]:.1f} ms{suffix}"
-            axes.plot([row["iteration"] for row in rows], times, color=colour, label=label)
+            axes.plot([row["iteration"] for row in rows], times, **line, label=label)
     if medians:
         axes.set_ylim(0, 2 * max(medians))  # the first iterations take many times as long
     axes.set(xlabel="iteration", ylabel="ms an iteration, mean of a log interval")

@@ -60,8 +60,8 @@ class Tagc(GradientCompressor):
     def __post_init__(self) -> None:
         if not DENSEST <= self.sparsity <= SPARSEST:
             raise ValueError(
-                f"sparsity={self.sparsity} must lie in [{DENSEST}, {SPARSEST}]: denser gradients are larger as "
-                "a sketch than as they are, sparser ones are nearly all index"
+                f"sparsity={self.sparsity} must lie in [{DENSEST}, {SPARSEST}]: denser gradients are larger "
+                "as a sketch than as they are, sparser ones are nearly all index"
             )
         if self.wire not in BITS:
             raise ValueError(f"wire={self.wire} must be packed or sketch")

@@ -1,32 +1,12 @@
-"""The exchanges of a TAGC reduction, counted: compressed parts, and what goes uncompressed beside them."""
+"""Payloads to their owners, counted: compressed parts, and what goes uncompressed beside them."""
 
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.transport import shared_between
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket
-
-
-def start_maximum(metadata: torch.Tensor, bucket: GradientBucket) -> dist.Work:
-    """Start the elementwise maximum of uint8 ``metadata`` over the group, in place."""
-    topology = bucket.topology
-    work = dist.all_reduce(metadata, op=dist.ReduceOp.MAX, group=topology.group, async_op=True)
-    sent = bytes_sent("all_reduce", metadata.numel(), topology.world_size)
-    for link, part in topology.split("all_reduce", sent).items():
-        if part:
-            bucket.ledger.record("dp.gradient", "compressed", "all_reduce", part, 0, link)
-    return work
-
-
-def start_all_reduce(values: torch.Tensor, bucket: GradientBucket) -> dist.Work:
-    """Start the exact sum of what is not compressed, in place and in its own type."""
-    topology = bucket.topology
-    work = dist.all_reduce(values, group=topology.group, async_op=True)
-    topology.record_uncompressed(bucket.ledger, "dp.gradient", "excluded", "all_reduce", values.nbytes)
-    return work
 
 
 def start_to_owners(

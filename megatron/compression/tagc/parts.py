@@ -67,7 +67,8 @@ class SketchPart:
         self.room = self.layout.exact_density * numel
 
     def take_metadata(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Take in gradients ``[owners, numel]``; metadata uint8 ``[owners, n]``, to be maximised over ranks."""
+        """Take in gradients ``[owners, numel]``; metadata uint8 ``[owners, n]``, to be maximised over the
+        ranks."""
         self.values = self.feedback.compensated(0, values)
         self.thresholds, classes = count_sketch.candidates(self.values, self.keep)
         return torch.cat([count_sketch.row_exponents(self.values, self.layout), classes], dim=1)

@@ -13,16 +13,17 @@ same bits everywhere.
 """
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket, NewFeedback
-from megatron.compression.tagc.exchange import start_all_reduce, start_maximum, start_to_owners
+from megatron.compression.tagc.exchange import start_to_owners
 from megatron.compression.tagc.layers import Segment, Share, shares_of
 from megatron.compression.tagc.monitor import TagcMonitor
 from megatron.compression.tagc.parts import BitmapPart, PartSettings, SketchPart, Sum
-from taco_kernels.count_sketch import Decoded
 from taco_kernels.common import ALIGNMENT
+from taco_kernels.count_sketch import Decoded
 
 
 class TagcGradientSync:
@@ -65,14 +66,14 @@ class TagcGradientSync:
         exact, exact_work = None, None
         if not bucket.sharded and self.shares[0].exact:
             exact = gathered(flat, self.shares[0].exact)
-            exact_work = start_all_reduce(exact, bucket)
+            exact_work = bucket.all_reduce(exact, "excluded")
         metadata = [
             part.take_metadata(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
             for part in self.parts
         ]
         sizes = [one.numel() for one in metadata if one is not None]
         joined = torch.cat([one.view(-1) for one in metadata if one is not None]) if sizes else None
-        work = start_maximum(joined, bucket) if sizes else None
+        work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX) if sizes else None
 
         def send() -> Work | torch.Tensor:
             if exact is not None:

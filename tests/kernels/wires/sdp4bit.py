@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.taco.layout import CodecConfig
-from taco_kernels.taco.reference import unpack
+from taco_kernels.common.reference import unpack
 from taco_kernels.sdp4bit.layout import GroupFormat
 
 
@@ -25,10 +24,9 @@ class Difference(NamedTuple):
 def apart(a: torch.Tensor, b: torch.Tensor, format: GroupFormat, numel: int) -> Difference:
     """Compare wires uint8[rows, bytes] of rows of ``numel`` values."""
     groups, split = format.groups(numel), format.code_bytes(numel)
-    codec = CodecConfig(f"int{format.bits}", 128)
     codes, steps = [], []
     for wires in (a, b):
-        plane = unpack([wires[:, :split].reshape(-1)], codec).view(len(wires), groups, -1)
+        plane = unpack([wires[:, :split]], (format.bits,)).view(len(wires), groups, -1)
         codes.append(plane.view(torch.int8).int() if format.bits == 8 else plane.int())
         steps.append(wires[:, split : split + 4 * groups].contiguous().view(torch.float32))
     nan = [step.isnan() for step in steps]

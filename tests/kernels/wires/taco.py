@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from taco_kernels.common.reference import unpack
 from taco_kernels.taco import reference
 from taco_kernels.taco.layout import CodecConfig
 
@@ -37,7 +38,11 @@ def parts(wire: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.
         [*widths, groups * scale_bytes, wire.numel() % config.bytes_per_group()]
     )
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
-    return reference.unpack(planes, config), scales.clone().view(dtype).float(), padding
+    return (
+        unpack([plane.reshape(groups, -1) for plane in planes], config.planes),
+        scales.clone().view(dtype).float(),
+        padding,
+    )
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> Difference:

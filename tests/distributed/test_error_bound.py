@@ -1,11 +1,11 @@
-"""The error guard among ranks: decisions, what a half-compressed layer computes, and a run that resumes."""
+"""The error bound among ranks: decisions, what a half-compressed layer computes, and a run that resumes."""
 
 import shutil
 
 import torch
 
-from megatron.compression.codecs import build_codec
-from megatron.compression.tensor_parallel.guard import ErrorGuard
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication.error_bound import ErrorBound
 from tests.distributed.forked import pretrain
 from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
@@ -18,11 +18,11 @@ SITE, OTHER = ("a", "tp.forward"), ("b", "tp.forward")
 def decision_worker(rank: int, world_size: int) -> dict:
     """Rank 0's values suit the codec, the other rank's do not; site b suits it on both."""
     torch.manual_seed(rank)
-    guard = ErrorGuard(bound=0.05, group_size=128, interval=1)
-    guard.measure(*SITE, torch.randn(8, 128), build_codec("taco", format="int4" if rank else "int8"))
-    guard.measure(*OTHER, torch.randn(8, 128), build_codec("taco", format="int8"))
-    guard.decide(torch.distributed.group.WORLD)
-    return guard.tripped
+    bound = ErrorBound(bound=0.05, group_size=128, interval=1)
+    bound.measure(*SITE, torch.randn(8, 128), parse_codec("taco:format=int4" if rank else "taco:format=int8"))
+    bound.measure(*OTHER, torch.randn(8, 128), parse_codec("taco:format=int8"))
+    bound.decide(torch.distributed.group.WORLD)
+    return bound.tripped
 
 
 def test_ranks_decide_alike() -> None:
@@ -43,9 +43,9 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
         ("embedding", "tp.backward"): ("weight.grad",),
     }
     for (kind, channel), unchanged in exact.items():
-        core = _run(kind, True, _layer(kind, True, False, world_size, None, rank), rank, world_size)
-        layer = _layer(kind, True, True, world_size, None, rank, taco_error_bound=0.05)
-        layer.site.runtime.guard.tripped[kind, channel] = 1.0
+        core = _run(kind, True, _layer(kind, True, False, world_size, "none", rank), rank, world_size)
+        layer = _layer(kind, True, True, world_size, "taco", rank, error_bound=0.05)
+        layer.site.run.policy.error_bound.tripped[kind, channel] = 1.0
         guarded = _run(kind, True, layer, rank, world_size)
         for name in core:
             assert (name in unchanged or "bias" in name) == torch.equal(core[name], guarded[name]), (
@@ -53,14 +53,14 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
                 channel,
                 name,
             )
-        rows = [row for row in layer.site.runtime.ledger.rows() if row["traffic"] == channel]
+        rows = [row for row in layer.site.run.ledger.rows() if row["traffic"] == channel]
         kinds = {row["kind"] for row in rows if not row["operation"].startswith("instead")}
         # The column layer's backward gathers the forward's payload once more, which stays compressed.
         both = (kind, channel) == ("column", "tp.backward")
         assert kinds == ({"guarded", "compressed"} if both else {"guarded"})
         other = "tp.backward" if channel == "tp.forward" else "tp.forward"
         assert any(
-            r["kind"] == "compressed" for r in layer.site.runtime.ledger.rows() if r["traffic"] == other
+            r["kind"] == "compressed" for r in layer.site.run.ledger.rows() if r["traffic"] == other
         )
 
 
@@ -75,11 +75,12 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     flags = [
         *tiny_flags(train_iters="6", log_interval="2"),
         *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
-        *("--taco", "--taco-min-message-mb", "0", "--taco-format", "int8", "--taco-backward-format", "int4"),
-        *("--taco-error-bound", "0.05", "--save", str(saved), "--save-interval", "4"),
+        *("--taco", "format=int8", "--tp-compression-min-mb", "0"),
+        *("--tp-backward-compression", "taco:format=int4", "--compression-error-bound", "0.05"),
+        *( "--save", str(saved), "--save-interval", "4"),
     ]
     whole = pretrain(*flags, ranks=4, directory=tmp_path)
-    said = [line for line in whole.output.splitlines() if "past --taco-error-bound 0.05" in line]
+    said = [line for line in whole.output.splitlines() if "past --compression-error-bound 0.05" in line]
     # qkv, projection, fc1 and fc2 of two layers, the output layer, and the embedding's learned positions.
     assert len(said) == 10 and all("tp.backward has a relative error of 0.1" in line for line in said)
     assert all(line.endswith("it goes uncompressed after iteration 2") for line in said)
@@ -95,7 +96,7 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     (saved / "latest_checkpointed_iteration.txt").write_text("4")
     resumed = pretrain(*flags, "--load", str(saved), ranks=4, directory=tmp_path)
     assert resumed.output.count("uncompressed as when the checkpoint was saved") == 1
-    assert "past --taco-error-bound" not in resumed.output
+    assert "past --compression-error-bound" not in resumed.output
     assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (5, 6)}
     for before, after in zip(whole.ranks, resumed.ranks, strict=True):
         assert before.parameters == after.parameters

@@ -1,0 +1,191 @@
+"""What the benchmarks of iteration time share: settings take turns inside one run of the training loop.
+
+A regime is a kind of link, by NCCL's own switches:
+
+    nvlink      as it is
+    pcie        NCCL_P2P_DISABLE=1: through host memory
+    ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
+
+Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
+each, so that they see the same machine, model and weights. Both sides of every comparison use as many
+communicators (--communicators): the uncompressed collectives are cut as payloads are, see _split.py.
+Flags that are not the script's own go to pretrain_gpt.py.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from argparse import Namespace
+from itertools import groupby
+from pathlib import Path
+
+import _launch
+from _launch import Setting, parse_setting, torchrun
+
+REGIMES = {
+    "nvlink": {},
+    "pcie": {"NCCL_P2P_DISABLE": "1"},
+    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
+MODEL = """--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
+    --hidden-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
+    --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
+WARM_UP = 3
+"""Iterations of a block that are not timed."""
+_ORDER = "BENCH_ORDER"
+
+
+def make_parser(description: str, dimension: str, codecs: list[str], iterations: int) -> argparse.ArgumentParser:
+    """The options that all of them take."""
+    parser = argparse.ArgumentParser(
+        description=f"{description}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--codecs", nargs="+", default=codecs, help=f"settings, in turn: {_launch.SETTINGS_HELP}")
+    add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    add(f"--{dimension}-parallel", dest="ranks", type=int, default=4)
+    add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
+    add("--iterations", type=int, default=iterations, help=f"of a block; the first {WARM_UP} are not timed")
+    add("--json", type=Path, help="write the rows here")
+    parser.set_defaults(dimension=dimension)
+    return parser
+
+
+def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
+    """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows.
+
+    Args:
+        options: as parsed, with ``extra``.
+        flags: of every run: model and parallel sizes.
+        traffic: the ledger's classes whose megabytes become columns.
+    """
+    try:
+        settings = [parse_setting(text) for text in options.codecs]
+    except ValueError as error:
+        sys.exit(f"error: --codecs {error}")
+    if options.iterations <= WARM_UP:
+        sys.exit(f"error: --iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
+    rows: list[dict] = []
+    for regime in options.regimes:
+        for _, together in groupby(enumerate(settings), lambda pair: _launch_key(options, *pair)):
+            rows += _run(options, regime, [setting for _, setting in together], flags, traffic)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{regime} done", flush=True)
+    print("\n" + table(rows, traffic))
+    if len(rows) < len(options.regimes) * len(settings):
+        sys.exit(1)
+
+
+def _launch_key(options: Namespace, index: int, setting: Setting) -> object:
+    """Equal for neighbours that share a run: gradients and weights are bound to their codec for a whole run."""
+    return index if options.dimension == "data" else setting.flags
+
+
+def _run(
+    options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
+) -> list[dict]:
+    first = next((one for one in settings if one.specs != ("none",)), settings[0])
+    words = [*flags, *first.words(options.dimension), *options.extra]
+    if first.specs != ("none",) and options.dimension != "pipeline":
+        words += ["--compression-communicators", options.communicators]
+    words += ["--train-iters", options.iterations * len(settings)]
+    order = {"settings": [one.words(options.dimension) for one in settings]}
+    order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report")
+        environment = {**REGIMES[regime], _ORDER: json.dumps(order)}
+        words += ["--compression-report", report]
+        status, end = torchrun(options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment)
+        if status:
+            print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
+            return []
+        history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()]
+    rows = []
+    for block, setting in enumerate(settings):
+        lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
+        row = {"regime": regime, "communicators": options.communicators, "codec": setting.text}
+        rows.append(row | summary(lines, traffic))
+    return rows
+
+
+def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
+    """Of the history's rows of a block: times and the bytes of its last iteration."""
+    times = [line["milliseconds_per_iteration"] for line in lines]
+    row = {"milliseconds": statistics.median(times), "least": min(times), "most": max(times)}
+    for name in traffic:
+        kinds = lines[-1]["bytes_per_iteration"].get(name, {})
+        row[f"{name} MB"] = sum(pair["sent"] for pair in kinds.values()) / 1e6
+    return row | {"iterations": len(times), "last_loss": next(iter(lines[-1]["losses"].values()))}
+
+
+def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
+    """Markdown; speed-ups against the first setting of each regime, of medians and of the extremes."""
+    columns = ["regime", "codec", "ms (least - most)", "speed-up (range)", *(f"{n} MB" for n in traffic), "loss"]
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        base = next(other for other in rows if other["regime"] == row["regime"])
+        speed_up = base["milliseconds"] / row["milliseconds"]
+        least, most = base["least"] / row["most"], base["most"] / row["least"]
+        cells = [row["regime"], row["codec"], f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"]
+        cells.append(f"{speed_up:.2f} ({least:.2f} - {most:.2f})")
+        cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
+        lines.append([*cells, f"{row['last_loss']:.4f}"])
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{text}\nCommunicators of every message: {rows[0]['communicators']}." if rows else "No rows."
+
+
+class Turns(dict):
+    """The policy's rules, those of the block that the iteration is in."""
+
+    def __init__(self, blocks: list[dict], length: int, iteration) -> None:
+        super().__init__()
+        self.blocks, self.length, self.iteration = blocks, length, iteration
+
+    def get(self, traffic: str, default=None):
+        """The rule of a traffic class now."""
+        block = min(self.iteration() // self.length, len(self.blocks) - 1)
+        return self.blocks[block].get(traffic, default)
+
+
+def worker() -> None:
+    """One rank of a run."""
+    order = json.loads(os.environ[_ORDER])
+
+    def change(args, compression, model_config) -> None:
+        from megatron.core import parallel_state
+
+        from megatron.compression import flags
+
+        compression.run.probe.interval = 0  # its exact collectives would be timed too
+        if len(order["settings"]) > 1:
+            blocks = []
+            for words in order["settings"]:
+                own = flags.add_flags(argparse.ArgumentParser()).parse_args(words)
+                blocks.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
+            policy = compression.run.policy
+            policy.rules = Turns(blocks, order["iterations"], policy.iteration)
+        if order["communicators"] > 1:
+            import _split
+
+            get = {
+                "tensor": parallel_state.get_tensor_model_parallel_group,
+                "data": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+            }[order["dimension"]]
+            _split.install()
+
+            def before_building(chunks: list) -> list:
+                _split.split_over([get()], order["communicators"])
+                return chunks
+
+            model_config.pre_wrap_hooks.append(before_building)
+
+    _launch.train(change)
+
+
+def is_worker() -> bool:
+    """Whether this process is a rank of a run."""
+    return _ORDER in os.environ

@@ -1,0 +1,118 @@
+"""What the scripts that start trainings share: how a setting is written, and the launch of its ranks."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+FLAGS = {
+    "tensor": ("--tp-compression", "--tp-backward-compression"),
+    "data": ("--dp-compression", "--dp-weight-compression"),
+    "pipeline": ("--pp-compression", "--pp-backward-compression"),
+}
+"""By dimension: whose codecs the first and the second spec of a setting are."""
+SETTINGS_HELP = (
+    'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
+    'further flags behind them if need be ("tagc --dp-error-feedback fp32"), in quotes'
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run compresses in one dimension."""
+
+    text: str
+    """As on the command line, and as in results."""
+    specs: tuple[str, ...]
+    """Of one codec or two."""
+    flags: tuple[str, ...]
+    """More of pretrain_gpt.py's."""
+
+    def words(self, dimension: str) -> list[str]:
+        """The flags of a run of pretrain_gpt.py."""
+        specs = [] if self.specs == ("none",) else zip(FLAGS[dimension], self.specs, strict=False)
+        words = [word for pair in specs for word in pair]
+        if words and dimension == "tensor":
+            words += ["--tp-compression-min-mb", "0"]
+        return words + list(self.flags)
+
+
+def parse_setting(text: str) -> Setting:
+    """``int4 int6 --validate-uncompressed`` -> its specs and flags.
+
+    Raises:
+        ValueError: no spec, more than two, or one that names no codec.
+    """
+    from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+
+    words = shlex.split(text)
+    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    if count not in (1, 2):
+        raise ValueError(f"{text!r}: give one codec, or two, and then flags")
+    for spec in words[:count]:
+        if spec in ("none", "auto"):
+            continue
+        for part in spec.split("/"):
+            registry = CODECS
+            if part.partition(":")[0] in GRADIENT_COMPRESSORS.names():
+                registry = GRADIENT_COMPRESSORS
+            registry.parse(part)
+    return Setting(text, tuple(words[:count]), tuple(words[count:]))
+
+
+def gpu_count() -> int:
+    """CUDA devices that a run would see, without loading CUDA into this process."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    return int(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def torchrun(
+    ranks: int, script: str | Path, words: Sequence[object], log: Path, **environment: str
+) -> tuple[int, str]:
+    """Run ranks of a script on this host to their end, output to ``log``; the status and the log's end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / script), *map(str, words)]
+    shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stream:
+        stream.write(shlex.join(command) + "\n")
+        stream.flush()
+        status = subprocess.run(command, cwd=ROOT, env=shared, stdout=stream, stderr=subprocess.STDOUT)
+    return status.returncode, log.read_text(errors="replace")[-3000:]
+
+
+def train(change: Callable) -> None:
+    """One rank of a run of pretrain_gpt.py, with something changed.
+
+    Args:
+        change: called with Megatron's arguments, what ``compression.enable`` returned, and the model's
+            config, before ``pretrain``.
+    """
+    from megatron.compression import preflight
+    from megatron.compression.errors import one_line_errors
+
+    preflight.prepare()  # before megatron.training is imported
+
+    from megatron.core.enums import ModelType
+    from megatron.training import training
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron.compression import entrypoint, setup
+    from megatron.compression.exits import train_to_the_end
+
+    with one_line_errors():
+        args = entrypoint.parse_arguments()
+        model_config = gpt_config_from_args(args)
+        change(args, setup.enable(args, model_config), model_config)
+        container = pretrain_cfg_container_from_args(args, model_config)
+        parts = entrypoint.train_valid_test_datasets, ModelType.encoder_or_decoder, entrypoint.forward_step
+        train_to_the_end(lambda: training.pretrain(container, *parts))

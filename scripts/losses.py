@@ -1,0 +1,261 @@
+#!/usr/bin/env python
+"""Validation losses on real text under compression: the same tokens, weights and order for every setting.
+
+    python scripts/losses.py --data-parallel 4 --codecs none sdp4bit "none --grad-reduce-in-bf16" --seeds 1 2
+    python scripts/losses.py --pipeline-parallel 4 --codecs none auto tah-quant "tah-quant:transform=none"
+    python scripts/losses.py --tensor-parallel 4 --model 111m --codecs none int6 \\
+        "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
+
+Each run is `torchrun pretrain_gpt.py`, on GPUs with the sources of the installed Python packages, on CPUs
+with Python's own, validated on files that it has not seen. The table compares each setting with the first one
+of the same seed; one more run of the first setting with another seed shows the noise. results.json remembers
+every run under all that decides it: a script that is started again trains what is missing. Flags that are not
+the script's own go to Megatron.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import demo
+from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, gpu_count, parse_setting, torchrun
+
+SHAPES = {
+    "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4",
+    "small": "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
+    "--max-position-embeddings 512 --global-batch-size 64 --lr 1e-3 --min-lr 1e-4",
+    "111m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+    "--max-position-embeddings 1024 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5 "
+    "--untie-embeddings-and-output-weights",
+}
+TRAINING = """--attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --lr-warmup-fraction 0.1
+    --weight-decay 0.1 --clip-grad 1.0 --bf16 --no-create-attention-mask-in-dataloader"""
+PARALLEL = {
+    "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
+    "data": (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size {batch}",
+        4,
+    ),
+    "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
+}
+"""Flags of a dimension, and how many micro-batches make a batch over all ranks (as the published runs did)."""
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line; ``dimension`` and ``ranks`` say what is parallel."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group(required=True)
+    for dimension in FLAGS:
+        which.add_argument(f"--{dimension}-parallel", type=int, metavar="RANKS")
+    add("--codecs", nargs="+", required=True, help=f"settings, the first compared with: {SETTINGS_HELP}")
+    add("--seeds", type=int, nargs="+", default=[1], help="every setting with each of them")
+    add("--noise-seed", type=int, default=2, help="of one more run of the first setting; 0: none")
+    add("--model", choices=SHAPES, help="default: small on GPUs, tiny on CPUs")
+    add("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
+    add("--corpus-mb", type=float, help="text of all splits, 10^6 bytes (default: 90 on GPUs, 8 on CPUs)")
+    add("--output", type=Path, help="folder for everything (default: runs/DIMENSION)")
+    add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
+    add("--time-limit", type=float, help="seconds: start no run that would end later, by the longest so far")
+    add("--jobs", type=int, default=1, help="runs at once on the same devices; their times mean nothing then")
+    add("--share-gpus", action="store_true", help="several ranks on a GPU if need be")
+    options, options.extra = parser.parse_known_args()
+    options.dimension, options.ranks = next(
+        (name, ranks) for name in FLAGS if (ranks := getattr(options, f"{name}_parallel"))
+    )
+    try:
+        options.settings = [parse_setting(text) for text in options.codecs]
+    except ValueError as error:
+        parser.error(f"--codecs: {error}")
+    return options
+
+
+def plan(settings: list[str], seeds: list[int], noise_seed: int) -> list[tuple[str, int]]:
+    """(setting, seed) of every run, in order: what a stop leaves behind compares with its baseline."""
+    runs = [(setting, seed) for seed in seeds for setting in dict.fromkeys(settings)]
+    if noise_seed and noise_seed not in seeds:
+        runs.append((settings[0], noise_seed))
+    return runs
+
+
+def find(results: list[dict], run: dict) -> dict | None:
+    """The result of a run, if it is there."""
+    return next((result for result in results if run.items() <= result.items()), None)
+
+
+def train_missing(
+    runs: list[dict],
+    train: Callable[[dict], dict],
+    output: Path,
+    time_limit: float | None = None,
+    report: Callable[[list[dict]], None] = lambda results: None,
+    jobs: int = 1,
+) -> list[dict]:
+    """Train what ``results.json`` does not hold yet.
+
+    Args:
+        runs: what decides each run; JSON-ready.
+        train: one training; what it returns is kept with the run. Raises RuntimeError if it fails.
+        output: folder of results.json.
+        time_limit: seconds: start no run that would end later, by the longest so far.
+        report: called after each training with the results of ``runs`` that there are.
+        jobs: trainings at once; ``train`` is then called from several threads.
+
+    Returns:
+        The results of ``runs`` that there are, each its run with what ``train`` returned.
+
+    Raises:
+        SystemExit: a training failed.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    file, began, longest = output / "results.json", time.monotonic(), 0.0
+    results = json.loads(file.read_text()) if file.exists() else []
+    lock, failed = threading.Lock(), threading.Event()
+
+    def present() -> list[dict]:
+        return [result for run in runs if (result := find(results, run)) is not None]
+
+    def attempt(run: dict) -> None:
+        nonlocal longest
+        spent = time.monotonic() - began
+        late = time_limit is not None and longest and spent + longest > time_limit
+        if late or failed.is_set():
+            return
+        try:
+            result = {**run, **train(run)}
+        except BaseException:
+            failed.set()  # here, since a worker takes the next run before anybody reads this one's result
+            raise
+        with lock:
+            results.append(result)
+            longest = max(longest, time.monotonic() - began - spent)
+            file.write_text(json.dumps(results, indent=1) + "\n")
+            report(present())
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for training in [pool.submit(attempt, run) for run in runs if find(results, run) is None]:
+            try:
+                training.result()
+            except RuntimeError as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(1)
+            except KeyboardInterrupt:
+                failed.set()  # start no more
+                raise
+    left = len(runs) - len(present())
+    if left:
+        print(f"{left} of {len(runs)} runs are left: start again for them", flush=True)
+    return present()
+
+
+def difference(result: dict, results: list[dict], baseline: str) -> float | None:
+    """Relative difference of the validation loss to that of ``baseline`` with the same seed, if any."""
+    base = find(results, {"setting": baseline, "seed": result["seed"]})
+    return None if base is None or base is result else result["validation_loss"] / base["validation_loss"] - 1
+
+
+def noise(results: list[dict], baseline: str) -> float | None:
+    """What a seed changes: the baseline's largest validation loss over its smallest, less 1."""
+    losses = [result["validation_loss"] for result in results if result["setting"] == baseline]
+    return max(losses) / min(losses) - 1 if len(losses) > 1 else None
+
+
+def table(results: list[dict], baseline: str) -> str:
+    """Markdown, one row a run: losses, and for each class of traffic megabytes an iteration and bits a value
+    of 16 bits."""
+    traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
+    traffic = [name for name in traffic if not name.endswith(".other")]
+    columns = ["setting", "seed", "validation loss", f"against {baseline}"]
+    columns += [text for name in traffic for text in (f"{name} MB", "bits")]
+    lines = [columns, ["---"] * len(columns)]
+    for result in results:
+        part = difference(result, results, baseline)
+        cells = [result["setting"], str(result["seed"]), f"{result['validation_loss']:.4f}"]
+        cells.append("-" if part is None else f"{part:+.2%}")
+        for name in traffic:
+            pair = result["bytes_per_iteration"].get(name, {"sent": 0.0, "uncompressed": 0.0})
+            bits = 16 * pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
+            cells += [f"{pair['sent'] / 1e6:.3f}", f"{bits:.3f}"]
+        lines.append(cells)
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+    spread = noise(results, baseline)
+    note = f"A seed alone changes the validation loss of {baseline} by {spread:.2%}.\n" if spread else ""
+    return text + "\n" + note
+
+
+def train(setting: Setting, seed: int, data: dict[str, str], common: dict, options) -> dict:
+    """One training; what is kept of its report.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    name = "".join(c if c.isalnum() or c in ".=" else "-" for c in f"{setting.text} {seed}")
+    folder, number = options.output / name, 1
+    while folder.exists():  # an earlier attempt, or one with other iterations
+        folder, number = options.output / f"{name}-{number}", number + 1
+    flags, parts = PARALLEL[options.dimension]
+    shape = SHAPES[common["model"]].split()
+    batch = int(shape[shape.index("--global-batch-size") + 1])
+    over = options.ranks if options.dimension == "data" else parts
+    words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=batch // over).split()]
+    words += ["--train-iters", common["iterations"], "--eval-interval", max(1, common["iterations"] // 4)]
+    words += ["--eval-iters", 16, "--log-interval", max(1, min(10, common["iterations"] // 4))]
+    words += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+    words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
+    words += ["--compression-report", folder / "report", "--seed", seed, *setting.words(options.dimension)]
+    words += [*(["--share-gpus"] if options.shared else []), *options.extra]
+    environment = {} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    began = time.monotonic()
+    status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
+    if status:
+        raise RuntimeError(f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}")
+    summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
+    print(f"{setting.text}, seed {seed}: {summary['validation_loss']:.4f}", flush=True)
+    kept = ("validation_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
+    return {key: summary[key] for key in kept} | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> None:
+    """Train what is missing and print the table, which is also written after each run."""
+    options = parse_args()
+    gpus = gpu_count()
+    options.shared = options.share_gpus and 0 < gpus < options.ranks
+    options.on_gpus = options.shared or gpus >= options.ranks
+    options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
+    data = demo.prepare_data(
+        options.data.resolve() if options.data else options.output / "data",
+        "site-packages" if options.on_gpus else "stdlib",
+        options.corpus_mb or (90 if options.on_gpus else demo.CORPUS_MB),
+        16384 if options.on_gpus else demo.VOCABULARY,
+    )
+    common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
+    common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
+    common |= {"dimension": options.dimension, "extra": shlex.join(options.extra)}
+    settings = {setting.text: setting for setting in options.settings}
+    runs = [
+        {**common, "setting": text, "seed": seed}
+        for text, seed in plan(list(settings), options.seeds, options.noise_seed)
+    ]
+    baseline = options.settings[0].text
+
+    def report(results: list[dict]) -> None:
+        (options.output / "results.md").write_text(table(results, baseline))
+
+    def train_one(run: dict) -> dict:
+        return train(settings[run["setting"]], run["seed"], data, common, options)
+
+    results = train_missing(runs, train_one, options.output, options.time_limit, report, options.jobs)
+    print("\n" + table(results, baseline), end="")
+
+
+if __name__ == "__main__":
+    main()

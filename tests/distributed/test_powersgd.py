@@ -1,0 +1,119 @@
+"""A gradient compressor outside the packages (examples/powersgd.py): it learns, resumes, and is counted."""
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.forked import pretrain
+from tests.distributed.launch import tiny_flags
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start, train
+from tests.distributed.transport_audit import TransportAudit
+
+NAME = "examples.powersgd:PowerSGD"
+SETUP = Setup(settings={"compression": f"{NAME}:rank=4"}, bucket_size=50_000)
+ITERATIONS = 30
+
+
+def training_worker(rank: int, world_size: int) -> None:
+    """With and without the distributed optimizer against no compression; then bytes, state, and a NaN."""
+    start(rank)
+    _, exact = train(rank, replace(SETUP, settings={}), ITERATIONS)
+    for setup in (SETUP, replace(SETUP, distributed_optimizer=False, fp32_gradients=False, micro_batches=2)):
+        training, losses = train(rank, setup, ITERATIONS)
+        assert same_everywhere(training.digest())
+        assert training.kinds() == {"compressed", "excluded"}
+        if setup is SETUP:  # the same batches: the last five losses lie within 5 % of the way that they fell
+            behind = sum(losses[-5:]) / 5 - sum(exact[-5:]) / 5
+            assert abs(behind) < 0.05 * (exact[0] - exact[-1]), (losses, exact)
+        assert losses[-1] < losses[0] - 0.5
+    _check_bytes(rank)
+    _check_books(training)
+    _check_state_and_damage(rank, training)
+
+
+def _check_bytes(rank: int) -> None:
+    """The ledger has what c10d was given: two all-reduces of thin matrices, and one of vectors."""
+    training = Training(rank, replace(SETUP, distributed_optimizer=False, overlap=False))
+    with TransportAudit() as audit:
+        training.step()
+    counted: Counter[str] = Counter()
+    for row in training.rows:
+        counted[row["operation"]] += row["sent_bytes"]
+    assert 0 <= audit.sent["all_reduce"] - counted["all_reduce"] < 100, "the gradient norm's, a few bytes"
+    sent = sum(row["sent_bytes"] for row in training.rows if row["kind"] == "compressed")
+    plain = sum(row["plain_bytes"] for row in training.rows if row["kind"] == "compressed")
+    assert 0.05 < sent / plain < 0.25
+
+
+def _check_books(training: Training) -> None:
+    """What has arrived and what is remembered make up what there was."""
+    for sync, bucket in training.gradients.syncs:
+        generator = torch.Generator().manual_seed(training.rank)
+        own = torch.zeros(bucket.numel)
+        for span in bucket.spans:
+            own[span.start : span.end] = torch.randn(span.end - span.start, generator=generator)
+        bucket.gradients.copy_(own)
+        there = bucket.gradients.double() + sync.state()["error_feedback"].double()
+        dist.all_reduce(there)
+        sync.start().wait()
+        arrived = bucket.gradients.double() / bucket.scale
+        held = sync.state()["error_feedback"].double()
+        dist.all_reduce(held)
+        scale = there.abs().max()
+        assert (there - held - arrived).abs().max() < 0.01 * scale, "bf16 gradients"
+
+
+def _check_state_and_damage(rank: int, training: Training) -> None:
+    """A state that was taken back gives the same bits; an infinity shows and poisons nothing."""
+    for sync, bucket in training.gradients.syncs:
+        states, results = [], []
+        before = {slot: values.clone() for slot, values in sync.state().items()}
+        for _ in range(2):
+            sync.load_state(before)
+            bucket.gradients.copy_(torch.linspace(rank, 1, bucket.numel))
+            sync.start().wait()
+            results.append(bucket.gradients.clone())
+            states.append(sync.state())
+        assert torch.equal(*results)
+        assert all(torch.equal(states[0][slot], states[1][slot]) for slot in before)
+        bucket.gradients.copy_(torch.linspace(rank, 1, bucket.numel))
+        if rank == 1:
+            bucket.gradients[bucket.spans[0].start] = float("inf")
+        sync.start().wait()
+        assert not bucket.gradients.isfinite().all(), "on every rank"
+        assert all(values.isfinite().all() for values in sync.state().values())
+        bucket.gradients.copy_(torch.linspace(rank, 1, bucket.numel))
+        sync.start().wait()
+        assert bucket.gradients.isfinite().all()
+
+
+def test_training() -> None:
+    spawn(training_worker, 2)
+
+
+def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
+    flags = ("--bf16", "--use-distributed-optimizer", "--dp-compression", f"{NAME}:rank=2", *flags)
+    return pretrain(
+        *tiny_flags(*flags, train_iters="6", micro_batch_size=micro_batch), ranks=ranks, directory=tmp_path
+    )
+
+
+def test_resume(tmp_path) -> None:
+    """Six iterations at once, and four and two; then two on four ranks instead of two."""
+    saved = tmp_path / "checkpoints"
+    whole = _run(tmp_path, 2, "--save", str(saved), "--save-interval", "4")
+    assert "gradients as products of matrices of 2 columns; error feedback in fp32" in whole.output
+    shutil.rmtree(saved / "iter_0000006")
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    resumed = _run(tmp_path, 2, "--load", str(saved))
+    assert "every rank took back its own" in resumed.output
+    assert [rank.parameters for rank in resumed.ranks] == [rank.parameters for rank in whole.ranks]
+    assert resumed.losses[6] == whole.losses[6]
+    wider = _run(tmp_path, 4, "--load", str(saved), micro_batch="1")
+    assert "the sum over the 2 ranks that saved it was spread over 4 ranks" in wider.output
+    assert len({str(rank.parameters) for rank in wider.ranks}) == 1, "replicas"
+    assert abs(wider.losses[6] - whole.losses[6]) < 0.02

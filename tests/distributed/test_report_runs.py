@@ -1,0 +1,61 @@
+"""Reports of whole runs: what the log line says, and that a run never ends because of its report."""
+
+import json
+import re
+
+import pytest
+
+from tests.distributed.launch import pretrain, start, tiny_flags
+
+
+def test_a_run_by_samples(tmp_path) -> None:
+    """``--train-samples``, as upstream's Llama 3 script has it: the number of iterations is Megatron's."""
+    flags = tiny_flags("--train-samples", "12", "--compression-report", str(tmp_path / "report"))
+    place = flags.index("--train-iters")
+    del flags[place : place + 2]
+    run = start("pretrain_gpt.py", *flags).finish(timeout=240)
+    assert run.returncode == 0, run.output[-4000:]
+    ours = re.findall(r"communication +(\d+)/ *(\d+) \|", run.output)
+    assert ours == [("1", "3"), ("2", "3"), ("3", "3")]
+    assert (tmp_path / "report" / "report.md").exists()
+
+
+def test_figures_agree_with_megatrons_own_line() -> None:
+    """The loss is the mean of a log interval, and the time of an iteration is the same."""
+    run = pretrain(processes=1, exact=True, log_interval="2")
+    losses, times = run.log("lm loss"), run.log("elapsed time per iteration (ms)")
+    rows = [json.loads(line) for line in (run.report / "history.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [2, 4]
+    for row in rows:
+        assert f"{row['losses']['lm loss']:.6E}" == f"{losses[row['iteration']]:.6E}"
+        assert row["milliseconds_per_iteration"] == pytest.approx(times[row["iteration"]], rel=0.2)
+    summary = json.loads((run.report / "report.json").read_text())["summary"]
+    assert summary["peak_memory_bytes"]["resident"] > 10e6
+
+
+def test_the_probe_has_its_own_entry_in_the_log_line() -> None:
+    """What the line says adds up to every byte of the ledger."""
+    flags = ["--tensor-model-parallel-size", "2", "--taco", "--taco-min-message-mb", "0"]
+    run = pretrain(*flags, exact=True, train_iters="1")
+    (line,) = re.findall(r"communication +1/.*", run.output)
+    report = json.loads((run.report / "report.json").read_text())
+    rows = [row for rank in report["ledger_by_rank"] for row in rank if row["phase"] == "train"]
+    probed, others = (
+        sum(row["sent_bytes"] for row in rows if (row["kind"] == "probe") == wanted) / 2 / 1e6
+        for wanted in (True, False)
+    )
+    assert f"error probe (MB): {probed:.3f} |" in line and probed > 0
+    said = sum(map(float, re.findall(r"tp\.\w+ \(MB\): ([\d.]+)", line)))
+    assert said == pytest.approx(others, abs=0.002)
+    assert re.search(r"tensor-parallel ratio: \d\.\d{3} \|", line)
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_the_start(tmp_path) -> None:
+    """One line with the flag and the fix, before anything is built."""
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "report"
+    run = pretrain("--compression-report", str(folder), processes=1, check=False)
+    assert run.returncode != 0 and "iteration        1/" not in run.output
+    assert run.errors() == [
+        f"error: --compression-report {folder} cannot be written (Not a directory); name another folder"
+    ]

@@ -1,0 +1,65 @@
+"""What the benchmarks of iteration time share: settings, turns, the table."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import _bench
+import _launch
+
+
+def test_settings_are_specs_and_flags():
+    one = _launch.parse_setting("int4:normalize=standardize,group=32 int6 --validate-uncompressed")
+    assert one.words("pipeline") == [
+        *("--pp-compression", "int4:normalize=standardize,group=32"),
+        *("--pp-backward-compression", "int6", "--validate-uncompressed"),
+    ]
+    assert _launch.parse_setting("int5/int6").words("tensor") == [
+        *("--tp-compression", "int5/int6", "--tp-compression-min-mb", "0")
+    ]
+    assert _launch.parse_setting("none --grad-reduce-in-bf16").words("data") == ["--grad-reduce-in-bf16"]
+    assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["--dp-weight-compression", "none"]
+    for wrong in ("int7", "taco:grop=64", "--taco", "int4 int4 int4", "sdp4bit/int7"):
+        with pytest.raises(ValueError, match="int7|grop|one codec"):
+            _launch.parse_setting(wrong)
+
+
+def test_neighbours_share_a_run_where_only_codecs_differ():
+    settings = [_launch.parse_setting(t) for t in ("none", "int6", "int6 --tp-compression-chunks 2", "none")]
+
+    def keys(dimension: str) -> list:
+        options = Namespace(dimension=dimension)
+        return [_bench._launch_key(options, index, one) for index, one in enumerate(settings)]
+
+    assert keys("tensor") == [(), (), ("--tp-compression-chunks", "2"), ()]
+    assert len(set(keys("data"))) == 4
+
+
+def test_rules_take_turns():
+    now = [0]
+    turns = _bench.Turns([{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
+    found = []
+    for now[0] in (0, 4, 5, 9, 10):
+        found.append((turns.get("tp.forward"), turns.get("tp.backward", "off")))
+    assert found == [(1, "off"), (1, "off"), (2, 3), (2, 3), (2, 3)], "the last block goes on"
+
+
+def test_ranges_and_speed_ups_of_the_table():
+    def line(milliseconds: float) -> dict:
+        kinds = {"compressed": {"sent": 1e6, "plain": 4e6}, "exact": {"sent": 5e5, "plain": 5e5}}
+        row = {"milliseconds_per_iteration": milliseconds, "losses": {"lm loss": 5.0}}
+        return row | {"bytes_per_iteration": {"tp.forward": kinds}}
+
+    traffic = ("tp.forward", "tp.backward")
+    rows = [
+        {"regime": "pcie", "communicators": 2, "codec": codec} | _bench.summary(list(map(line, times)), traffic)
+        for codec, times in (("none", (20.0, 22.0, 24.0)), ("int6", (10.0, 11.0, 12.0)))
+    ]
+    text = _bench.table(rows, traffic)
+    assert "| pcie | none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) | 1.5 | 0.0 | 5.0000 |" in text
+    assert "| pcie | int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) | 1.5 | 0.0 | 5.0000 |" in text
+    assert text.endswith("Communicators of every message: 2.")

@@ -1,0 +1,152 @@
+"""The contract over rows, for every codec in one test: sizes, strides, sums, buffers that are given."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.compression.codecs import CODECS, parse_codec
+
+MORE = (
+    "int6:scales=single",
+    "int5/int6",
+    "int4:group=32,normalize=standardize",
+    "int6:group=64,normalize=center",
+    "int6:group=32,scales=single,hadamard=off",
+    "taco:format=int8,scales=single,group=64",
+    "taco:format=fp8-e5m2",
+    "sdp4bit:intra=4,group=2048,hadamard=off",
+    "sdp4bit:intra=4,inter=8",
+    "tah-quant:allocation=tile,tile=32",
+    "tah-quant:transform=none,high=8,low=2",
+)
+SPECS = sorted({*CODECS.names(), *MORE})
+SHAPES = [(1,), (5,), (128,), (1000,), (7, 3), (3, 2, 96), (6, 1, 257)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WORST = 0.6
+"""Relative error of two and three bits on tiny rows; what matters is that no row gets another's values."""
+
+
+def shapes_of(codec) -> list[tuple[int, ...]]:
+    """Those that see shapes take tokens and channels; normalised channels come in whole groups."""
+    if not codec.sees_shape:
+        return SHAPES
+    if "normalize" in codec.name:
+        return [(5, 64), (3, 2, 192)]
+    return [shape for shape in SHAPES if len(shape) > 1]
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows(spec: str) -> None:
+    """Payloads have the size that was said, rows do not touch each other, and strides do not matter."""
+    codec = parse_codec(spec)
+    for shape in shapes_of(codec):
+        for dtype in DTYPES:
+            x = values(3, *shape, dtype=dtype)
+            before = x.clone()
+            payloads = codec.encode(x)
+            assert payloads.shape == (3, codec.payload_bytes(shape)), (shape, dtype)
+            assert payloads.dtype == torch.uint8 and payloads.is_contiguous()
+            assert torch.equal(x, before)
+            alone = torch.cat([codec.encode(row[None]) for row in x])
+            decoded = codec.decode(payloads, shape, dtype)
+            assert decoded.shape == x.shape and decoded.dtype == dtype
+            assert torch.equal(decoded, codec.decode(alone, shape, dtype)), "rows are apart"
+            one = torch.cat([codec.decode(row[None], shape, dtype) for row in payloads])
+            assert torch.equal(decoded, one)
+            assert error(decoded, x) < WORST, (shape, dtype)
+
+            strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(0, *range(len(shape), 0, -1))
+            strided.copy_(x)
+            assert torch.equal(codec.encode(strided), payloads), "any strides"
+            every_other = torch.zeros(6, *shape, dtype=dtype)
+            every_other[::2] = x
+            assert torch.equal(codec.encode(every_other[::2]), payloads)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_sums(spec: str) -> None:
+    """``decode_sum`` is the sum of what is decoded, in fp32, scaled, rounded once."""
+    codec = parse_codec(spec)
+    second = codec.hops[1]
+    for shape in shapes_of(codec):
+        payloads = torch.stack([codec.encode(values(2, *shape, seed=seed)) for seed in range(3)])
+        exact = sum(codec.decode(rows, shape, torch.float32).double() for rows in payloads)
+        total = codec.decode_sum(payloads, shape, torch.float32)
+        assert total.shape == (2, *shape)
+        torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
+        third = codec.decode_sum(payloads, shape, torch.bfloat16, scale=1 / 3)
+        assert third.dtype == torch.bfloat16
+        torch.testing.assert_close(third.double(), exact / 3, rtol=1e-2, atol=1e-2)
+        again = codec.decode_sum_encode(payloads, shape, second)
+        assert again.shape == (2, second.payload_bytes(shape)) and again.dtype == torch.uint8
+        assert error(second.decode(again, shape, torch.float32), exact) < WORST
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_buffers_that_are_given(spec: str) -> None:
+    """The result goes into ``out``, in its dtype, whatever its strides, and has the same bits."""
+    codec = parse_codec(spec)
+    for shape in shapes_of(codec):
+        payloads = torch.stack([codec.encode(values(2, *shape, seed=seed)) for seed in range(2)])
+        for dtype in (torch.float32, torch.bfloat16):
+            for given in (
+                torch.full((2, *shape), 7.0, dtype=dtype),
+                torch.full((2, *shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)[..., ::2],
+            ):
+                codec.decode(payloads[0], shape, dtype, given)
+                assert torch.equal(given, codec.decode(payloads[0], shape, dtype))
+                codec.decode_sum(payloads, shape, dtype, 0.5, given)
+                assert torch.equal(given, codec.decode_sum(payloads, shape, dtype, 0.5))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_grids_and_differences(spec: str) -> None:
+    """What data parallelism asks for: rows that lie apart, the change of weights added to them."""
+    codec = parse_codec(spec)
+    if codec.sees_shape:
+        return
+    grid = values(2, 3, 2 * 160)[..., :160]
+    expected = torch.stack([codec.encode(rows) for rows in grid])
+    assert torch.equal(codec.encode_grid(grid), expected)
+    old, change = values(200, dtype=torch.bfloat16), 1e-2 * values(200, seed=1)
+    new = (old.float() + change).to(torch.bfloat16)
+    payload = codec.encode_difference(new, old)
+    assert payload.shape == (codec.payload_bytes((200,)),)
+    weights = old.clone()[None]
+    assert codec.add_decoded(payload[None], weights) is weights
+    assert error(weights[0], new) < 0.01
+    if spec == "identity":
+        assert torch.equal(weights[0], new)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_not_finite_stays_so(spec: str) -> None:
+    """A NaN or an infinity reaches the other side, and no other row."""
+    codec = parse_codec(spec)
+    shape = (4, 2, 128)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = values(2, *shape)
+        x[1, 2, 1, 5] = bad
+        decoded = codec.decode(codec.encode(x), shape, torch.float32)
+        assert decoded[0].isfinite().all()
+        assert not decoded[1].isfinite().all(), bad
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_is_encoded_as_nothing(spec: str) -> None:
+    """Zeros come back as zeros; a row's bits are those that tables say."""
+    codec = parse_codec(spec)
+    shape = (16, 2, 128)
+    zeros = torch.zeros(1, *shape)
+    assert torch.equal(codec.decode(codec.encode(zeros), shape, torch.float32), zeros)
+    assert codec.bits_per_value(shape) == 8 * codec.payload_bytes(shape) / math.prod(shape)
+    assert 2 < codec.bits_per_value((1024, 1, 1024)) <= 32

@@ -1,0 +1,165 @@
+"""The grammar of codecs: names parse back, everything unknown is refused in one line, others may register."""
+
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron.compression import CompressionConfigError, register_codec
+from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, describe, parse_codec
+from megatron.compression.codecs.identity import IdentityCodec
+from megatron.compression.codecs.registry import Registry
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
+
+
+@dataclass(frozen=True)
+class HalfCodec(IdentityCodec):
+    """A codec of one's own: bf16."""
+
+    loud: bool = False
+    """Nothing."""
+
+    level: int | None = None
+
+    def payload_bytes(self, shape) -> int:
+        return 2 * torch.Size(shape).numel()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
+
+    def decode(self, payloads, shape, dtype, out=None):
+        values = payloads.view(torch.bfloat16).reshape(len(payloads), *shape)
+        return values.to(dtype) if out is None else out.copy_(values)
+
+
+class NoCodec:
+    """Something else."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "canonical"),
+    [
+        ("int6", "int6"),
+        ("int6:group=128,scales=signed", "int6"),
+        ("int6:scales=single,group=64", "int6:group=64,scales=single"),
+        ("int6:hadamard=on", "int6"),
+        ("int4:group=32,normalize=standardize", "int4:group=32,normalize=standardize"),
+        ("int4:normalize=center,hadamard=false", "int4:normalize=center"),
+        ("taco", "taco"),
+        ("taco:", "taco"),
+        ("taco:format=fp8-e5m2,group=256", "taco:format=fp8-e5m2,group=256"),
+        ("taco:hadamard=off", "taco:hadamard=off"),
+        ("sdp4bit:intra=4,inter=4", "sdp4bit:intra=4"),
+        ("tah-quant:ratio=0.5,tile=64", "tah-quant:ratio=0.5"),
+        ("int5/int6", "int5/int6"),
+        ("int5:group=128/int6", "int5/int6"),
+        ("identity", "identity"),
+        (f"{__name__}:HalfCodec", f"{__name__}:HalfCodec"),
+        (f"{__name__}:HalfCodec:loud=on,level=3", f"{__name__}:HalfCodec:loud=on,level=3"),
+    ],
+)
+def test_names_parse_back(spec: str, canonical: str) -> None:
+    """One codec has one name, whatever was written; the name gives an equal codec."""
+    codec = parse_codec(spec)
+    assert codec.name == canonical
+    assert parse_codec(codec.name) == codec
+
+
+@pytest.mark.parametrize("name", CODECS.names())
+def test_every_registered_codec_has_its_name(name: str) -> None:
+    """Of the codec, of what it says of gradients, and of both hops of a collective."""
+    codec = parse_codec(name)
+    assert codec.name == name
+    for other in (codec.backward, *codec.hops):
+        assert parse_codec(other.name) == other
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("int7", "codec 'int7' is unknown; choose one of .*int6.*, or MODULE:CLASS"),
+        ("", "codec '' is unknown"),
+        ("none", "codec 'none' is unknown"),
+        ("int6:gruop=64", "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize"),
+        ("int6:bits=4", "int6: no setting 'bits'"),
+        ("int6:group", "int6: no setting 'group'|no setting"),
+        ("identity:x=1", "identity: no setting 'x'; choose among none"),
+        ("int6:group=many", "int6:group=many must be a whole number"),
+        ("int6:group=48", "int6:group=48: "),
+        ("int6:hadamard=maybe", "int6:hadamard=maybe must be on or off"),
+        ("int6:scales=dual", "scales=dual belongs to taco"),
+        ("int6:normalize=center,hadamard=on", "drop hadamard=on"),
+        ("taco:scales=signed", "scales=signed belongs to the int codecs"),
+        ("taco:format=fp9", "fp9"),
+        ("sdp4bit:intra=5", "sdp4bit:intra=5: "),
+        ("tah-quant:ratio=x", "tah-quant:ratio=x must be a number"),
+        ("tah-quant:low=5", "tah-quant:low=5: "),
+        ("int6/", "codec '' is unknown"),
+        ("int6/sdp4bit:group=64", "the two codecs cut a tensor differently"),
+        ("no.such.module:Codec", "No module named"),
+        (f"{__name__}:Missing", "has no attribute 'Missing'"),
+        (f"{__name__}:NoCodec", "NoCodec is no megatron.compression.Codec"),
+    ],
+)
+def test_what_is_unknown_is_refused(spec: str, message: str) -> None:
+    """One line that says what there is."""
+    with pytest.raises(CompressionConfigError, match=message) as error:
+        parse_codec(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mycodec", "int6:gruop=1", "powersgd"])
+def test_python_refuses_what_the_command_line_does(name: str) -> None:
+    """A config made by hand trains with what it names, or not at all."""
+    for make in (
+        lambda: TensorParallelConfig(compression=name),
+        lambda: TensorParallelConfig(compression="taco", backward=name),
+        lambda: PipelineParallelConfig(compression=name),
+        lambda: PipelineParallelConfig(compression="int8", backward=name),
+        lambda: DataParallelConfig(compression=name),
+        lambda: DataParallelConfig(compression="sdp4bit", weights=name),
+    ):
+        with pytest.raises(CompressionConfigError, match=r"unknown; choose one of|no setting 'gruop'"):
+            make()
+
+
+def test_a_name_is_given_once() -> None:
+    """The same class may come again (a module loaded anew); another one may not."""
+    with pytest.raises(CompressionConfigError, match="the codec 'int6' is IntCodec already"):
+        register_codec("int6")(HalfCodec)
+    register_codec("identity")(IdentityCodec)
+
+
+def test_others_register_by_an_entry_point(monkeypatch) -> None:
+    """Installed packages' codecs are found by name, and never take the name of ours."""
+    module = ModuleType("somebodys_package")
+    module.HalfCodec = HalfCodec
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    point = importlib.metadata.EntryPoint("half", "somebodys_package:HalfCodec", "megatron_taco.codecs")
+    taken = importlib.metadata.EntryPoint("int6", "somebodys_package:HalfCodec", "megatron_taco.codecs")
+
+    def entry_points(group: str) -> list:
+        return [point, taken] if group == "megatron_taco.codecs" else []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    registry = Registry("codec", "megatron_taco.codecs", ("megatron.compression.codecs",))
+    registry._entries.update(CODECS._entries)
+    assert "half" in registry.names()
+    codec = registry.parse("half:loud=on")
+    assert codec == HalfCodec(loud=True) and registry.spec(codec) == "half:loud=on"
+    assert type(registry.parse("int6")) is not HalfCodec
+
+
+def test_help_has_every_setting() -> None:
+    """The string under a field is its help; none of ours is without."""
+    for registry in (CODECS, GRADIENT_COMPRESSORS):
+        text = describe(registry)
+        for name in registry.names():
+            assert f"`{name}`:" in text
+        for line in text.splitlines():
+            assert not line.startswith("- ") or len(line.partition(": ")[2]) > 10, line

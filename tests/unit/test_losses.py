@@ -1,0 +1,105 @@
+"""scripts/losses.py: runs are made once, a stop loses none, the noise is there to see."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import losses
+
+LOSSES = {("none", 1): 4.0, ("codec", 1): 4.1, ("control", 1): 4.4, ("none", 2): 3.92}
+BASELINE = "none"
+
+
+def _runs() -> list[dict]:
+    plan = losses.plan(["none", "codec", "control"], [1], noise_seed=2)
+    return [{"iterations": 5, "setting": setting, "seed": seed} for setting, seed in plan]
+
+
+class Trainings:
+    """Stands for the trainings; each takes ``seconds`` of a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
+        self.trained, self.now, self.seconds = [], 0.0, seconds
+        monkeypatch.setattr(losses.time, "monotonic", lambda: self.now)
+
+    def __call__(self, run: dict) -> dict:
+        self.now += self.seconds
+        self.trained.append((run["setting"], run["seed"]))
+        return {"validation_loss": LOSSES[run["setting"], run["seed"]]}
+
+
+def test_differences_and_noise(tmp_path: Path, monkeypatch) -> None:
+    """Against the baseline of the same seed; the noise is the baseline's spread over seeds."""
+    results = losses.train_missing(_runs(), Trainings(monkeypatch), tmp_path)
+    assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES)
+    differences = [losses.difference(row, results, BASELINE) for row in results]
+    assert differences == [None, pytest.approx(0.025), pytest.approx(0.1), None]
+    assert losses.noise(results, BASELINE) == pytest.approx(4.0 / 3.92 - 1)
+    assert losses.noise(results[:3], BASELINE) is None
+    assert losses.plan(["none", "none"], [1, 2], 2) == [("none", 1), ("none", 2)], "a seed once"
+
+
+def test_the_table_shows_loss_and_traffic() -> None:
+    """Bits are of values of 16; a class of traffic that only some settings have is zero elsewhere."""
+    plain = {"sent": 2e6, "uncompressed": 2e6}
+    common = {"setting": "none", "seed": 1, "validation_loss": 4.0}
+    results = [common | {"bytes_per_iteration": {"pp.forward": plain, "pp.other": plain}}]
+    sent = {"pp.forward": {"sent": 5e5, "uncompressed": 2e6}, "pp.backward": plain}
+    codec = {"setting": "int4 int6", "validation_loss": 4.1, "bytes_per_iteration": sent}
+    results.append(common | codec)
+    results.append(results[0] | {"seed": 2, "validation_loss": 3.92})
+    text = losses.table(results, BASELINE)
+    assert "| setting | seed | validation loss | against none | pp.forward MB | bits | pp.backward MB" in text
+    assert "| int4 int6 | 1 | 4.1000 | +2.50% | 0.500 | 4.000 | 2.000 | 16.000 |" in text
+    assert "| none | 1 | 4.0000 | - | 2.000 | 16.000 | 0.000 | 0.000 |" in text
+    assert "validation loss of none by 2.04%" in text
+
+
+def test_the_time_limit_leaves_the_rest_for_the_next_start(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two runs of 100 seconds fit into 250; the next start makes the other two and no more."""
+    first, second = Trainings(monkeypatch, 100.0), []
+    assert len(losses.train_missing(_runs(), first, tmp_path, time_limit=250)) == 2
+    assert "2 of 4 runs are left: start again" in capsys.readouterr().out
+    again = Trainings(monkeypatch, 100.0)
+    results = losses.train_missing(_runs(), again, tmp_path, time_limit=250, report=second.append)
+    assert first.trained + again.trained == list(LOSSES) and len(results) == 4
+    assert [len(rows) for rows in second] == [3, 4], "the table after each run"
+
+
+def test_another_setup_is_another_run(tmp_path: Path, monkeypatch) -> None:
+    """Results of fewer iterations are not taken for those of more."""
+    trainings = Trainings(monkeypatch)
+    losses.train_missing(_runs()[:1], trainings, tmp_path)
+    longer = {**_runs()[0], "iterations": 6}
+    assert losses.train_missing([longer], trainings, tmp_path) == [{**longer, "validation_loss": 4.0}]
+    assert len(trainings.trained) == 2
+
+
+def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+    def train(run: dict) -> dict:
+        if run["setting"] == "codec":
+            raise RuntimeError("the codec run failed")
+        return {"validation_loss": 4.0}
+
+    with pytest.raises(SystemExit) as ended:
+        losses.train_missing(_runs(), train, tmp_path)
+    assert ended.value.code == 1 and "error: the codec run failed" in capsys.readouterr().err
+    assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
+
+
+def test_jobs_are_trained_at_once_and_all_kept(tmp_path: Path) -> None:
+    """Two trainings that wait for each other end; each result is there once, whatever the order."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def train(run: dict) -> dict:
+        barrier.wait()
+        return {"validation_loss": LOSSES[run["setting"], run["seed"]]}
+
+    results = losses.train_missing(_runs(), train, tmp_path, jobs=2)
+    assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES), "in the order of the plan"
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 4

@@ -1,0 +1,116 @@
+"""Settings of pipeline parallelism: specs, what follows from them, and what is refused, in one line."""
+
+import dataclasses
+from argparse import Namespace
+
+import pytest
+
+from megatron.compression.communication import Policy
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+
+ARGS = Namespace(
+    cuda_graph_impl="none",
+    pipeline_model_parallel_size=2,
+    tensor_model_parallel_size=2,
+    context_parallel_size=1,
+    sequence_parallel=True,
+    seq_length=64,
+    micro_batch_size=2,
+    hidden_size=256,
+)
+
+
+def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
+    """Canonical names of what goes forward and back."""
+    pair = config.forward_codec, config.backward_codec
+    return tuple(None if codec is None else codec.name for codec in pair)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    (
+        ({}, (None, None)),
+        ({"compression": "int8"}, ("int8", "int8")),
+        ({"compression": "tah-quant"}, ("tah-quant", "int6:group=32,scales=single,hadamard=off")),
+        ({"compression": "int4:normalize=center"}, ("int4:normalize=center", "int4:hadamard=off")),
+        ({"compression": "taco", "backward": "none"}, ("taco", None)),
+        ({"backward": "sdp4bit"}, (None, "sdp4bit")),
+        (
+            {"compression": "auto"},
+            ("int4:group=32,normalize=standardize", "int6:group=32,scales=single,hadamard=off"),
+        ),
+        ({"compression": "auto", "backward": "int8"}, ("int4:group=32,normalize=standardize", "int8")),
+        ({"compression": "auto", "backward": "none"}, ("int4:group=32,normalize=standardize", None)),
+    ),
+    ids=str,
+)
+def test_codecs(settings: dict, expected: tuple) -> None:
+    """The gradients' codec is the one that the activations' names, where nobody chooses it."""
+    config = PipelineParallelConfig(**settings)
+    assert names(config) == expected and config.enabled == (expected != (None, None))
+    assert PipelineParallelConfig(**dataclasses.asdict(config)) == config, "reports and checkpoints"
+    assert config.describe() == "pipeline stages send {}, back {}".format(
+        *(name or "uncompressed" for name in expected)
+    )
+
+
+def test_rules() -> None:
+    """Both directions start at the same iteration and stay out of exact evaluations."""
+    ledger, iteration = Ledger(), 2
+    rules = PipelineParallelConfig(compression="int6", backward="none").rules(start_iteration=3)
+    policy = Policy(rules, ledger, lambda: iteration, validate_uncompressed=True)
+    assert policy.decide("pp.forward", 1).why == "warmup" and policy.decide("pp.backward", 1).why == "off"
+    iteration = 3
+    assert policy.decide("pp.forward", 1).codec.name == "int6"
+    ledger.evaluating = True
+    assert policy.decide("pp.forward", 1) == (None, "evaluation")
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    (
+        ({"compression": "mycodec"}, "--pp-compression: codec 'mycodec' is unknown"),
+        (
+            {"compression": "int8", "backward": "int6:gruop=64"},
+            "--pp-backward-compression: int6: no setting 'gruop'",
+        ),
+        ({"compression": "int4/int6"}, "--pp-compression int4/int6: .* with --pp-backward-compression"),
+        ({"backward": "none"}, "--pp-backward-compression none given, .* add --pp-compression"),
+    ),
+    ids=str,
+)
+def test_refused(settings: dict, line: str) -> None:
+    """The line names the flag and the fix."""
+    with pytest.raises(CompressionConfigError, match=line) as error:
+        PipelineParallelConfig(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_channels_that_do_not_fit() -> None:
+    """Refused before the first iteration, with the flag, the sizes and the fix; not where nothing is sent."""
+    config = PipelineParallelConfig(compression="auto")
+    config.check(ARGS)
+    odd = Namespace(**{**vars(ARGS), "hidden_size": 80})
+    line = r"--pp-compression int4:group=32,normalize=standardize does not fit messages of \[32, 2, 80\] .*"
+    with pytest.raises(CompressionConfigError, match=line + "change the codec's settings") as error:
+        config.check(odd)
+    assert "\n" not in str(error.value)
+    PipelineParallelConfig(compression="tah-quant").check(odd)
+    config.check(Namespace(**{**vars(odd), "pipeline_model_parallel_size": 1}))
+
+
+def test_graphs_are_refused() -> None:
+    """A replayed graph would neither count nor choose."""
+    args = Namespace(**{**vars(ARGS), "cuda_graph_impl": "full_iteration"})
+    with pytest.raises(CompressionConfigError, match="drop --cuda-graph-impl full_iteration"):
+        PipelineParallelConfig(compression="int8").check(args)
+    PipelineParallelConfig().check(args)
+
+
+def test_idle() -> None:
+    """One stage sends nothing."""
+    assert "--pipeline-model-parallel-size is 1" in PipelineParallelConfig(compression="int8").idle_reason(1)
+    assert PipelineParallelConfig(compression="int8").idle_reason(2) is None
+    assert PipelineParallelConfig().idle_reason(1) is None

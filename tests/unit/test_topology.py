@@ -1,0 +1,86 @@
+"""Which ranks share a node, and what of a collective crosses nodes."""
+
+import pytest
+
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.topology import (
+    Topology,
+    group_by_node,
+    nodes_by_size,
+    nodes_by_views,
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape"),
+    [
+        ([0, 0, 0, 0], (1, 4)),
+        ([0, 0, 1, 1], (2, 2)),
+        ([0, 1, 2], (3, 1)),
+        ([5, 5, 5, 7, 7, 7], (2, 3)),
+        ([0, 0, 1], None),
+        ([0, 1, 1], None),
+        ([0, 0, 1, 1, 0, 0], None),
+        ([3], (1, 1)),
+    ],
+)
+def test_nodes_of_a_group(nodes: list[int], shape: tuple[int, int] | None) -> None:
+    """Equal nodes, one behind the other; anything else has no two hops."""
+    assert group_by_node(nodes) == shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        ([2, 2, 2, 2], [0, 0, 2, 2]),
+        ([4, 4, 4, 4, 2, 2], [0, 0, 0, 0, 4, 4]),
+        ([3, 3, 3, 2, 2, 2, 2], [0, 0, 0, 3, 3, 5, 5]),
+        ([4, 4], [0, 0]),  # fewer than there might be
+        ([4, 2, 4, 2, 4, 4], None),  # nodes take ranks in turn
+        ([2, 2, 0, 0], None),
+        ([0], None),
+    ],
+)
+def test_nodes_by_the_size_that_each_rank_knows(sizes: list[int], nodes: list[int] | None) -> None:
+    assert nodes_by_size(sizes) == nodes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hosts", "nodes"),
+    [
+        ([2, 2, 2, 2], "aabb", [0, 0, 2, 2]),
+        ([2, 2, 2, 2], "aaaa", [0, 0, 2, 2]),  # containers of one name; nodes emulated on one host
+        ([2, 2, 2, 2], "abab", [0, 1, 0, 1]),  # ranks that go round the hosts
+        ([0, 0, 0, 0], "aabb", [0, 0, 2, 2]),
+    ],
+)
+def test_nodes_by_what_ranks_say_and_the_names_of_their_hosts(sizes, hosts, nodes) -> None:
+    assert nodes_by_views(sizes, list(hosts)) == nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "operation", "inside", "between"),
+    [
+        (1, 4, "all_gather", 1200, 0),
+        (4, 1, "all_gather", 0, 1200),
+        (2, 2, "all_gather", 600, 600),
+        (2, 3, "all_gather", 800, 400),  # of a ring's edges, one a node leads to another node
+        (3, 2, "all_gather", 600, 600),
+        (3, 4, "reduce_scatter", 900, 300),
+        (2, 3, "all_to_all", 480, 720),  # of five peers, two are on the same node
+        (3, 2, "all_to_all", 240, 960),
+    ],
+)
+def test_bytes_inside_and_between_nodes(
+    nodes: int, local: int, operation: str, inside: int, between: int
+) -> None:
+    topology = Topology(None, nodes, local)
+    assert topology.split(operation, 1200) == {"intra": inside, "inter": between}
+
+
+def test_an_uncompressed_collective_is_counted_by_link() -> None:
+    """A reduce-scatter of 1,200 bytes over two nodes of three: five sixths are sent, a third of them far."""
+    ledger = Ledger()
+    Topology(None, 2, 3).record_uncompressed(ledger, "dp.gradient", "off", "reduce_scatter", 1200)
+    sent = {row["link"]: row["sent_bytes"] for row in ledger.rows()}
+    assert sent == {"intra": 667, "inter": 333}
