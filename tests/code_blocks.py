@@ -75,6 +75,6 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
 def clone(folder: Path) -> Path:
     """Make ``folder`` look like the root of a clone, by links, so that blocks can write files beside it."""
     for entry in REPO.iterdir():
-        if not entry.name.startswith("."):
+        if not entry.name.startswith(".") and entry.name != "runs":
             (folder / entry.name).symlink_to(entry)
     return folder

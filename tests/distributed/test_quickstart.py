@@ -13,4 +13,4 @@ def test_the_page_runs(tmp_path):
     outputs = [run(block, folder) for block in code_blocks(PAGE)]
     for dimension, output in zip(("tensor", "pipeline", "data"), outputs, strict=True):
         assert f"{dimension}-parallel ratio" in output
-    assert "tensor-parallel ratio" in (folder / "runs" / "quickstart" / "report.md").read_text()
+    assert "What one GPU sends in one iteration" in (folder / "runs" / "quickstart" / "report.md").read_text()
