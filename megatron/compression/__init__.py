@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.compression.attach import Compression, attach
     from megatron.compression.codecs import (
         Codec,
         parse_codec,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.compression import Compression, attach
     from megatron.compression.config import CompressionConfig
     from megatron.compression.data_parallel.compressor import (
         GradientBucket,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "setup": ("add_arguments", "enable"),
-    "attach": ("Compression", "attach"),
+    "compression": ("Compression", "attach"),
     "config": ("CompressionConfig",),
     "errors": ("CompressionConfigError",),
     "codecs": ("Codec", "parse_codec", "register_codec", "register_gradient_compressor"),

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
+from typing import NoReturn
 
 FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -29,7 +30,7 @@ class CompressionConfigError(InputError):
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of hundreds of flags."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Raises: InputError, with the flags that look like the unknown ones."""
         known = [flag for action in self._actions for flag in action.option_strings]
         unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
@@ -109,7 +110,8 @@ def first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     if text:
         return text[0]
-    return f"required: {traceback.extract_tb(error.__traceback__)[-1].line.removeprefix('assert ')}"
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"required: {line.removeprefix('assert ')}"
 
 
 def _disk_is_full(error: BaseException, folder: str | None) -> bool:
@@ -122,8 +124,9 @@ def _disk_is_full(error: BaseException, folder: str | None) -> bool:
         if getattr(one, "errno", None) in _FULL or any(os.strerror(code) in str(one) for code in _FULL):
             return True
         one = one.__cause__ or one.__context__
-    saving = folder is not None and os.path.isdir(folder) and came_through(error, "save_checkpoint")
-    return saving and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
+    if folder is None or not os.path.isdir(folder) or not came_through(error, "save_checkpoint"):
+        return False
+    return shutil.disk_usage(folder).free < FULL_BELOW_BYTES
 
 
 @contextlib.contextmanager

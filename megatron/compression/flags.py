@@ -199,4 +199,4 @@ def _escape_broken_help(parser: ArgumentParser) -> None:
         try:
             formatter._expand_help(action)
         except (ValueError, TypeError, KeyError):
-            action.help = action.help.replace("%", "%%")
+            action.help = (action.help or "").replace("%", "%%")

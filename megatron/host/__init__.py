@@ -14,6 +14,7 @@ from megatron.host.overrides import cpu_argument_overrides
 __all__ = ["cpu_argument_overrides", "install", "is_active"]
 
 _active = False
+_training = False
 
 
 def is_active() -> bool:
@@ -21,21 +22,30 @@ def is_active() -> bool:
     return _active
 
 
-def install() -> bool:
-    """Make Megatron's training loop runnable on this machine. Idempotent.
+def install(training: bool = True) -> bool:
+    """Make Megatron runnable on this machine. Idempotent.
+
+    Args:
+        training: Megatron's own training loop as well; False leaves megatron.training alone, for loops over
+            megatron-core.
 
     Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
     """
-    global _active
+    global _active, _training
     import torch
 
-    if _active or torch.cuda.is_available():
-        return _active
+    if not _active and torch.cuda.is_available():
+        return False
     from megatron.host import devices, engine, rng, tensors
 
-    devices.install()
-    tensors.install()
-    rng.install()
-    engine.install()
-    _active = True
+    if not _active:
+        devices.install()
+        tensors.install()
+        rng.install()
+        _active = True
+        if not training:
+            engine.install_core()
+    if training and not _training:
+        _training = True
+        engine.install()
     return True

@@ -57,24 +57,32 @@ def _skip_warm_up(tp_size=None) -> None:
     """For set_jit_fusion_options."""
 
 
-def install() -> None:
-    """Replace Megatron's own symbols; loads megatron.training on the way."""
+def install_core() -> None:
+    """Replace megatron-core's symbols."""
+    _load("megatron.core.transformer")
+    from megatron.core.tensor_parallel import random as tracker
+
+    from megatron.host import rng
+
+    rng.install_tracker(tracker)
+
+
+def _load(name: str):
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
         import torch._dynamo
 
         torch._dynamo.config.disable = True
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    training = _import_without_compile("megatron.training.training")
+    return _import_without_compile(name)
 
+
+def install() -> None:
+    """Replace Megatron's own symbols; loads megatron.training on the way."""
+    training = _load("megatron.training.training")
     replace(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
     # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
     # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
     put(training, "set_jit_fusion_options", _skip_warm_up, "nothing is compiled")
     replace(training, "build_pretraining_data_loader", (), _with_own_generator)
-
-    from megatron.core.tensor_parallel import random as tracker
-
-    from megatron.host import rng
-
-    rng.install_tracker(tracker)
+    install_core()

@@ -36,17 +36,9 @@ def part_counts(at, tokens, tiles, T: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def statistics_kernel(
-    partials,
-    statistics,
-    inverses,
-    tokens,
-    tiles,
-    channels,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    B: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    partials, statistics, inverses, tokens, tiles, channels, T: tl.constexpr, K: tl.constexpr,
+    B: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """B channels' statistics, bf16, and fp32 inverses of the second, from the tiles' partial ones."""
     column = tl.program_id(0) * B + tl.arange(0, B)
     inside = column < channels

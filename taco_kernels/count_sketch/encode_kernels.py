@@ -42,16 +42,9 @@ def _hash(row, blocks, third, seed, STREAM: tl.constexpr, ROUNDS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["seed", "third"])
 def hash_kernel(
-    hashes,
-    rows,
-    blocks,
-    third,
-    seed,
-    STREAM: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    hashes, rows, blocks, third, seed, STREAM: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
     T: tl.constexpr,
-):
+):  # fmt: skip
     """hashing.row_hashes: int32[rows, 4], T rows a program."""
     row = tl.program_id(0) * T + tl.arange(0, T)
     a, b, c, last = _hash(row, blocks, third, seed, STREAM, ROUNDS, WIDTH)
@@ -80,17 +73,9 @@ def sign_of(last, j: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "third"])
 def list_kernel(
-    heads,
-    links,
-    rows,
-    blocks,
-    third,
-    seed,
-    STREAM: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    T: tl.constexpr,
-):
+    heads, links, rows, blocks, third, seed, STREAM: tl.constexpr, ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """The inverse of hashing.row_hashes: a linked list of members for each sketch row, T rows a program.
 
     ``heads`` int64[sketch_rows], zero before, has the first members, ``links`` int64[rows, 3] what follows a
@@ -161,21 +146,9 @@ def _member(x, exponents, links, entry, j, numel, WIDTH: tl.constexpr):
 
 @triton.jit
 def sketch_kernel(
-    x,
-    thresholds,
-    exponents,
-    heads,
-    links,
-    cells,
-    numel,
-    rows,
-    third,
-    x_stride,
-    cells_stride,
-    MANTISSA: tl.constexpr,
-    FLOOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x, thresholds, exponents, heads, links, cells, numel, rows, third, x_stride, cells_stride,
+    MANTISSA: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """A row of one shard's sketch: the signed sum of its members' q, modulo 2^32 or 2^16 as ``cells`` says.
 
     Reads every row of x three times, from L2 but for the first, as neighbours have the same block: no
@@ -222,23 +195,10 @@ def sketch_kernel(
 
 @triton.jit
 def encode_kernel(
-    x,
-    remainder,
-    thresholds,
-    exponents,
-    words,
-    numel,
-    rows,
-    word_count,
-    x_stride,
-    remainder_stride,
-    words_stride,
-    MANTISSA: tl.constexpr,
-    FLOOR: tl.constexpr,
-    KEEP_REMAINDER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    T: tl.constexpr,
-):
+    x, remainder, thresholds, exponents, words, numel, rows, word_count, x_stride, remainder_stride,
+    words_stride, MANTISSA: tl.constexpr, FLOOR: tl.constexpr, KEEP_REMAINDER: tl.constexpr,
+    WIDTH: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """T rows of one shard: which values are sent into the bitmap, and what is left of x.
 
     The bitmap's words after the last row, up to ``word_count``, become 0. May overwrite x: after the sketch.

@@ -88,20 +88,9 @@ def list_singles(
 
 @triton.jit
 def leave(
-    pairs,
-    hashes,
-    row,
-    last,
-    column,
-    q,
-    key,
-    single,
-    first,
-    j: tl.constexpr,
-    third,
-    SHIFT: tl.constexpr,
+    pairs, hashes, row, last, column, q, key, single, first, j: tl.constexpr, third, SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """Take members off their cells of subtable j. Returns where these are and which have one member now."""
     target = tl.load(hashes + row * 4 + j, mask=single, other=0)
     moved = column ^ column_mask(last, j, WIDTH)
@@ -114,29 +103,10 @@ def leave(
 
 @triton.jit
 def peel_queue(
-    queue,
-    pairs,
-    exponents,
-    hashes,
-    values,
-    head,
-    tail,
-    tail_a,
-    tail_b,
-    resolved,
-    first,
-    third,
-    slab,
-    block,
-    blocks,
-    j: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CELLS: tl.constexpr,
-):
+    queue, pairs, exponents, hashes, values, head, tail, tail_a, tail_b, resolved, first, third, slab,
+    block, blocks, j: tl.constexpr, MANTISSA: tl.constexpr, FLOOR: tl.constexpr, BITS: tl.constexpr,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
     """Peel what subtable j's queue holds from ``head`` to ``tail``.
 
     Cells that are left with one member go into the queues of their subtables, a = j + 1 and b = j + 2 modulo
@@ -180,26 +150,10 @@ def peel_queue(
 
 @triton.jit
 def peel_kernel(
-    cells,
-    pairs,
-    words,
-    exponents,
-    hashes,
-    values,
-    counters,
-    estimates,
-    numel,
-    rows,
-    blocks,
-    third,
-    MANTISSA: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    CELLS: tl.constexpr,
-):
+    cells, pairs, words, exponents, hashes, values, counters, estimates, numel, rows, blocks, third,
+    MANTISSA: tl.constexpr, FLOOR: tl.constexpr, BITS: tl.constexpr, SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, CELLS: tl.constexpr,
+):  # fmt: skip
     """Decode one slab: 32 columns of one block's sketch, which no other program touches.
 
     1. A pair is a cell (upper 32 bits) and its key (lower): one load and one atomic serve both. Per element

@@ -19,30 +19,10 @@ from taco_kernels.symmetric_memory.signals import publish, wait
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_kernel(
-    x,
-    out,
-    to_wire,
-    from_wire,
-    table,
-    steps_done,
-    memory,
-    rank,
-    error,
-    timeout,
-    numel,
-    stride,
-    length,
-    groups,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    OUT_FLAGS: tl.constexpr,
-    ENCODED: tl.constexpr,
-    C: tl.constexpr,
-    E: tl.constexpr,
-):
+    x, out, to_wire, from_wire, table, steps_done, memory, rank, error, timeout, numel, stride, length,
+    groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
+    ENCODED: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """out = every rank's x, pieces of ``length`` values. ENCODED: x is this rank's wire already."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)

@@ -27,32 +27,10 @@ UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def two_shot_kernel(
-    x,
-    out,
-    to_wire,
-    from_wire,
-    table,
-    steps_done,
-    memory,
-    rank,
-    error,
-    timeout,
-    numel,
-    stride,
-    length,
-    groups,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    OUT_FLAGS: tl.constexpr,
-    C: tl.constexpr,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    DHALF: tl.constexpr,
-    E: tl.constexpr,
-):
+    x, out, to_wire, from_wire, table, steps_done, memory, rank, error, timeout, numel, stride, length,
+    groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
+    C: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, DHALF: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """out = sum of every rank's x, in W pieces of ``groups`` groups.
 
     C encodes what the ranks have, D the sums; HALF and DHALF are the same for half a tile.

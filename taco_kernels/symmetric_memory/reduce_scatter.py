@@ -14,29 +14,10 @@ from taco_kernels.taco.wire import encode_groups
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def reduce_scatter_kernel(
-    x,
-    out,
-    to_wire,
-    from_wire,
-    table,
-    steps_done,
-    memory,
-    rank,
-    error,
-    timeout,
-    numel,
-    stride,
-    length,
-    groups,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    OUT_FLAGS: tl.constexpr,
-    C: tl.constexpr,
-    E: tl.constexpr,
-):
+    x, out, to_wire, from_wire, table, steps_done, memory, rank, error, timeout, numel, stride, length,
+    groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)

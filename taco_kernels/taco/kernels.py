@@ -29,19 +29,9 @@ def encode_tile(x, out, tile, numel, groups, out_stride, rows, matrix, FLAGS: tl
 
 @triton.jit
 def encode_kernel(
-    x,
-    out,
-    numel,
-    groups,
-    chunks,
-    out_stride,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    C: tl.constexpr,
-):
+    x, out, numel, groups, chunks, out_stride, run, inner, stride_outer, stride_inner,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """out[chunk] = wire of ``groups`` groups, for ``chunks`` chunks. Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
@@ -70,19 +60,9 @@ def decode_tile(
 
 @triton.jit
 def decode_kernel(
-    wires,
-    x,
-    numel,
-    groups,
-    chunks,
-    wire_stride,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    FLAGS: tl.constexpr,
-    C: tl.constexpr,
-):
+    wires, x, numel, groups, chunks, wire_stride, run, inner, stride_outer, stride_inner,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
@@ -144,18 +124,9 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
 
 @triton.jit
 def decode_sum_tile(
-    wires,
-    x,
-    first,
-    numel,
-    groups,
-    wire_stride,
-    rows,
-    matrix,
-    W: tl.constexpr,
-    FLAGS: tl.constexpr,
+    wires, x, first, numel, groups, wire_stride, rows, matrix, W: tl.constexpr, FLAGS: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Groups first, first + 1, ... first + R - 1."""
     h = sum_senders(wires, wire_stride, first, groups, W, C)
     if C.HADAMARD:
@@ -165,19 +136,9 @@ def decode_sum_tile(
 
 @triton.jit
 def decode_sum_kernel(
-    wires,
-    x,
-    numel,
-    groups,
-    wire_stride,
-    run,
-    inner,
-    stride_outer,
-    stride_inner,
-    W: tl.constexpr,
-    FLAGS: tl.constexpr,
-    C: tl.constexpr,
-):
+    wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """x = WHT(sum of q * step). Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.bfloat16)
@@ -193,14 +154,8 @@ def decode_sum_kernel(
 
 @triton.jit
 def decode_sum_encode_kernel(
-    wires,
-    out,
-    groups,
-    wire_stride,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-):
+    wires, out, groups, wire_stride, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
     first = tl.program_id(0) * C.R
     h = sum_senders(wires, wire_stride, first, groups, W, C)

@@ -148,19 +148,9 @@ def decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices,
 
 @triton.jit
 def decode_kernel(
-    x,
-    base,
-    extra,
-    scales,
-    pivots,
-    slots,
-    tiles,
-    high_tiles,
-    per_unit,
-    per_row,
-    channels,
+    x, base, extra, scales, pivots, slots, tiles, high_tiles, per_unit, per_row, channels,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Persistent programs, R tiles a step."""
     matrices = (0, 0)
     if C.TRANSFORM:

@@ -32,16 +32,9 @@ def entropy_key(total, weighted):
 
 @triton.jit
 def entropy_kernel(
-    sums,
-    keys,
-    units,
-    per_unit,
-    population,
-    populations,
-    U: tl.constexpr,
-    T: tl.constexpr,
+    sums, keys, units, per_unit, population, populations, U: tl.constexpr, T: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """keys[population * N + index] of U units a program; T is a power of two from ``per_unit`` on."""
     unit = tl.program_id(0) * U + tl.arange(0, U)
     tile = tl.arange(0, T)[None, :]
@@ -78,20 +71,9 @@ def part_of(width, share):
 
 @triton.jit
 def choose_kernel(
-    keys,
-    sums,
-    widths,
-    slots,
-    extra,
-    out,
-    counts,
-    units,
-    N: tl.constexpr,
-    STEPS: tl.constexpr,
-    FUSED: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    P: tl.constexpr,
-):
+    keys, sums, widths, slots, extra, out, counts, units, N: tl.constexpr, STEPS: tl.constexpr,
+    FUSED: tl.constexpr, BY_TOKEN: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """Widths and slots of one population a program, N units at a time, STEPS times.
 
     With P, units are tiles, whose P words of a plane are copied from ``extra`` to their slots of ``out``: no

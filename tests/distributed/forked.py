@@ -51,19 +51,30 @@ class ForkedRun:
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
 
-def pretrain(*flags: str, ranks: int, directory: Path, timeout: float = 300, check: bool = True) -> ForkedRun:
-    """Run ``pretrain_gpt.py flags`` on ``ranks`` forked processes.
+def pretrain(
+    *flags: str,
+    ranks: int,
+    directory: Path,
+    timeout: float = 300,
+    check: bool = True,
+    script: str = "pretrain_gpt.py",
+    through: str | None = None,
+) -> ForkedRun:
+    """Run ``script flags`` on ``ranks`` forked processes.
 
     Args:
         directory: an existing folder for the output.
         timeout: seconds, after which the ranks are killed and the test fails.
         check: require that the run succeeds.
+        script: the entrypoint, relative to the repository.
+        through: a script that is given the entrypoint as its first argument, in place of it.
     """
     port, results = free_port(), Path(tempfile.mkdtemp(prefix="results-", dir=directory))
     started = Started([])
+    words = [script, *flags] if through is None else [through, script, *flags]
     for rank in range(ranks):
         own = rank_environment(rank, ranks, port)
-        started.processes.append(Forked(own, _rank_main, flags, results / str(rank)))
+        started.processes.append(Forked(own, _rank_main, words, results / str(rank)))
         started.read(started.processes[-1])
     run = started.finish(timeout)
     files = [results / str(rank) for rank in range(ranks)]
@@ -73,9 +84,9 @@ def pretrain(*flags: str, ranks: int, directory: Path, timeout: float = 300, che
     return ForkedRun(run.returncode, run.output, complete, run.seconds)
 
 
-def _rank_main(flags: tuple[str, ...], results: Path) -> None:
+def _rank_main(words: list[str], results: Path) -> None:
     result, finish = _capture()
-    run_script("pretrain_gpt.py", list(flags))
+    run_script(words[0], words[1:])
     finish()
     results.write_bytes(pickle.dumps(result))
 
@@ -88,7 +99,7 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     """
     from megatron.core import parallel_state
 
-    from megatron.compression.attach import Compression
+    from megatron.compression.compression import Compression
     from megatron.compression.report import Reporter
 
     result, held = RankResult(), {}

@@ -15,7 +15,7 @@ from tests.distributed.tiny_gpt import (
     build_tiny_gpt,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_without_batch
+from tests.distributed.transport_audit import TransportAudit, total_of
 
 NEW_TOKENS = 5
 FP8, INT8 = "taco", "int8:scales=single"
@@ -96,7 +96,7 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     }
     for case, ranks in enumerate(results):
         for result in ranks:
-            assert total_without_batch(result["rows"]) == result["audit"], cases[case]
+            assert total_of(result["rows"]) == result["audit"], cases[case]
             for channel in ("tp.forward", "tp.backward"):
                 assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
             assert result["losses"][1] < result["losses"][0]
@@ -185,7 +185,7 @@ def test_generation(two_ranks) -> None:
     assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
     assert len(set(first["tokens"])) > 1
     torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
-    assert total_without_batch(first["rows"]) == first["audit"]
+    assert total_of(first["rows"]) == first["audit"]
     assert {row["phase"] for row in first["rows"]} == {"eval"}
     forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
     values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half

@@ -88,7 +88,9 @@ def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
         assert _relative_error(shard, exact) < 0.05
         own = inputs[rank][:rows]
         gathered = all_gather(own, codec, TorchTransport(group)).wait()
-        expected = torch.cat([codec.decode(codec.encode(x[None, :rows]), own.shape, own.dtype)[0] for x in inputs])
+        expected = torch.cat(
+            [codec.decode(codec.encode(x[None, :rows]), own.shape, own.dtype)[0] for x in inputs]
+        )
         assert torch.equal(gathered, expected), "every slice, the own one too, is what its wire decodes to"
         into = torch.empty_like(shard)
         assert reduce_scatter(inputs[rank], codec, TorchTransport(group), out=into).wait() is not None

@@ -59,9 +59,7 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
         both = (kind, channel) == ("column", "tp.backward")
         assert kinds == ({"guarded", "compressed"} if both else {"guarded"})
         other = "tp.backward" if channel == "tp.forward" else "tp.forward"
-        assert any(
-            r["kind"] == "compressed" for r in layer.site.run.ledger.rows() if r["traffic"] == other
-        )
+        assert any(r["kind"] == "compressed" for r in layer.site.run.ledger.rows() if r["traffic"] == other)
 
 
 def test_half_compressed_layers() -> None:
@@ -77,7 +75,7 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
         *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
         *("--taco", "format=int8", "--tp-compression-min-mb", "0"),
         *("--tp-backward-compression", "taco:format=int4", "--compression-error-bound", "0.05"),
-        *( "--save", str(saved), "--save-interval", "4"),
+        *("--save", str(saved), "--save-interval", "4"),
     ]
     whole = pretrain(*flags, ranks=4, directory=tmp_path)
     said = [line for line in whole.output.splitlines() if "past --compression-error-bound 0.05" in line]

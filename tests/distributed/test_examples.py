@@ -273,7 +273,7 @@ def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
 
 
 def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
-    """Under torchrun itself: the signal reaches the batch script, the run is saved, queued again and resumed."""
+    """Under torchrun itself: a signal to the batch script, and the run is saved, queued again and resumed."""
     variables = SHORT | {"TRAIN_ITERS": "100000", "EVAL_INTERVAL": "100000", "LR_DECAY_ITERS": "100000"}
     env = slurm(
         tmp_path,

@@ -1,11 +1,13 @@
 """Megatron's own loop on CPU tensors: every kind of parallelism, and runs that agree to the last digit."""
 
 import math
+import os
+import signal
 
 import pytest
 import torch
 
-from tests.distributed.launch import pretrain
+from tests.distributed.launch import pretrain, start, tiny_flags
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -70,6 +72,27 @@ def test_an_early_exit_ends_cleanly_and_writes_its_report():
     assert (run.report / "report.json").exists()
     assert "exiting program at iteration 2" in run.output
     assert "Traceback" not in run.output
+
+
+def test_a_signal_saves_and_ends_the_run(tmp_path):
+    """With workers of the data loaders, which have Megatron's handler of the signal too."""
+    flags = (
+        "--exit-signal-handler",
+        "--num-workers",
+        "2",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1000000",
+    )
+    run = start("pretrain_gpt.py", *tiny_flags(*flags, train_iters="1000000"), processes=2)
+    run.wait_for("iteration        3/", timeout=200)
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    run.wait_for("exiting program after receiving SIGTERM", timeout=60)
+    ended = run.finish(timeout=60)
+    assert ended.returncode == 0, ended.output[-3000:]
+    assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) >= 3
+    assert "Traceback" not in ended.output
 
 
 def test_tensor_parallel_sizes_agree():

@@ -273,7 +273,8 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--num-experts 2 --taco",
+        (
+            "--num-experts 2 --taco",
             "--tp-compression does not cover expert and router traffic; drop --num-experts",
         ),
         (

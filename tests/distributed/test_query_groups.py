@@ -13,7 +13,7 @@ from tests.distributed.tiny_gpt import (
     run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_without_batch
+from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 GROUPS, HEADS = 2, 4
@@ -33,7 +33,7 @@ def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> di
             loss.backward()
         rows = run.ledger.rows()
         # On GPUs payloads may travel through shared memory, which is no operation of torch.distributed.
-        assert torch.cuda.is_available() or total_without_batch(rows) == audit.sent, name
+        assert torch.cuda.is_available() or total_of(rows) == audit.sent, name
         gradients = {key: value.grad for key, value in model.named_parameters()}
         found[name] = float(loss.detach()), gradients, rows
     for key, exact in found["off"][1].items():

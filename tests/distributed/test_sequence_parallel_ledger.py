@@ -13,7 +13,7 @@ from tests.distributed.tiny_gpt import (
     run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_without_batch
+from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 MESSAGE = SEQUENCE * BATCH * HIDDEN * 2  # the whole sequence in bf16
@@ -53,7 +53,7 @@ def test_no_activation_byte_is_uncompressed(sequence_parallel: bool) -> None:
     world_size = 2
     for results in spawn(ledger_worker, world_size, sequence_parallel):
         for audit, rows in results:
-            assert total_without_batch(rows) == audit
+            assert total_of(rows) == audit
         plain, *compressed = (rows for _, rows in results)
         for channel in ("tp.forward", "tp.backward"):
             operations = SITES[sequence_parallel, channel]

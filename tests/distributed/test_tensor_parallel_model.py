@@ -15,7 +15,7 @@ from tests.distributed.tiny_gpt import (
     run_with,
     start_model_parallel,
 )
-from tests.distributed.transport_audit import TransportAudit, total_without_batch
+from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 ITERATIONS = 50
@@ -117,7 +117,7 @@ def test_ledger_matches_the_transport() -> None:
     sites = 2 * LAYERS + 1  # forward: embedding, projection and fc2; backward: qkv, fc1 and the output layer
     for results in spawn(_audit_worker, world_size, cases):
         for result in results:
-            assert total_without_batch(result["rows"]) == result["audit"]
+            assert total_of(result["rows"]) == result["audit"]
             for channel in ("tp.forward", "tp.backward"):
                 plain = _sum(result["rows"], "plain_bytes", traffic=channel)
                 assert plain == 2 * sites * message * 2 * (world_size - 1) // world_size
@@ -147,7 +147,7 @@ def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[t
             model(**batch(0, rank, BATCH)).mean().backward()
         trained = {name for name, p in model.named_parameters() if p.grad is not None}
         assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
-        results.append((audit.sent, total_without_batch(run.ledger.rows())))
+        results.append((audit.sent, total_of(run.ledger.rows())))
     return results
 
 

@@ -16,8 +16,9 @@ _OPERATORS = {
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
 }
-_UNCOUNTED = {"barrier", "monitored_barrier_"}
+_UNCOUNTED = {"barrier", "monitored_barrier_", "recv_"}
 
 
 class TransportAudit(TorchDispatchMode):
@@ -27,11 +28,12 @@ class TransportAudit(TorchDispatchMode):
 
     Args:
         world_size: ranks of the group of every operation; None reads it off the operation's own group.
+        smallest: buffers of fewer bytes are left out: the norm of the gradients, for example.
     """
 
-    def __init__(self, world_size: int | None = None) -> None:
+    def __init__(self, world_size: int | None = None, smallest: int = 0) -> None:
         super().__init__()
-        self.world_size = world_size
+        self.world_size, self.smallest = world_size, smallest
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -42,7 +44,9 @@ class TransportAudit(TorchDispatchMode):
                 buffers = args[position]
                 buffers = buffers if isinstance(buffers, (list, tuple)) else [buffers]
                 buffer_bytes = sum(buffer.nbytes for buffer in buffers)
-                self.sent[operation] += bytes_sent(operation, buffer_bytes, self.world_size or _size_of(args))
+                if buffer_bytes >= self.smallest:
+                    ranks = self.world_size or _size_of(args)
+                    self.sent[operation] += bytes_sent(operation, buffer_bytes, ranks)
         return function(*args, **(kwargs or {}))
 
 
@@ -61,8 +65,3 @@ def total_of(rows: list[dict]) -> Counter[str]:
         if row["sent_bytes"]:
             total[row["operation"]] += row["sent_bytes"]
     return total
-
-
-def total_without_batch(rows: list[dict]) -> Counter[str]:
-    """``total_of`` where every rank makes the batch itself: the model counts a broadcast that nobody sends."""
-    return total_of([row for row in rows if row["operation"] != "broadcast"])

@@ -1,11 +1,17 @@
 """Patches refuse unexpected symbols and wrap once."""
 
 import importlib
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression.patches import PatchError, replace
+from megatron import host
+from megatron.compression import patches
+from megatron.compression.patches import PatchError, change_class, put, replace
+from tests.distributed.launch import REPO, environment
 
 
 class Owner:
@@ -40,10 +46,161 @@ def test_replace_refuses_another_version() -> None:
     assert owner().double(3) == 6
 
 
+def test_replace_refuses_what_another_patch_has_replaced() -> None:
+    """Two patches of one symbol would undo each other, whichever came first."""
+    owner = type("Copy", (Owner,), {})
+    replace(owner, "double", ("value",), _plus_one)
+    with pytest.raises(PatchError, match=r"is replaced by .*_plus_one already"):
+        replace(owner, "double", ("value",), lambda original: original)
+    assert owner().double(3) == 7
+
+
+def test_put_takes_only_what_exists() -> None:
+    owner = SimpleNamespace(__name__="owner", value=1)
+    put(owner, "value", 2, "two is more")
+    assert owner.value == 2
+    with pytest.raises(PatchError, match=r"owner\.other does not exist"):
+        put(owner, "other", 2, "")
+
+
+class Louder(Owner):
+    """Adds a method, and so can be put upon an instance of Owner."""
+
+    def double(self, value: int) -> int:
+        """Twice as much."""
+        return 2 * super().double(value)
+
+
+class WithState(Louder):
+    """Has state of its own."""
+
+    def __init__(self) -> None:
+        self.factor = 3
+
+
+def test_change_class_there_and_back() -> None:
+    instance = Owner()
+    for cls, expected in ((Louder, 4), (Louder, 4), (Owner, 2)):
+        change_class(instance, cls)
+        assert type(instance) is cls and instance.double(1) == expected
+
+
+def test_change_class_refuses_state_and_strangers() -> None:
+    instance = Owner()
+    with pytest.raises(PatchError, match="WithState defines __init__"):
+        change_class(instance, WithState)
+    with pytest.raises(PatchError, match="neither is the other's subclass"):
+        change_class(instance, type("Stranger", (), {}))
+    assert type(instance) is Owner
+
+
+def test_patches_load_nothing_heavy() -> None:
+    code = "import sys, megatron.compression.patches; print({'torch', 'megatron.core'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    assert done.stdout.strip() == "set()"
+
+
+# Megatron's entry points, as an entrypoint that knows nothing of this project calls them. In a process of its
+# own: the patches stay.
+ENTRYPOINT = """
+import argparse, json, sys
+from megatron.compression import patches, preflight
+preflight.prepare()
+from megatron.training import arguments, one_logger_utils, training
+
+seen = {}
+def record(name, result=None):
+    seen.setdefault(name, 0)
+    seen[name] += 1
+    return result
+
+def ours(parser):
+    parser.add_argument("--ours", type=int, default=1)
+    return record("ours", parser)
+
+def theirs(parser):
+    parser.add_argument("--theirs", type=int, default=1)
+    return parser
+
+def ended(): record("ended")
+def before(container, kwargs):
+    record(f"before {container} {kwargs['model_provider']}")
+    kwargs["model_provider"] = "ours"
+
+for _ in range(2):  # said twice, done once
+    patches.with_extra_arguments(ours)
+    patches.on_training_end(ended)
+patches.around_pretrain(before)
+
+sys.argv = ["script.py", "--ours", "5", "--theirs", "6"]
+args = arguments.parse_args(theirs)
+seen["parsed"] = [args.ours, args.theirs]
+sys.argv = ["script.py"]
+seen["alone"] = arguments.parse_args().ours
+
+seen["parsed twice"] = seen["ours"]
+one_logger_utils.finish(); one_logger_utils.finish()
+
+import megatron.training
+def setup(*args, **kwargs):
+    raise KeyError("began")
+training.initialize_megatron = setup
+seen["same"] = megatron.training.pretrain is training.pretrain
+try:
+    megatron.training.pretrain("container", None, None, forward_step_func=None, model_provider="theirs")
+except KeyError:
+    seen["began"] = True
+print(json.dumps(seen))
+"""
+
+
+def test_an_entrypoint_that_knows_nothing_of_us() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENTRYPOINT],
+        **{"capture_output": True, "text": True, "cwd": REPO, "env": environment()},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["parsed"] == [5, 6] and seen["alone"] == 1 and seen["parsed twice"] == 2
+    assert seen["ended"] == 1
+    assert seen["same"] and seen["began"] and seen["before container theirs"] == 1
+
+
+def test_what_comes_behind_validation(monkeypatch) -> None:
+    """Each function once, in order, with the arguments as validated, before the tokenizer is made."""
+    host.install()
+    from megatron.compression.patches import arguments as patched
+
+    module = SimpleNamespace(
+        __name__="arguments", validate_args=lambda args, defaults=None: args.append("valid")
+    )
+    monkeypatch.setattr("megatron.training.arguments", module)
+    monkeypatch.setattr(patched, "_after_validating", [])
+
+    def first(args):
+        args.append("first")
+
+    def second(args):
+        args.append("second")
+
+    patched.after_validating_arguments(first)
+    patched.after_validating_arguments(first, second)
+    args = []
+    module.validate_args(args, {})
+    assert args == ["valid", "first", "second"]
+
+
+def test_an_end_that_megatron_does_not_call_is_refused(monkeypatch) -> None:
+    host.install()
+    from megatron.training import training
+
+    monkeypatch.setattr(training, "train", lambda: None)
+    with pytest.raises(PatchError, match=r"does not call one_logger_utils\.finish"):
+        patches.on_training_end(lambda: None)
+
+
 def test_megatron_core_has_every_symbol() -> None:
     """All patches fit the installed megatron-core, and the data-parallel ones count what they should."""
-    from megatron import host
-
     host.install()
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

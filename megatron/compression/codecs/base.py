@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +27,16 @@ class Codec(abc.ABC):
     to numbers that are not finite.
     """
 
-    sees_shape: ClassVar[bool] = False
-    """Whether a payload depends on the row's shape (tokens, channels), and not on its values in order alone:
-    collectives then cut tensors along the first dimension only."""
+    @property
+    def sees_shape(self) -> bool:
+        """Whether a payload depends on the row's shape (tokens, channels), and not on its values in order
+        alone: collectives then cut tensors along the first dimension only."""
+        return False
 
-    block: int = 1
-    """Values that are encoded together; collectives cut flat tensors at its multiples."""
+    @property
+    def block(self) -> int:
+        """Values that are encoded together; collectives cut flat tensors at its multiples."""
+        return 1
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """Groups of values that share a scale, rotated by a Hadamard transform or not, over ``taco_kernels.taco``."""
 
+import abc
 import math
 
 import torch
@@ -16,8 +17,10 @@ class GroupedCodec(Codec):
     Sums are taken in the Hadamard domain, in fp32, with one inverse transform at the end.
     """
 
-    config: CodecConfig
-    """What the kernels take."""
+    @property
+    @abc.abstractmethod
+    def config(self) -> CodecConfig:
+        """What the kernels take."""
 
     @property
     def block(self) -> int:
@@ -75,19 +78,12 @@ class GroupedCodec(Codec):
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """See ``Codec.decode_sum_encode``; does not leave the Hadamard domain where both have the same."""
         values = math.prod(shape)
-        same = (
-            isinstance(into, GroupedCodec)
-            and into.fused_config is not None
-            and (
-                into.config.group_size,
-                into.config.hadamard,
-            )
-            == (self.config.group_size, self.config.hadamard)
-        )
-        if not same:
+        target = into.fused_config if isinstance(into, GroupedCodec) else None
+        own = self.config.group_size, self.config.hadamard
+        if target is None or (target.group_size, target.hadamard) != own:
             return super().decode_sum_encode(payloads, shape, into)
         rows = [
-            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
+            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=target)
             for row in range(payloads.shape[1])
         ]
         return stacked(rows)

@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import pkgutil
 import textwrap
 import types
@@ -70,6 +71,11 @@ class Registry:
         """Every name that can be given."""
         self._load()
         return sorted(self._entries)
+
+    def entries(self) -> dict[str, tuple[type, dict[str, Any]]]:
+        """Every name's class and the fields that the name fixes."""
+        self._load()
+        return self._entries
 
     def entry(self, name: str) -> tuple[type, dict[str, Any]] | None:
         """The class of a name and the fields that the name fixes; None: unknown."""
@@ -193,11 +199,15 @@ def field_docs(cls: type) -> dict[str, str]:
     for parent in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(parent):
             continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and is_text and isinstance(text.value.value, str):
-                docs[field.target.id] = " ".join(text.value.value.split())
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
+                    docs[name] = " ".join(doc.split())
     return docs
 
 
@@ -205,7 +215,7 @@ def describe(registry: Registry = CODECS) -> str:
     """Every name with its settings, their defaults and what they mean, as Markdown."""
     lines = []
     for name in registry.names():
-        cls, fixed = registry.entry(name)
+        cls, fixed = registry.entries()[name]
         lines.append(f"`{name}`: {' '.join((cls.__doc__ or '').split()).partition('. ')[0].rstrip('.')}.")
         docs = field_docs(cls)
         for key, field in settings_of(cls, fixed).items():

@@ -46,7 +46,7 @@ class Sdp4bitCodec(Codec):
         return self.group
 
     @property
-    def hops(self) -> tuple[Codec, Codec]:
+    def hops(self) -> tuple["Sdp4bitCodec", "Sdp4bitCodec"]:
         """See ``Codec.hops``."""
         if self.intra == self.inter:
             return self, self

@@ -36,8 +36,6 @@ class TahQuantCodec(Codec):
     transform: str = "pivot-hadamard"
     """Tiles with one outlier are rotated after a pivot swap; none = the control without."""
 
-    sees_shape = True
-
     def __post_init__(self) -> None:
         _ = self.config
 
@@ -45,6 +43,11 @@ class TahQuantCodec(Codec):
     def config(self) -> TahConfig:
         """What the kernels take."""
         return TahConfig(self.tile, self.high, self.low, self.ratio, self.allocation, self.transform)
+
+    @property
+    def sees_shape(self) -> bool:
+        """See ``Codec.sees_shape``."""
+        return True
 
     @property
     def backward(self) -> Codec:

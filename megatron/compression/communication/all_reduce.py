@@ -42,10 +42,10 @@ def all_reduce(
         gathered, pending = transport.all_gather(own[0])
 
         def decode() -> torch.Tensor:
-            fits = out is not None and out.numel() == len(gathered) * piece.numel()
-            rows = out.view(len(gathered), *piece) if fits else None
-            total = joined(second.decode(gathered, piece, dtype, rows), shape)
-            return total if out is None or fits else out.copy_(total)
+            if out is not None and out.numel() == len(gathered) * piece.numel():
+                return joined(second.decode(gathered, piece, dtype, out.view(len(gathered), *piece)), shape)
+            total = joined(second.decode(gathered, piece, dtype), shape)
+            return total if out is None else out.copy_(total)
 
         return Work(pending, decode)
 

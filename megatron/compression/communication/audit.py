@@ -73,7 +73,7 @@ class BackendAudit:
 
     def start_with_first_forward(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Start when one of these modules is first called in training mode."""
-        handles = []
+        handles: list = []
 
         def on_forward(module: torch.nn.Module, args: tuple) -> None:
             if module.training and not self._finished:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.error_bound import ErrorBound
@@ -22,7 +22,8 @@ class Decision(NamedTuple):
 class Rule:
     """What the settings say of one traffic class, such as tp.forward."""
 
-    codec: Codec | None
+    codec: Any
+    """A ``Codec``, or the ``GradientCompressor`` of dp.gradient; None: off."""
     min_bytes: int = 0
     """Smaller messages (uncompressed bytes of the whole tensor) go uncompressed."""
     layers: frozenset[int | str] | None = None

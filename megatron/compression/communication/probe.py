@@ -7,16 +7,13 @@ import torch
 
 @dataclass
 class _ErrorSum:
-    error_squares: torch.Tensor | None = None
-    signal_squares: torch.Tensor | None = None
+    error_squares: torch.Tensor | float = 0.0
+    signal_squares: torch.Tensor | float = 0.0
     samples: int = 0
 
     def add(self, error_squares: torch.Tensor, signal_squares: torch.Tensor) -> None:
-        if self.error_squares is None:
-            self.error_squares, self.signal_squares = error_squares, signal_squares
-        else:
-            self.error_squares = self.error_squares + error_squares
-            self.signal_squares = self.signal_squares + signal_squares
+        self.error_squares = self.error_squares + error_squares
+        self.signal_squares = self.signal_squares + signal_squares
         self.samples += 1
 
 

@@ -31,8 +31,10 @@ class SymmetricTransport(TorchTransport):
 
     def fuses(self, codec: Codec) -> bool:
         """See ``TorchTransport.fuses``: the codec says so, of both hops and with the same groups."""
-        configs = [hop.fused_config for hop in codec.hops]
-        return None not in configs and len({(one.group_size, one.hadamard) for one in configs}) == 1
+        first, second = (hop.fused_config for hop in codec.hops)
+        if first is None or second is None:
+            return False
+        return (first.group_size, first.hadamard) == (second.group_size, second.hadamard)
 
     def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``all_reduce``."""

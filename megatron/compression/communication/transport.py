@@ -40,8 +40,22 @@ class TorchTransport:
         self.on_send = on_send
 
     def fuses(self, codec: Codec) -> bool:
-        """Whether ``fused_all_reduce`` and its like take this codec's collectives; see symmetric.py."""
+        """Whether the transport does this codec's collectives in whole, by the three methods below."""
         return False
+
+    def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+        """The whole of ``all_reduce``."""
+        raise NotImplementedError
+
+    def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+        """The whole of ``reduce_scatter``."""
+        raise NotImplementedError
+
+    def fused_all_gather(
+        self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec
+    ) -> Work:
+        """The whole of ``all_gather_encoded``."""
+        raise NotImplementedError
 
     def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to send row r of uint8 ``[W, bytes]`` to rank r.

@@ -45,7 +45,9 @@ class Transports:
         Raises:
             TransportError: symmetric memory was asked for and cannot be had.
         """
-        lines, wanted, owners = [], [], []
+        lines: list[str] = []
+        wanted: list[list[int]] = []
+        owners: list[dist.ProcessGroup] = []
         for group in groups:
             if group in self._symmetric:
                 continue
@@ -67,14 +69,14 @@ class Transports:
             self._more_groups.setdefault(group, []).append(more)
         return lines
 
-    def _share_memory(self, group: dist.ProcessGroup) -> tuple[str | None, str | None]:
-        """A line for the log, or the reason why it failed, the same on every rank of the group."""
+    def _share_memory(self, group: dist.ProcessGroup) -> tuple[str, str | None]:
+        """A line for the log, and the reason why it failed, the same on every rank of the group."""
         from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError
 
         try:
             self._symmetric[group] = SymmetricGroup(group)
         except SymmetricMemoryError as error:
-            return None, str(error)
+            return "", str(error)
         line = f"payloads travel over symmetric memory between {group.size()} ranks of one host"
         if self.communicators > 1:
             line += f"; --compression-communicators {self.communicators} has nothing to share there"
@@ -111,7 +113,7 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     disabled = all(os.environ.get(f"NCCL_{way}_DISABLE") == "1" for way in ("P2P", "SHM"))
     adapters = Path("/sys/class/infiniband")
     infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
-    views = [None] * group.size()
+    views: list[tuple[str, bool, bool]] = [("", False, False)] * group.size()
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     dist.all_gather_object(views, (host, disabled, infiniband), group=group)
     if all(infiniband for _, _, infiniband in views):

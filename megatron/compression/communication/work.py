@@ -74,7 +74,7 @@ class Work:
 
     def _end(self, result: Any) -> None:
         self._done, self._result, self._exchanges = True, result, 0
-        self._pending = self._finish = None
+        self._pending, self._finish = None, lambda: None  # nothing is kept alive
 
 
 def _step(work: Work) -> Any:
@@ -85,7 +85,8 @@ def _step(work: Work) -> Any:
 class _Followed(Work):
     def __init__(self, work: Work, follow: Callable[[Any], Any]) -> None:
         super().__init__(None)
-        self._work, self._follow = work, follow
+        self._work: Work = work
+        self._follow: Callable[[Any], Any] = follow
 
     @property
     def exchanges(self) -> int:
@@ -98,7 +99,7 @@ class _Followed(Work):
             self._work.advance()
         if self._work.done:
             self._end(self._follow(self._work.wait()))
-            self._work = self._follow = None
+            self._work, self._follow = self, lambda result: result  # nothing is kept alive
 
 
 class _Joined(Work):

@@ -98,8 +98,9 @@ class GradientBucket:
 class GradientSync(Protocol):
     """Sums one bucket's gradients over its data-parallel group."""
 
-    covering_ranks: int
-    """Ranks whose state covers the same value: what is pending of the sum may be split among so many."""
+    @property
+    def covering_ranks(self) -> int:
+        """Ranks whose state covers the same value: what is pending of the sum may be split among so many."""
 
     def start(self) -> Work:
         """Start summing ``bucket.gradients`` as they are now.

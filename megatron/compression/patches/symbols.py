@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,8 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
     replacement = functools.wraps(original)(wrap(original))
     setattr(replacement, _MARK, patch)
     setattr(owner, name, replacement)
-    logger.info("patch: %s", where)
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("patch: %s", where)
 
 
 def put(owner: Any, name: str, value: Any, why: str) -> None:

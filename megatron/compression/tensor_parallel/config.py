@@ -101,14 +101,10 @@ class TensorParallelConfig:
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
-        shared = {
-            "min_bytes": math.ceil(self.min_mb * 2**20),
-            "layers": parse_layers(self.layers),
-            "start_iteration": start_iteration,
-        }
+        least, layers = math.ceil(self.min_mb * 2**20), parse_layers(self.layers)
         return {
-            "tp.forward": Rule(self.forward_codec, **shared),
-            "tp.backward": Rule(self.backward_codec, **shared),
+            "tp.forward": Rule(self.forward_codec, least, layers, start_iteration),
+            "tp.backward": Rule(self.backward_codec, least, layers, start_iteration),
         }
 
     def check(self, args: Namespace) -> None:

@@ -42,7 +42,11 @@ _CLASSES = {
 
 
 def attach(
-    model: list[torch.nn.Module], config: TensorParallelConfig, run: Run, say: Callable[[str], None] = print
+    model: list[torch.nn.Module],
+    config: TensorParallelConfig,
+    run: Run,
+    say: Callable[[str], None] = print,
+    broadcasts_batch: bool = False,
 ) -> list[torch.nn.Module]:
     """Give each tensor-parallel layer of each model chunk its site.
 
@@ -51,6 +55,7 @@ def attach(
         config: what is compressed.
         run: what the sites share.
         say: prints a line once.
+        broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it.
 
     Returns:
         The same chunks. (Collective over all ranks of the job where compression is on.)
@@ -59,7 +64,7 @@ def attach(
         CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
     """
     for chunk in model:
-        _attach_chunk(chunk, config, run)
+        _attach_chunk(chunk, config, run, broadcasts_batch)
     if config.enabled:
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
@@ -79,7 +84,9 @@ def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
             yield module.site
 
 
-def _attach_chunk(chunk: torch.nn.Module, config: TensorParallelConfig, run: Run) -> None:
+def _attach_chunk(
+    chunk: torch.nn.Module, config: TensorParallelConfig, run: Run, broadcasts_batch: bool
+) -> None:
     layer_numbers = {
         path: module.layer_number
         for path, module in chunk.named_modules()
@@ -106,7 +113,7 @@ def _attach_chunk(chunk: torch.nn.Module, config: TensorParallelConfig, run: Run
         _share_handover(module)
         if isinstance(module, SDPACoreAttention):
             module.on_exchange = partial(_count_context, run.ledger)
-    chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger), with_kwargs=True)
+    chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)
 
 
 @cache
@@ -161,14 +168,14 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
 class _BatchTraffic:
     """Counts what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
-    Tensor-parallel rank 0 broadcasts the batch to its group. The vocabulary-parallel cross entropy has three
-    fp32 all-reduces of one value a token (maximum, target logit, sum of exponentials).
+    Tensor-parallel rank 0 broadcasts the batch to its group, in Megatron's loop. The vocabulary-parallel
+    cross entropy has three fp32 all-reduces of one value a token (maximum, target logit, sum of exponentials).
     """
 
     reductions = 3
 
-    def __init__(self, chunk: torch.nn.Module, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
+        self.ledger, self.broadcasts = ledger, broadcasts
         self.group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
         self.context_ranks = getattr(chunk.config, "context_parallel_size", 1)
 
@@ -177,7 +184,7 @@ class _BatchTraffic:
         labels, last = kwargs.get("labels"), getattr(module, "post_process", True)
         if ranks == 1 or (last and labels is None):  # no training: generation has no batch either
             return
-        if self.group.rank() == 0:
+        if self.broadcasts and self.group.rank() == 0:
             inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             sent = sum(one.nbytes for one in inputs) * self.context_ranks  # each rank keeps its part of it
             self.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, ranks)

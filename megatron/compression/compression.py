@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.compression import patches
 from megatron.compression.caat_net import hooks as caat_net
 from megatron.compression.communication.bounded_run import BoundedRun
 from megatron.compression.communication.error_bound import ErrorBound
@@ -34,6 +35,7 @@ class Compression:
         iteration: the zero-based training iteration; None counts the calls of ``step``.
         train_iters: how long the run is, where it is known.
         say: prints a line; called on every rank.
+        broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, which is counted then.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Compression:
         iteration: Callable[[], int] | None = None,
         train_iters: int | None = None,
         say: Callable[[str], None] = print,
+        broadcasts_batch: bool = False,
     ) -> None:
-        self.config, self._say = config, say
+        self.config, self._say, self._broadcasts_batch = config, say, broadcasts_batch
         self.steps = 0
         """Calls of ``step`` so far."""
         ledger = Ledger()
@@ -73,7 +76,8 @@ class Compression:
         Raises:
             CompressionConfigError: a layer communicates in a way that is not covered.
         """
-        tensor_parallel.attach(chunks, self.config.tensor_parallel, self.run, self._say)
+        config = self.config.tensor_parallel
+        tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)
@@ -104,10 +108,11 @@ class Compression:
         """What a resume needs beside weights and optimizer: plain values, the same on every rank. The
         gradients' state is apart (``gradients``): it is cut as the optimizer's."""
         bound = self.run.policy.error_bound
-        return {"error_bound": bound.state() if bound is not None else []}
+        return {"steps": self.steps, "error_bound": bound.state() if bound is not None else []}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what ``state`` gave."""
+        self.steps = state.get("steps", 0)
         if self.run.policy.error_bound is not None:
             BoundedRun(self.run.policy.error_bound, 0).restore(state.get("error_bound"))
 
@@ -124,6 +129,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
         Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel; ``step`` is
         to be called behind each iteration.
     """
+    patches.make_torch_adam_resumable()
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression

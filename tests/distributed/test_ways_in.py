@@ -1,0 +1,219 @@
+"""The four ways in: an unedited entrypoint, two lines in one's own, ours, and a loop without Megatron's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.launch import REPO, environment, tiny_flags
+from tests.distributed.launch import torchrun as start_torchrun
+from tests.distributed.spawn import spawn
+from tests.distributed.test_matrix import check_replicas
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+WAYS = "tests/distributed/ways_in"
+TP = "--taco format=int8 --tp-compression-min-mb 0 --tensor-model-parallel-size 2"
+PP = "--pp-compression int8 --pipeline-model-parallel-size 2"
+DP = "--dp-compression int8 --use-distributed-optimizer --bf16 --micro-batch-size 1"
+LAYOUTS = {"tensor and pipeline": f"{TP} {PP}", "tensor and data": f"{TP} {DP}"}
+
+
+class Runs:
+    """Our entrypoint's runs, made once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ours: dict[str, ForkedRun] = {}
+
+    def train(self, flags: str, script: str = "pretrain_gpt.py", **options) -> ForkedRun:
+        words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
+        ranks = 2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
+        return pretrain(*words, ranks=ranks, directory=self.directory, script=script, **options)
+
+    def by_ours(self, flags: str) -> ForkedRun:
+        if flags not in self.ours:
+            self.ours[flags] = self.train(flags)
+        return self.ours[flags]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ways"))
+
+
+def compressed_kinds(run: ForkedRun) -> dict[str, set[str]]:
+    """Why what went how, by traffic class."""
+    kinds: dict[str, set[str]] = {}
+    for rank in run.ranks:
+        for row in rank.ledger:
+            kinds.setdefault(row["traffic"], set()).add(row["kind"])
+    return {name: found for name, found in kinds.items() if not name.endswith(".other")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unedited_entrypoint(runs: Runs, layout: str) -> None:
+    """Way 1: losses, parameters and ledger are those of pretrain_gpt.py, to the last bit."""
+    ours = runs.by_ours(LAYOUTS[layout])
+    theirs = runs.train(LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py")
+    assert theirs.losses == ours.losses and len(ours.losses) == 3
+    for mine, other in zip(ours.ranks, theirs.ranks, strict=True):
+        assert other.parameters == mine.parameters
+        assert other.ledger == mine.ledger
+    check_replicas(theirs, tied=True)
+    assert all(kinds == {"compressed"} for kinds in compressed_kinds(theirs).values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unedited_entrypoint_with_a_model_provider(runs: Runs, layout: str) -> None:
+    """Way 1: megatron-core's own layers, made by the script, compress as ours do: the same bytes."""
+    ours = runs.by_ours(LAYOUTS[layout])
+    script = f"{WAYS}/unedited_provider.py"
+    theirs = runs.train(LAYOUTS[layout], script, through="megatron/compression/__main__.py")
+    assert theirs.losses == pytest.approx(ours.losses, rel=2e-3) and len(theirs.losses) == 3
+    for mine, other in zip(ours.ranks, theirs.ranks, strict=True):
+        assert other.ledger == mine.ledger
+    check_replicas(theirs, tied=True)
+
+
+def test_two_lines(runs: Runs) -> None:
+    """Way 2, with iterations that go uncompressed first: compressed from that iteration on."""
+    flags = f"{TP} --compression-start-iteration 2"
+    run = runs.train(flags, f"{WAYS}/two_lines.py")
+    ours = runs.by_ours(flags)
+    assert run.losses == ours.losses
+    for rank in run.ranks:
+        calls: dict[str, int] = {}
+        for row in rank.ledger:
+            if row["traffic"] == "tp.forward" and not row["operation"].startswith("instead"):
+                calls[row["kind"]] = calls.get(row["kind"], 0) + row["plain_bytes"]
+        assert set(calls) == {"warmup", "compressed"}
+    (plain,) = {
+        sum(row["plain_bytes"] for row in rank.ledger if row["kind"] == "warmup") for rank in run.ranks
+    }
+    (coded,) = {
+        sum(row["plain_bytes"] for row in rank.ledger if row["kind"] == "compressed") for rank in run.ranks
+    }
+    assert plain == 2 * coded > 0, "two iterations of three"
+
+
+def test_the_command_of_the_first_way() -> None:
+    """As a user types it, under torchrun, in processes that have loaded nothing before."""
+    words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
+    run = start_torchrun("-m", "megatron.compression", f"{WAYS}/unedited.py", *words, processes=2).finish(240)
+    assert run.returncode == 0, run.output[-4000:]
+    assert list(run.losses()) == [1] and "tensor parallelism uses taco:format=int8" in run.output
+    usage = subprocess.run(
+        [sys.executable, "-m", "megatron.compression"],
+        env=environment(),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert usage.returncode == 2 and usage.stderr.splitlines()[-1].startswith("usage: torchrun")
+
+
+SPEC = f"{TP} --spec tests.distributed.ways_in.own_layers"
+
+
+def test_linears_that_are_subclasses_are_compressed(runs: Runs) -> None:
+    """--spec with linears that keep megatron-core's forward: the same losses and bytes as with those."""
+    ordinary, named = (runs.train(f"{SPEC} {name}") for name in ("ordinary", "named"))
+    assert named.losses == ordinary.losses
+    for mine, other in zip(ordinary.ranks, named.ranks, strict=True):
+        assert other.ledger == mine.ledger and other.parameters == mine.parameters
+    assert all(kinds == {"compressed"} for kinds in compressed_kinds(named).values())
+    assert "that the ledger does not" not in named.output
+
+
+def test_linears_with_a_forward_of_their_own_are_refused(runs: Runs) -> None:
+    """One line that names the module; without compression they run, and the log says what is not counted."""
+    run = runs.train(f"{SPEC} scaled", check=False)
+    assert run.returncode != 0 and "Traceback" not in run.output
+    assert run.errors and all(
+        "--tp-compression cannot compress decoder.layers.0.mlp.linear_fc2: ScaledRow has a forward" in line
+        for line in run.errors
+    ), run.output[-3000:]
+
+
+def test_a_linear_of_ones_own_is_named_by_the_audit(runs: Runs) -> None:
+    """What no site covers is said in the first iteration, with its bytes."""
+    run = runs.train(f"{SPEC} own")
+    (line,) = [line for line in run.output.splitlines() if "that the ledger does not" in line]
+    # two layers and two micro-batches, forward alone: an all-reduce of [32, 2, 64] in fp32 over two ranks
+    sent = 2 * 2 * 32 * 2 * 64 * 4
+    assert f"tensor parallelism sent {sent:,} bytes" in line
+
+
+def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: str) -> dict:
+    """Three iterations, of which the first goes uncompressed; saved behind the second, and resumed."""
+    os.environ["RANK"] = str(rank)
+    from tests.distributed.ways_in.own_loop import COMPRESSED, Loop
+
+    def trained(loop, iterations) -> tuple[list, dict]:
+        with TransportAudit(smallest=64) as audit:
+            losses = [loop.iterate(iteration) for iteration in iterations]
+        return losses, audit.sent
+
+    loop = Loop(tensor, pipeline, COMPRESSED)
+    losses, sent = trained(loop, range(2))
+    rows = loop.compression.ledger.rows()
+    loop.save(Path(folder))
+    third, _ = trained(loop, [2])
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    again = Loop(tensor, pipeline, COMPRESSED)
+    again.load(Path(folder))
+    resumed, _ = trained(again, [2])
+    kinds = {row["kind"] for row in again.compression.ledger.rows() if not row["traffic"].endswith(".other")}
+    return {
+        "losses": losses,
+        "sent": sent,
+        "counted": total_of(rows),
+        "kinds": {(row["traffic"], row["kind"]) for row in rows},
+        "third": third,
+        "resumed": resumed,
+        "resumed kinds": kinds,
+        "parameters": [
+            torch.equal(mine, other)
+            for mine, other in zip(loop.model.parameters(), again.model.parameters(), strict=True)
+        ],
+    }
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (2, 1)])
+def test_a_loop_of_ones_own(tmp_path: Path, tensor: int, pipeline: int) -> None:
+    """Way 4 on four ranks: the ledger is what c10d was given, and a resumed loop ends in the same bits."""
+    (tmp_path / "saved").mkdir()
+    ranks = spawn(loop_worker, 4, tensor, pipeline, str(tmp_path / "saved"))
+    expected = {"tp.forward", "tp.backward"} | ({"pp.forward", "pp.backward"} if pipeline > 1 else set())
+    if tensor * pipeline < 4:
+        expected |= {"dp.gradient", "dp.weight"}
+    seen = set()
+    for rank in ranks:
+        assert rank["sent"] == rank["counted"]
+        assert rank["third"] == rank["resumed"] and all(rank["parameters"])
+        assert rank["resumed kinds"] <= {"compressed"}, "the warm-up is over"
+        seen |= {traffic for traffic, kind in rank["kinds"] if kind == "compressed"}
+        assert {kind for _, kind in rank["kinds"]} <= {"warmup", "compressed", "exact", "off"}
+    assert seen == expected
+    losses = ranks[-1]["losses"] + ranks[-1]["third"]
+    assert all(loss == loss and loss > 0 for loss in losses)
+
+
+def test_a_loop_of_ones_own_loads_no_training_loop(tmp_path: Path) -> None:
+    """Way 4 in a process of its own: megatron.training is nowhere in it."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", f"{WAYS}/own_loop.py", str(tmp_path / "store")],
+        env=environment(),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.splitlines()[-1] == "training: []"
