@@ -170,8 +170,8 @@ def noise(results: list[dict], baseline: str) -> float | None:
 
 
 def table(results: list[dict], baseline: str) -> str:
-    """Markdown, one row a run: losses, and for each class of traffic megabytes of an iteration and their share
-    of the uncompressed ones."""
+    """Markdown, one row a run: losses, and by class of traffic the megabytes of an iteration and their
+    share of the uncompressed ones."""
     traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
     traffic = [name for name in traffic if not name.endswith(".other")]
     columns = ["setting", "seed", "validation loss", f"against {baseline}"]
