@@ -57,7 +57,7 @@ class Loop:
             **dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True),
             **dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline),
             **dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16),
-            **dict(sequence_parallel=tensor > 1, masked_softmax_fusion=False, persist_layer_norm=False),
+            **dict(masked_softmax_fusion=False, persist_layer_norm=False),
             **dict(hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False),
         )
         model = GPTModel(
