@@ -14,6 +14,7 @@ _OPERATORS = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
