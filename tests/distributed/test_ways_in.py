@@ -174,7 +174,11 @@ def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: 
     again = Loop(tensor, pipeline, COMPRESSED)
     again.load(Path(folder))
     resumed, _ = trained(again, [2])
-    kinds = {row["kind"] for row in again.compression.ledger.rows() if not row["traffic"].endswith(".other")}
+    kinds = {
+        row["kind"]
+        for row in again.compression.ledger.rows()
+        if row["sent_bytes"] and not row["traffic"].endswith(".other")
+    }
     return {
         "losses": losses,
         "sent": sent,

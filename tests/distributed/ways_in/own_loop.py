@@ -111,7 +111,7 @@ class Loop:
 
     def state(self, is_loading: bool = False) -> dict:
         """What a checkpoint holds."""
-        model = self.model.sharded_state_dict()
+        model = self.model.module.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
         )
@@ -124,7 +124,7 @@ class Loop:
     def load(self, folder: Path) -> None:
         """Read a checkpoint."""
         loaded = dist_checkpointing.load(self.state(is_loading=True), str(folder))
-        self.model.load_state_dict(loaded["model"])
+        self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.compression.load_state(loaded["compression"])
 
