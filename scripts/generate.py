@@ -83,15 +83,15 @@ def generate(args) -> dict:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_tokenizer, training
+    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.checkpointing import load_checkpoint
     from megatron.training.models.gpt import GPTModelBuilder
 
     from megatron.compression import setup
-    from megatron.compression.entrypoint import gpt_config
     from megatron.compression.errors import CompressionConfigError
     from megatron.compression.generation import generate_greedily
 
-    model_config = gpt_config(args)
+    model_config = gpt_config_from_args(args)
     ledger = setup.enable(args, model_config).ledger
     model_config.post_wrap_hooks.clear()  # data-parallel compression: there are no gradients here
     training.initialize_megatron()

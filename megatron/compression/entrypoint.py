@@ -22,8 +22,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron.compression import setup
-from megatron.compression.data_checks import check_vocabulary
+from megatron.compression import patches, preflight, setup
 from megatron.compression.exits import train_to_the_end
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
@@ -38,19 +37,8 @@ def parse_arguments(
         InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
             Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
-    args = arguments.parse_and_validate_args(add_arguments)
-    check_vocabulary(args, get_tokenizer().vocab_size)
-    return args
-
-
-def gpt_config(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> GPTModelConfig:
-    """The model's configuration from the command line.
-
-    megatron-core 0.19.2 leaves out --rope-scaling-factor: every Llama 3.x would have 3.1's 8.
-    """
-    config = gpt_config_from_args(args, model_config_cls=model_config_cls)
-    config.rope_scaling_factor = args.rope_scaling_factor
-    return config
+    patches.after_validating_arguments(preflight.check_supported_data)
+    return arguments.parse_and_validate_args(add_arguments)
 
 
 def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -191,7 +179,7 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
         SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
             --exit-signal-handler), after the same clean ending.
     """
-    model_config = gpt_config(args, model_config_cls)
+    model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder

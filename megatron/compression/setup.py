@@ -10,7 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from megatron.training import print_rank_0
+from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron import host
@@ -19,6 +19,7 @@ from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpo
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
+from megatron.compression.data_checks import check_vocabulary
 from megatron.compression.errors import OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
@@ -40,9 +41,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser = flags.add_flags(add_native_defaults(parser))
     parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
     parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
-    patches.after_validating_arguments(
-        preflight.check_supported_data, preflight.check_arguments, adapt_arguments
-    )
+    patches.after_validating_arguments(preflight.check_arguments, adapt_arguments)
     return parser
 
 
@@ -72,7 +71,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         CompressionConfigError: a setting that cannot be honoured.
     """
     config = flags.resolve(args)
-    check_report_directory(config.report, resuming=args.load is not None)
+    check_vocabulary(args, get_tokenizer().vocab_size)
+    check_report_directory(config.report, args.load is not None, config.report_baseline)
     patches.use_shipped_helpers()
     patches.make_torch_adam_resumable()
     patches.fuse_torch_adam()
@@ -88,8 +88,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     if model_config is None:
         patches.around_model_building(compression.attach_model, compression.attach_wrapped)
     else:
-        if getattr(model_config, "transformer_layer_spec", "") is None:
-            model_config.transformer_layer_spec = gpt_layer_spec
+        complete(model_config, args)
         model_config.pre_wrap_hooks.append(compression.attach_model)
         model_config.post_wrap_hooks.append(compression.attach_wrapped)
     small = config.tensor_parallel.min_mb
@@ -112,6 +111,15 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
+
+
+def complete(model_config: GPTModelConfig, args: Namespace) -> None:
+    """Give a model config what ``gpt_config_from_args`` leaves out: our layers, and --rope-scaling-factor
+    (without it every Llama 3.x would have 3.1's 8 in megatron-core 0.19.2)."""
+    if getattr(model_config, "transformer_layer_spec", "") is None:
+        model_config.transformer_layer_spec = gpt_layer_spec
+    if hasattr(model_config, "rope_scaling_factor"):
+        model_config.rope_scaling_factor = args.rope_scaling_factor
 
 
 def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> None:

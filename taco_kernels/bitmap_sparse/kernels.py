@@ -1,4 +1,4 @@
-"""Bitmaps and codes of packed rows in Triton, and the kernel that adds any packed values up.
+"""Bitmaps and codes of sparse rows in Triton, and the kernel that adds values of any width up.
 
 A row of 1024 values is 32 words of a bitmap. The place of a value among those of its row is what the words
 before its own hold, plus the bits below it in its word.

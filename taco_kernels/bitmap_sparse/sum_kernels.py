@@ -1,4 +1,4 @@
-"""Triton kernels that add packed 16-bit values up, for a few senders: a warp a row of 1024, lane by lane.
+"""Triton kernels that add 16-bit values up, for a few senders: a warp a row of 1024, lane by lane.
 
 Tensors have one element a thread. Lane l of a warp has word l of its row's bitmap, and with it what the words
 before hold. Four values at a time are a thread's: in step s, bits 4 (l & 3) and on of either half of word

@@ -124,7 +124,7 @@ def all_gather_encoded(
     config: CodecConfig,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``all_gather`` of what ``taco_kernels.encode`` made of a tensor of ``shape`` and ``dtype``.
+    """``all_gather`` of what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and ``dtype``.
 
     Args:
         wire: uint8[1, wire_bytes].
@@ -132,9 +132,7 @@ def all_gather_encoded(
     numel = torch.Size(shape).numel()
     check_wires(wire, config, config.chunk_numel(numel))
     if wire.shape[0] != 1:
-        raise ValueError(
-            f"wire has {wire.shape[0]} rows; an all-gather takes what one encode in one chunk made"
-        )
+        raise ValueError(f"wire has {wire.shape[0]} rows; encode it in one chunk")
     wire = wire.contiguous()
     if wire.data_ptr() % ALIGNMENT:
         wire = wire.clone()

@@ -98,25 +98,7 @@ def mixed(rotated, plain, pivot, chosen, C: tl.constexpr):
         rest = (pivot[:, None], block, factor[:, None], kept[:, None])
         inputs = sixteen_of(rotated, C) + sixteen_of(plain, C) + rest
         a = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)
-        result = sixteen_joined(
-            a[0],
-            a[1],
-            a[2],
-            a[3],
-            a[4],
-            a[5],
-            a[6],
-            a[7],
-            a[8],
-            a[9],
-            a[10],
-            a[11],
-            a[12],
-            a[13],
-            a[14],
-            a[15],
-            C,
-        )
+        result = sixteen_joined(*a, C)
     return result
 
 

@@ -32,7 +32,7 @@ def test_resume(tmp_path) -> None:
     assert resumed.ranks[0].parameters == resumed.ranks[1].parameters, "replicas"
     assert resumed.losses[6] == whole.losses[6]
 
-    alone = _run(tmp_path, 1, 5, "--load", str(saved))
+    alone = _run(tmp_path, 1, 6, "--load", str(saved))
     assert "the checkpoint's error feedback is dropped: this run goes on on one" in alone.output
 
     wider = _run(tmp_path, 4, 6, "--load", str(saved), micro_batch="1")

@@ -348,9 +348,10 @@ def test_resume(tmp_path, wire: str) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
     saved, chosen = tmp_path / "checkpoints", ("--dp-compression", f"tagc:wire={wire},layers=all")
     whole = _run(tmp_path, 2, *chosen, "--save", str(saved), "--save-interval", "4")
-    assert "tagc: each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
-    how = {"sketch": "sketches", "packed": "packed, 16 bits each"}[wire]
-    assert f"the others travel {how if wire == 'packed' else 'as sketches'};" in whole.output
+    assert "each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
+    how = {"sketch": "as sketches", "packed": "packed, 16 bits each"}[wire]
+    assert f"the others travel {how}; error feedback in fp32" in whole.output
+    assert "gradients go uncompressed before iteration 1" in whole.output, "a fifth of the run"
     assert "values recovered exactly" in whole.output
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")

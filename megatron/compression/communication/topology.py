@@ -131,7 +131,7 @@ class Topology:
                 f"{self.world_size} ranks, unevenly spread over nodes: one exchange, as if each were a node"
             )
         if self.nodes == 1:
-            return f"{self.local} ranks on one node"
+            return f"{self.local} rank{'s' if self.local > 1 else ''} on one node"
         return f"{self.nodes} nodes of {self.local} rank{'s' if self.local > 1 else ''}"
 
     def describe_communicators(self) -> str:

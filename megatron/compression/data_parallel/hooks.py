@@ -94,6 +94,10 @@ class Gradients:
         """
         if not self.config.enabled:
             return chunks
+        start = self.policy.rule("dp.gradient").start_iteration
+        if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
+            name = self.compressor.name
+            _print_once(f"compression: {name}: gradients go uncompressed before iteration {start}")
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
                 raise TypeError(

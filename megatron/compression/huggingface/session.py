@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from megatron.training import training
+from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
@@ -23,7 +24,7 @@ from megatron.compression import entrypoint
 from megatron.compression.huggingface.flags import add_qwen_arguments, tensor_parallel_size
 from megatron.compression.huggingface.models import DenseModel, ModelError, megatron_flags
 from megatron.compression.setup import add_arguments as add_compression_arguments
-from megatron.compression.setup import gpt_layer_spec
+from megatron.compression.setup import complete
 
 PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
 
@@ -92,8 +93,8 @@ def conversion_session(
         )
         training.initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        config = entrypoint.gpt_config(args)
-        config.transformer_layer_spec = gpt_layer_spec
+        config = gpt_config_from_args(args)
+        complete(config, args)
         config.transformer.perform_initialization = False
         chunks = GPTModelBuilder(config).build_distributed_models(
             groups, wrap_with_ddp=False, data_parallel_random_init=False

@@ -21,7 +21,8 @@ def on_training_log(after: Callable[[int, dict], None]) -> None:
         def wrapper(*args, **kwargs):
             result = training_log(*args, **kwargs)
             bound = signature.bind(*args, **kwargs).arguments
-            after(bound["iteration"], bound["loss_dict"])
+            losses = {} if bound.get("skipped_iter") else bound["loss_dict"]
+            after(bound["iteration"], losses)
             return result
 
         return wrapper

@@ -1,4 +1,4 @@
-"""TAGC: sparsified gradients with error feedback, summed as homomorphic sketches.
+"""TAGC: sparsified gradients with error feedback, summed as count sketches, or as values with a bitmap.
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
