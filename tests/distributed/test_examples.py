@@ -378,7 +378,7 @@ def test_gpt3_trains_on_real_text(dataset):
 
 
 def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
-    output = train(tmp_path, LLAMA3, "--taco", "--taco-min-message-mb", "0")
+    output = train(tmp_path, LLAMA3, "--taco", "--tp-compression-min-mb", "0")
     check_training(output)
     assert re.search(rf"communication +{ITERATIONS}/ +{ITERATIONS} \|.*tp\.forward", output)
 
