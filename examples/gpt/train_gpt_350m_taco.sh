@@ -3,7 +3,7 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_gpt_350m_taco.sh
 #   COMPRESSION= examples/gpt/train_gpt_350m_taco.sh    the uncompressed baseline of the same run
-#   COMPRESSION='--taco --taco-format int6' ...         another codec
+#   COMPRESSION='--tp-compression int6' ...         another codec
 #   TINY=1 examples/gpt/train_gpt_350m_taco.sh          a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
@@ -29,7 +29,7 @@ if [ "${TINY:-0}" = 1 ]; then
     : "${MICRO_BATCH_SIZE:=2}" "${GLOBAL_BATCH_SIZE:=4}" "${TRAIN_ITERS:=20}" "${LR_DECAY_ITERS:=20}"
     : "${LR:=2e-3}" "${MIN_LR:=2e-4}" "${LOG_INTERVAL:=1}" "${EVAL_INTERVAL:=20}" "${EVAL_ITERS:=1}"
     : "${CHECKPOINT_PATH:=}" "${TENSORBOARD_LOGS_PATH:=}" "${SPLIT:=90,10,0}"
-    : "${COMPRESSION=--taco --taco-min-message-mb 0}" # the messages of so small a model are below the default
+    : "${COMPRESSION=--taco --tp-compression-min-mb 0}" # the messages of so small a model are below the default
 fi
 
 : "${NNODES:=1}" "${NODE_RANK:=0}" "${GPUS_PER_NODE:=8}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
@@ -113,7 +113,7 @@ if [ -n "$TENSORBOARD_LOGS_PATH" ]; then
     EVAL_AND_LOGGING_ARGS+=(--tensorboard-dir "$TENSORBOARD_LOGS_PATH")
 fi
 
-# Compression of communication: every all-reduce of tensor parallelism above --taco-min-message-mb (8 MiB).
+# Compression of communication: every all-reduce of tensor parallelism above --tp-compression-min-mb (8 MiB).
 read -ra COMPRESSION_ARGS <<<"$COMPRESSION"
 
 torchrun "${DISTRIBUTED_ARGS[@]}" "$REPO/pretrain_gpt.py" \

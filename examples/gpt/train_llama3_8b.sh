@@ -4,7 +4,7 @@
 #   examples/gpt/train_llama3_8b.sh
 #   examples/gpt/train_llama3_8b.sh --taco              the same run with compressed tensor parallelism
 #   sbatch examples/gpt/train_llama3_8b.sbatch          on several nodes, under SLURM
-#   TINY=1 examples/gpt/train_llama3_8b.sh --taco --taco-min-message-mb 0
+#   TINY=1 examples/gpt/train_llama3_8b.sh --taco --tp-compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #

@@ -36,7 +36,7 @@ if [ "${TINY:-0}" = 1 ]; then
     : "${MICRO_BATCH_SIZE:=2}" "${GLOBAL_BATCH_SIZE:=4}" "${TRAIN_ITERS:=20}"
     : "${LR:=2e-3}" "${MIN_LR:=2e-4}" "${LOG_INTERVAL:=1}" "${EVAL_INTERVAL:=20}" "${EVAL_ITERS:=1}"
     : "${CHECKPOINT_PATH:=}" "${TENSORBOARD_LOGS_PATH:=}" "${SPLIT:=90,10,0}"
-    : "${COMPRESSION=--taco --taco-min-message-mb 0}" # the messages of so small a model are below the default
+    : "${COMPRESSION=--taco --tp-compression-min-mb 0}" # the messages of so small a model are below the default
     # Flags of one's own win over those of --qwen-model.
     TINY_ARGS=(
         --num-layers 2

@@ -4,9 +4,9 @@
 #
 #   examples/qwen/train_qwen2_5.sh
 #   examples/qwen/train_qwen2_5.sh --taco               the same run with compressed tensor parallelism
-#   SEQ_LENGTH=512 GLOBAL_BATCH_SIZE=64 examples/qwen/train_qwen2_5.sh --compression-3d --taco-min-message-mb 0
+#   SEQ_LENGTH=512 GLOBAL_BATCH_SIZE=64 examples/qwen/train_qwen2_5.sh --compression-3d --tp-compression-min-mb 0
 #                                                       TACO's setting: TP 2, PP 2, DP 2, short sequences
-#   TINY=1 examples/qwen/train_qwen2_5.sh --taco --taco-min-message-mb 0
+#   TINY=1 examples/qwen/train_qwen2_5.sh --taco --tp-compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #

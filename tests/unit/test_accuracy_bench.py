@@ -14,6 +14,8 @@ from scripts.accuracy.model import GPT, ModelConfig, token_losses
 from scripts.accuracy.settings import Setting, bits_of, setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(vocabulary=64, layers=2, hidden=128, heads=4, sequence=16, dtype=torch.float32)
 
 

@@ -17,6 +17,8 @@ from scripts.accuracy.settings import setting_of
 from scripts.accuracy.tables import tables
 from scripts.accuracy.training import Schedule, Trainer
 
+pytestmark = pytest.mark.slow
+
 
 def test_plans_name_known_settings_and_checkpoints():
     for name in ("trial", "scratch", "branch", "campaign"):
