@@ -4,12 +4,3 @@ from megatron.compression.report.history import check_report_directory
 from megatron.compression.report.megatron_run import megatron_seconds, megatron_writers
 from megatron.compression.report.reporter import Diagnostic, Reporter
 from megatron.compression.report.writers import Writers
-
-__all__ = [
-    "Diagnostic",
-    "Reporter",
-    "Writers",
-    "check_report_directory",
-    "megatron_seconds",
-    "megatron_writers",
-]
