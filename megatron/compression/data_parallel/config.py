@@ -41,16 +41,16 @@ class DataParallelConfig(Dimension):
     compresses the distributed optimizer's weights as well."""
 
     weights: str | None = None
-    """Codec of the change of the weights that the distributed optimizer gathers; None: what ``compression``
-    says alone."""
+    """Codec of the change of the weights that the distributed optimizer gathers; by default what
+    ``compression`` says alone."""
 
     error_feedback: str | None = None
     """What the compression of a gradient lost is added to the next one: fp32, or int8 (LoCo), each with
-    ``:average=A`` in (0, 1], the weight of the newest error; none; None: the compressor's own choice. What is
-    lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
+    ``:average=A`` in (0, 1], the weight of the newest error; none. By default the compressor's own choice.
+    What is lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
     node_size: int | None = None
-    """Data-parallel ranks that count as one node, in the order of the ranks; None takes the real nodes.
+    """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
     Splits one host into several nodes for a trial."""
 
     def __post_init__(self) -> None:

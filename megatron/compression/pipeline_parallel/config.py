@@ -28,7 +28,7 @@ class PipelineParallelConfig(Dimension):
     """Codec of what stages send each other; auto = the recommended pair, none = uncompressed."""
 
     backward: str | None = None
-    """Codec of the gradients that go back; None: the one that ``compression`` names for its gradients."""
+    """Codec of the gradients that go back; by default what ``compression`` names for its gradients."""
 
     def __post_init__(self) -> None:
         if self.compression == "auto":

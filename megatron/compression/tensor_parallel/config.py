@@ -46,7 +46,7 @@ class TensorParallelConfig(Dimension):
     """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed."""
 
     backward: str | None = None
-    """Codec of the gradients; None: that of ``compression``."""
+    """Codec of the gradients; by default that of ``compression``."""
 
     min_mb: float = 8.0
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
