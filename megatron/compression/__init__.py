@@ -45,27 +45,7 @@ _PLACES = {
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
-__all__ = [
-    "Codec",
-    "Compression",
-    "CompressionConfig",
-    "CompressionConfigError",
-    "GradientBucket",
-    "GradientCompressor",
-    "GradientSync",
-    "Ledger",
-    "TorchTransport",
-    "Work",
-    "add_arguments",
-    "all_gather",
-    "all_reduce",
-    "attach",
-    "enable",
-    "parse_codec",
-    "reduce_scatter",
-    "register_codec",
-    "register_gradient_compressor",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ class CompressionConfig:
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
     start_iteration: int | None = None
-    """Iterations that run uncompressed first; None: a codec's own choice, which is none but for TAGC."""
+    """Iterations that run uncompressed first; by default a codec's own choice, which is none but for TAGC."""
 
     transport: TransportChoice = "auto"
     """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the

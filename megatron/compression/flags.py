@@ -1,27 +1,54 @@
 """The command line: our flags beside Megatron's, and what they say as one config."""
 
 import argparse
+import dataclasses
+import types
+import typing
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
-from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import CompressionConfig
-from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
-COMPRESSION_3D = {"tp": "taco", "dp": "sdp4bit", "pp": "tah-quant"}
+COMPRESSION_3D = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
 """``--compression-3d``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own paper."""
+
+_FIELDS = {
+    "--tp-compression": "tensor_parallel.compression",
+    "--tp-backward-compression": "tensor_parallel.backward",
+    "--tp-compression-min-mb": "tensor_parallel.min_mb",
+    "--tp-compression-layers": "tensor_parallel.layers",
+    "--tp-compression-chunks": "tensor_parallel.chunks",
+    "--pp-compression": "pipeline_parallel.compression",
+    "--pp-backward-compression": "pipeline_parallel.backward",
+    "--dp-compression": "data_parallel.compression",
+    "--dp-weight-compression": "data_parallel.weights",
+    "--dp-error-feedback": "data_parallel.error_feedback",
+    "--dp-compression-node-size": "data_parallel.node_size",
+    "--caat-net-sync-fraction": "caat_net.sync_fraction",
+    "--compression-start-iteration": "start_iteration",
+    "--compression-transport": "transport",
+    "--compression-communicators": "communicators",
+    "--compression-error-bound": "error_bound",
+    "--validate-uncompressed": "validate_uncompressed",
+    "--compression-report": "report",
+    "--compression-report-baseline": "report_baseline",
+}
+"""Flag -> field of ``CompressionConfig``, whose type, default and description are the flag's."""
+
+_METAVARS = {"--dp-error-feedback": "{none,fp32,int8}[:average=A]"}
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser."""
-    names = ", ".join(CODECS.names())
-    spec = f"CODEC[:SETTING=VALUE,...], one of {names}; none = uncompressed"
-    group = parser.add_argument_group("compression", "Codecs and their settings: docs/choosing.md.")
-    add = group.add_argument
-    add(
+    group = parser.add_argument_group(
+        "compression",
+        f"SPEC is CODEC[:SETTING=VALUE,...], CODEC one of {', '.join(CODECS.names())}, for --dp-compression "
+        f"also {', '.join(GRADIENT_COMPRESSORS.names())}; none = uncompressed. See docs/choosing.md.",
+    )
+    group.add_argument(
         "--taco",
         nargs="?",
         const="",
@@ -29,103 +56,40 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
         "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
     )
-    add(
-        "--tp-compression",
-        metavar="SPEC",
-        help=f"Tensor-parallel activations and gradients: {spec}; auto = the recommended codec.",
-    )
-    add("--tp-backward-compression", metavar="SPEC", help="Another codec for tensor-parallel gradients.")
-    add(
-        "--tp-compression-min-mb",
-        type=float,
-        default=TensorParallelConfig.min_mb,
-        help="Tensors of fewer MiB (uncompressed) go uncompressed: compression would cost more time than it "
-        "saves.",
-    )
-    add(
-        "--tp-compression-layers",
-        default=TensorParallelConfig.layers,
-        help="Layers that compress, counted from 0, such as 2-29,output; embedding and output name those "
-        "outside the transformer.",
-    )
-    add(
-        "--tp-compression-chunks",
-        type=int,
-        default=TensorParallelConfig.chunks,
-        help="Pieces of the sequence whose exchange runs behind the next piece's GEMM; 2 pays over PCIe.",
-    )
-    add(
-        "--pp-compression",
-        metavar="SPEC",
-        help=f"What pipeline stages send each other: {spec}; auto = the recommended codecs.",
-    )
-    add(
-        "--pp-backward-compression",
-        metavar="SPEC",
-        help="Another codec for the gradients that go back; by default what the forward's codec names.",
-    )
-    add(
-        "--dp-compression",
-        metavar="SPEC",
-        help="Data-parallel gradients: a codec as above, or one of "
-        f"{', '.join(GRADIENT_COMPRESSORS.names())}; sdp4bit alone compresses the distributed optimizer's "
-        "weights as well.",
-    )
-    add("--dp-weight-compression", metavar="SPEC", help="Changes of the distributed optimizer's weights.")
-    add(
-        "--dp-error-feedback",
-        default=None,
-        metavar="{none,fp32,int8}[:average=A]",
-        help="Remember what the compression of a gradient lost and add it to the next one, in fp32 or int8; "
-        "average = the newest error's weight in a moving average (LoCo).",
-    )
-    add(
-        "--dp-compression-node-size",
-        type=int,
-        help="Data-parallel ranks that count as one node; by default the real topology.",
-    )
-    add(
-        "--caat-net-sync-fraction",
-        type=float,
-        default=CaatNetConfig.sync_fraction,
-        help="Part of the channels of each row-parallel output that ranks sum (CAAT-Net); below 1 it is "
-        "another model. 0.5 is the paper's.",
-    )
-    add(
+    group.add_argument(
         "--compression-3d",
         action="store_true",
         help="Compress three dimensions as the TACO paper does: --tp-compression taco, --dp-compression "
         "sdp4bit, --pp-compression tah-quant. A dimension's own flag beside it wins.",
     )
-    add("--compression-start-iteration", type=int, help="Iterations that run uncompressed first.")
-    add(
-        "--compression-transport",
-        default="auto",
-        choices=["auto", "collective", "symmetric"],
-        help="How tensor-parallel payloads travel: torch.distributed, or one fused kernel over the memory of "
-        "the ranks' GPUs; auto takes the latter on one host with peer access.",
-    )
-    add(
-        "--compression-communicators",
-        type=int,
-        default=0,
-        help="Communicators that share each payload over torch.distributed; 0 takes 2 on TCP links, else 1.",
-    )
-    add(
-        "--compression-error-bound",
-        type=float,
-        help="A tensor-parallel layer whose relative error passes this goes uncompressed from then on; "
-        "the log says so.",
-    )
-    add(
-        "--validate-uncompressed",
-        action="store_true",
-        help="Evaluation sends activations uncompressed: its loss is that of the weights alone.",
-    )
-    add("--compression-report", metavar="DIR", help="Write report.json, report.md and plots.")
-    add("--compression-report-baseline", metavar="DIR", help="Another run's report, to compare with.")
+    for flag, path in _FIELDS.items():
+        part, _, name = path.rpartition(".")
+        owner = settings_of(CompressionConfig)[part].type if part else CompressionConfig
+        text = field_docs(owner)[name].replace("``", "").replace("%", "%%")
+        group.add_argument(flag, help=text, **_options(flag, settings_of(owner)[name]))
     _escape_broken_help(parser)
     return parser
+
+
+def _options(flag: str, field: dataclasses.Field) -> dict[str, Any]:
+    """What argparse wants to know of a setting."""
+    if field.type is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(field.type) is typing.Literal:
+        return {"default": field.default, "choices": typing.get_args(field.type)}
+    given = isinstance(field.type, types.UnionType)
+    kind = (
+        next(one for one in typing.get_args(field.type) if one is not types.NoneType) if given else field.type
+    )
+    if kind is not str:
+        return {"default": field.default, "type": kind}
+    default = None if field.name == "compression" else field.default  # --compression-3d gives way to any
+    if flag.startswith("--compression-report"):
+        return {"default": default, "metavar": "DIR"}
+    return {
+        "default": default,
+        "metavar": _METAVARS.get(flag, "LAYERS" if field.name == "layers" else "SPEC"),
+    }
 
 
 def resolve(args: Namespace) -> CompressionConfig:
@@ -137,38 +101,18 @@ def resolve(args: Namespace) -> CompressionConfig:
     Raises:
         CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
-    tp, dp, pp = (
-        COMPRESSION_3D[name] if given is None and args.compression_3d else given or "none"
-        for name, given in (
-            ("tp", _tensor_parallel_spec(args)),
-            ("dp", args.dp_compression),
-            ("pp", args.pp_compression),
-        )
-    )
-    config = CompressionConfig(
-        tensor_parallel=TensorParallelConfig(
-            compression=tp,
-            backward=args.tp_backward_compression,
-            min_mb=args.tp_compression_min_mb,
-            layers=args.tp_compression_layers,
-            chunks=args.tp_compression_chunks,
-        ),
-        pipeline_parallel=PipelineParallelConfig(compression=pp, backward=args.pp_backward_compression),
-        data_parallel=DataParallelConfig(
-            compression=dp,
-            weights=args.dp_weight_compression,
-            error_feedback=args.dp_error_feedback,
-            node_size=args.dp_compression_node_size,
-        ).resolved(args),
-        caat_net=CaatNetConfig(sync_fraction=args.caat_net_sync_fraction),
-        start_iteration=args.compression_start_iteration,
-        transport=args.compression_transport,
-        communicators=args.compression_communicators,
-        error_bound=args.compression_error_bound,
-        validate_uncompressed=args.validate_uncompressed,
-        report=args.compression_report,
-        report_baseline=args.compression_report_baseline,
-    )
+    parts: dict[str, dict[str, Any]] = {}
+    for flag, path in _FIELDS.items():
+        part, _, name = path.rpartition(".")
+        parts.setdefault(part, {})[name] = getattr(args, flag.strip("-").replace("-", "_"))
+    parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
+    for part, spec in COMPRESSION_3D.items():
+        chosen = parts[part]["compression"]
+        parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen or "none"
+    own, settings = parts.pop(""), settings_of(CompressionConfig)
+    configs = {part: settings[part].type(**values) for part, values in parts.items()}
+    configs["data_parallel"] = configs["data_parallel"].resolved(args)
+    config = CompressionConfig(**configs, **own)
     config.check(args)
     return config
 

@@ -11,8 +11,6 @@
 
 from megatron.host.overrides import cpu_argument_overrides
 
-__all__ = ["cpu_argument_overrides", "install", "is_active"]
-
 _active = False
 _training = False
 

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron.compression.dimension import refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why a model of one stream a rank cannot have it
@@ -87,11 +88,7 @@ class CaatNetConfig:
                 f"{fraction} needs tensor parallelism: --tensor-model-parallel-size 1 synchronises nothing; "
                 "raise it or drop the flag"
             )
-        for name, reason in _REFUSED.items():
-            if getattr(args, name, None):
-                raise CompressionConfigError(
-                    f"--{name.replace('_', '-')} {reason}; drop it or --caat-net-sync-fraction"
-                )
+        refuse_flags(args, _REFUSED, "drop it or --caat-net-sync-fraction")
         if getattr(args, "cuda_graph_impl", "none") != "none":
             raise CompressionConfigError(
                 f"{fraction} has not been run with --cuda-graph-impl; drop one of the two"

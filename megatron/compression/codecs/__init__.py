@@ -9,13 +9,3 @@ from megatron.compression.codecs.registry import (
     register_codec,
     register_gradient_compressor,
 )
-
-__all__ = [
-    "CODECS",
-    "GRADIENT_COMPRESSORS",
-    "Codec",
-    "describe",
-    "parse_codec",
-    "register_codec",
-    "register_gradient_compressor",
-]

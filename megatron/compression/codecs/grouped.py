@@ -29,7 +29,6 @@ class GroupedCodec(Codec):
 
     @property
     def fused_config(self) -> CodecConfig | None:
-        """See ``Codec.fused_config``."""
         return self.config
 
     def payload_bytes(self, shape: Shape) -> int:
@@ -37,7 +36,6 @@ class GroupedCodec(Codec):
         return self.config.wire_bytes(math.prod(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         rows, values = x.shape[0], x.shape[1:].numel()
         if rows > 1 and values % self.block:  # the kernels pad a tensor's end, not that of every row
             x = F.pad(x.reshape(rows, values), (0, -values % self.block))
@@ -46,7 +44,6 @@ class GroupedCodec(Codec):
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         rows, values = len(payloads), math.prod(shape)
         if rows == 1 or values % self.block == 0:
             dtype = dtype if out is None else out.dtype
@@ -63,7 +60,6 @@ class GroupedCodec(Codec):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``Codec.decode_sum``."""
         if payloads.shape[1] > 1:
             rows = payloads.split(1, dim=1)
             total = torch.cat([self.decode_sum(row, shape, dtype, scale) for row in rows])

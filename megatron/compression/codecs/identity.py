@@ -19,13 +19,11 @@ class IdentityCodec(Codec):
         return 4 * math.prod(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         return x.float().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         values = payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape)
         return values.to(dtype) if out is None else out.copy_(values)
 

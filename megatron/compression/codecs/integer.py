@@ -57,13 +57,11 @@ class IntCodec(GroupedCodec):
 
     @cached_property
     def config(self) -> CodecConfig:
-        """See ``GroupedCodec.config``."""
         rotated = self.normalize == "none" if self.hadamard is None else self.hadamard
         return CodecConfig(f"int{self.bits}", self.group, self.scales, hadamard=rotated)
 
     @property
     def sees_shape(self) -> bool:
-        """See ``Codec.sees_shape``."""
         return self.normalize != "none"
 
     @property
@@ -73,16 +71,13 @@ class IntCodec(GroupedCodec):
 
     @property
     def fused_config(self) -> CodecConfig | None:
-        """See ``Codec.fused_config``."""
         return None if self.sees_shape else self.config
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``."""
         layout = self._layout(shape)
         return super().payload_bytes(shape) if layout is None else layout.wire_bytes
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         layout = self._layout(x.shape[1:])
         if layout is None:
             return super().encode(x)
@@ -92,7 +87,6 @@ class IntCodec(GroupedCodec):
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         layout = self._layout(shape)
         if layout is None:
             return super().decode(payloads, shape, dtype, out)
@@ -108,12 +102,10 @@ class IntCodec(GroupedCodec):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``Codec.decode_sum``."""
         plain = Codec if self.sees_shape else GroupedCodec
         return plain.decode_sum(self, payloads, shape, dtype, scale, out)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``."""
         plain = Codec if self.sees_shape else GroupedCodec
         return plain.decode_sum_encode(self, payloads, shape, into)
 

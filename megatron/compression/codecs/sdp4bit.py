@@ -47,29 +47,24 @@ class Sdp4bitCodec(Codec):
 
     @property
     def hops(self) -> tuple["Sdp4bitCodec", "Sdp4bitCodec"]:
-        """See ``Codec.hops``."""
         if self.intra == self.inter:
             return self, self
         return replace(self, inter=self.intra), replace(self, intra=self.inter)
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``."""
         return self.format.wire_bytes(math.prod(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         if x.dim() > 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             x = x.reshape(len(x), -1).contiguous()
         return sdp4bit.quantize(x, self.format)
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode_grid``."""
         return sdp4bit.quantize(x, self.format).view(*x.shape[:2], -1)
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         return self.decode_sum(payloads[None], shape, dtype, 1.0, out)
 
     def decode_sum(
@@ -80,7 +75,6 @@ class Sdp4bitCodec(Codec):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``Codec.decode_sum``."""
         rows, values = payloads.shape[1], math.prod(shape)
         if out is not None and out.shape == (rows, values) and (values < 2 or out.stride(-1) == 1):
             return sdp4bit.sum_dequantize(payloads, self.format, out, scale)
@@ -90,15 +84,12 @@ class Sdp4bitCodec(Codec):
         return total if out is None else out.copy_(total)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``."""
         if not isinstance(into, Sdp4bitCodec) or into.hadamard != self.hadamard:
             return super().decode_sum_encode(payloads, shape, into)
         return sdp4bit.sum_requantize(payloads, self.format, math.prod(shape), into.format)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode_difference``."""
         return sdp4bit.quantize_difference(new, old, self.format)[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.add_decoded``."""
         return sdp4bit.add_dequantized(payloads, self.format, weights)

@@ -32,5 +32,4 @@ class TacoCodec(GroupedCodec):
 
     @cached_property
     def config(self) -> CodecConfig:
-        """See ``GroupedCodec.config``."""
         return CodecConfig(self.format, self.group, self.scales, hadamard=self.hadamard)

@@ -46,7 +46,6 @@ class TahQuantCodec(Codec):
 
     @property
     def sees_shape(self) -> bool:
-        """See ``Codec.sees_shape``."""
         return True
 
     @property
@@ -55,7 +54,6 @@ class TahQuantCodec(Codec):
         return IntCodec(6, group=32, scales="single", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``."""
         return layout_of(self.config, tuple(shape)).wire_bytes
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +63,5 @@ class TahQuantCodec(Codec):
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         rows = stacked([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
         return rows if out is None else out.copy_(rows)

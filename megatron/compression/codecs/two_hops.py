@@ -23,34 +23,27 @@ class TwoHops(Codec):
 
     @property
     def name(self) -> str:
-        """See ``Codec.name``."""
         return f"{self.first.name}/{self.second.name}"
 
     @property
     def sees_shape(self) -> bool:
-        """See ``Codec.sees_shape``."""
         return self.first.sees_shape
 
     @property
     def block(self) -> int:
-        """See ``Codec.block``."""
         return self.first.block
 
     @property
     def hops(self) -> tuple[Codec, Codec]:
-        """See ``Codec.hops``."""
         return self.first, self.second
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``."""
         return self.first.payload_bytes(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         return self.first.encode(x)
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         return self.first.decode(payloads, shape, dtype, out)

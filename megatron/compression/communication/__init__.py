@@ -13,23 +13,3 @@ from megatron.compression.communication.uncompressed import (
     uncompressed_reduce_scatter,
 )
 from megatron.compression.communication.work import Work, join
-
-__all__ = [
-    "Decision",
-    "Policy",
-    "Rule",
-    "TorchTransport",
-    "TransportError",
-    "Transports",
-    "Work",
-    "all_gather",
-    "all_gather_encoded",
-    "all_reduce",
-    "encode_slice",
-    "fp32_all_reduce",
-    "join",
-    "reduce_scatter",
-    "uncompressed_all_gather",
-    "uncompressed_all_reduce",
-    "uncompressed_reduce_scatter",
-]

@@ -59,11 +59,9 @@ class CodecGradientSync:
 
     @property
     def covering_ranks(self) -> int:
-        """See ``GradientSync.covering_ranks``."""
         return self.topology.nodes if self.topology.two_hops else self.topology.world_size
 
     def start(self) -> Work:
-        """See ``GradientSync.start``."""
         self.bucket.record_plain()
         source = self._source()
         return join([self._start_piece(number, source) for number in range(len(self.pieces))])
@@ -166,7 +164,6 @@ class CodecGradientSync:
         return {"error_feedback": flat.view(-1)[: self.bucket.numel]}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """See ``GradientSync.load_state``."""
         if self.feedback is None:
             return
         flat = torch.zeros(self.topology.world_size * self.shard_numel, device=self.bucket.gradients.device)

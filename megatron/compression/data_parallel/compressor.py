@@ -189,13 +189,11 @@ class CodecGradients(GradientCompressor):
         return self.codec.name
 
     def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
-        """See ``GradientCompressor.build``."""
         from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 
         return CodecGradientSync(bucket, self.codec, feedback())
 
     def describe(self) -> str:
-        """See ``GradientCompressor.describe``."""
         first, second = self.codec.hops
         if first == second:
             return f"gradients {self.name}"

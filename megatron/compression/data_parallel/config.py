@@ -2,11 +2,13 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
 from megatron.compression.data_parallel.error_feedback import parse_error_feedback
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off"}
@@ -27,31 +29,34 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
+class DataParallelConfig(Dimension):
     """Compression of the gradients and weights that data parallelism sends."""
+
+    idle: ClassVar[str] = (
+        "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
+    )
 
     compression: str = "none"
     """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit alone
     compresses the distributed optimizer's weights as well."""
 
     weights: str | None = None
-    """Codec of the change of the weights that the distributed optimizer gathers; None: what ``compression``
-    says alone."""
+    """Codec of the change of the weights that the distributed optimizer gathers; by default what
+    ``compression`` says alone."""
 
     error_feedback: str | None = None
     """What the compression of a gradient lost is added to the next one: fp32, or int8 (LoCo), each with
-    ``:average=A`` in (0, 1], the weight of the newest error; none; None: the compressor's own choice. What is
-    lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
+    ``:average=A`` in (0, 1], the weight of the newest error; none. By default the compressor's own choice.
+    What is lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
     node_size: int | None = None
-    """Data-parallel ranks that count as one node, in the order of the ranks; None takes the real nodes.
+    """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
     Splits one host into several nodes for a trial."""
 
     def __post_init__(self) -> None:
         if self.node_size is not None and self.node_size < 1:
             raise CompressionConfigError(f"--dp-compression-node-size {self.node_size} must be a number >= 1")
-        if self.weights not in (None, "none"):
-            parse_codec(self.weights)
+        codec_of(self.weights)
         parse_error_feedback(self.error_feedback or "none")
         compressor = self.compressor
         if compressor is None and self.feedback != "none":
@@ -70,9 +75,8 @@ class DataParallelConfig:
             )
 
     @property
-    def enabled(self) -> bool:
-        """Whether any data-parallel traffic is to be compressed."""
-        return self.compression != "none" or self.weights not in (None, "none")
+    def specs(self) -> tuple[str | None, str | None]:
+        return self.compression, self.weights
 
     @property
     def compressor(self) -> GradientCompressor | None:
@@ -82,8 +86,7 @@ class DataParallelConfig:
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        spec = PAIRED_WEIGHTS.get(self.compression, "none") if self.weights is None else self.weights
-        return None if spec == "none" else parse_codec(spec)
+        return codec_of(PAIRED_WEIGHTS.get(self.compression) if self.weights is None else self.weights)
 
     @property
     def feedback(self) -> str:
@@ -130,11 +133,7 @@ class DataParallelConfig:
         """
         if not self.enabled:
             return
-        for name, reason in _REFUSED.items():
-            if getattr(args, name, None):
-                raise CompressionConfigError(
-                    f"--{name.replace('_', '-')} {reason}; drop it or --dp-compression"
-                )
+        refuse_flags(args, _REFUSED, "drop it or --dp-compression")
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
             raise CompressionConfigError(
                 f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "
@@ -160,14 +159,6 @@ class DataParallelConfig:
         if self.feedback != "none":
             _check_error_feedback(args)
 
-    def idle_reason(self, ranks: int) -> str | None:
-        """Why an enabled compression has nothing to do on so many data-parallel ranks, or None."""
-        if self.enabled and ranks == 1:
-            return (
-                "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
-            )
-        return None
-
     def describe(self) -> str:
         """For the log: what travels how."""
         compressor, weights = self.compressor, self.weight_codec
@@ -189,16 +180,13 @@ def _check_weights(args: Namespace) -> None:
             "--dp-weight-compression needs fp32 masters apart from the weights that are sent; add --bf16 or "
             "--fp16, or drop it"
         )
-    if args.use_precision_aware_optimizer:
-        raise CompressionConfigError(
-            "--use-precision-aware-optimizer writes the weights inside its own kernel, where the difference "
-            "to the old ones is lost; drop it or give --dp-weight-compression none"
-        )
-    if args.optimizer_cuda_graph:
-        raise CompressionConfigError(
-            "--optimizer-cuda-graph replays the optimizer's step, where the host has to hand over the "
-            "difference of the weights; drop it or give --dp-weight-compression none"
-        )
+    reasons = {
+        "use_precision_aware_optimizer": "writes the weights inside its own kernel, where the difference to "
+        "the old ones is lost",
+        "optimizer_cuda_graph": "replays the optimizer's step, where the host has to hand over the "
+        "difference of the weights",
+    }
+    refuse_flags(args, reasons, "drop it or give --dp-weight-compression none")
 
 
 def _check_error_feedback(args: Namespace) -> None:

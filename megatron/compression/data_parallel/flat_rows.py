@@ -26,16 +26,13 @@ class FlatRows(Codec):
 
     @property
     def hops(self) -> tuple[Codec, Codec]:
-        """See ``Codec.hops``."""
         first, second = self.codec.hops
         return FlatRows(first), FlatRows(second)
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``."""
         return self.codec.payload_bytes(self._tokens(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Codec.encode``."""
         flat = x.reshape(len(x), -1)
         flat = F.pad(flat, (0, -flat.shape[1] % CHANNELS))
         return self.codec.encode(flat.view(len(x), -1, CHANNELS))
@@ -43,7 +40,6 @@ class FlatRows(Codec):
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``Codec.decode``."""
         tokens = self.codec.decode(payloads, self._tokens(shape), dtype)
         values = tokens.reshape(len(payloads), -1)[:, : math.prod(shape)].reshape(-1, *shape)
         return values if out is None else out.copy_(values)

@@ -8,13 +8,8 @@ from megatron.compression.huggingface.models import MODELS, DenseModel, ModelErr
 
 # Flags without a value that an expansion may hold: --no-<name> leaves one out.
 SWITCHES = (
-    "group-query-attention",
-    "swiglu",
-    "disable-bias-linear",
-    "add-qkv-bias",
-    "qk-layernorm",
-    "use-rope-scaling",
-    "untie-embeddings-and-output-weights",
+    *("group-query-attention", "swiglu", "disable-bias-linear", "add-qkv-bias", "qk-layernorm"),
+    *("use-rope-scaling", "untie-embeddings-and-output-weights"),
 )
 # A size of the vocabulary that the user gives takes the model's padded size with it.
 _VOCABULARY_FLAGS = ("--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by")
@@ -55,6 +50,11 @@ def find_model(name: str) -> DenseModel:
     )
 
 
+def as_arguments(flags: dict[str, str | None]) -> list[str]:
+    """Flags with their values, None for one that takes none, as a command line."""
+    return [word for pair in flags.items() for word in pair if word is not None]
+
+
 def tensor_parallel_size(arguments: list[str]) -> int:
     """What a command line says of it (``--tensor-model-parallel-size 4``, or with an equals sign); else 1."""
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -68,11 +68,8 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     A flag that the user gives is left out of the expansion. So is ``--padded-vocab-size`` where the user
     gives ``--vocab-size`` or ``--make-vocab-size-divisible-by``: Megatron then pads as it always does.
 
-    Args:
-        arguments: the command line without the program's name.
-
     Returns:
-        The whole command line, and the part that was added.
+        The whole command line without the program's name, and the part that was added.
 
     Raises:
         ModelError: no model, an unknown one, or a switch that the model does not set.
@@ -94,8 +91,5 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
         del flags[f"--{switch}"]
     if given.intersection(_VOCABULARY_FLAGS):
         flags.pop("--padded-vocab-size", None)
-    added = []
-    for flag, value in flags.items():
-        if flag not in given:
-            added += [flag] if value is None else [flag, value]
+    added = as_arguments({flag: value for flag, value in flags.items() if flag not in given})
     return added + arguments, added

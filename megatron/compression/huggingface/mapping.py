@@ -18,16 +18,8 @@ Partition = Literal["replicated", "rows", "vocabulary", "gate and up", "columns"
 
 
 def merge_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
-    """Rows of the three projections, by query group.
-
-    Args:
-        q: ``[heads * head_dim, ...]``, weight or bias.
-        k, v: ``[groups * head_dim, ...]``.
-        groups: heads of k and v; heads is a multiple.
-
-    Returns:
-        ``[(heads + 2 groups) * head_dim, ...]``.
-    """
+    """``q [heads * head_dim, ...]`` and ``k``, ``v [groups * head_dim, ...]``, weights or biases, by query
+    group: ``[(heads + 2 groups) * head_dim, ...]``."""
     by_group = [tensor.unflatten(0, (groups, -1)) for tensor in (q, k, v)]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
@@ -47,49 +39,40 @@ def pad_vocabulary(table: torch.Tensor, rows: int) -> torch.Tensor:
         ModelError: the table has more rows than that.
     """
     if table.shape[0] > rows:
-        raise ModelError(
-            f"the model has {table.shape[0]} tokens, --padded-vocab-size only {rows}; "
-            "drop that flag or raise it"
-        )
+        have = f"the model has {table.shape[0]} tokens, --padded-vocab-size only {rows}"
+        raise ModelError(f"{have}; drop that flag or raise it")
     return torch.nn.functional.pad(table, (0, 0, 0, rows - table.shape[0]))
+
+
+_DIMENSION = {"columns": 1, "rows": 0, "vocabulary": 0}
 
 
 def shard(full: torch.Tensor, partition: Partition, rank: int, world_size: int) -> torch.Tensor:
     """The part of a parameter that a tensor-parallel rank holds."""
     if partition == "replicated":
         return full
-    if partition == "columns":
-        return full.chunk(world_size, dim=1)[rank]
-    if partition in ("rows", "vocabulary"):
-        return full.chunk(world_size, dim=0)[rank]
-    return torch.cat([half.chunk(world_size, dim=0)[rank] for half in full.chunk(2, dim=0)])
+    if partition == "gate and up":
+        return torch.cat([half.chunk(world_size)[rank] for half in full.chunk(2)])
+    return full.chunk(world_size, dim=_DIMENSION[partition])[rank]
 
 
 def unshard(parts: list[torch.Tensor], partition: Partition) -> torch.Tensor:
     """The whole parameter from every rank's part, in order of rank."""
     if partition == "replicated":
         return parts[0]
-    if partition == "columns":
-        return torch.cat(parts, dim=1)
-    if partition in ("rows", "vocabulary"):
-        return torch.cat(parts, dim=0)
-    halves = zip(*(part.chunk(2, dim=0) for part in parts), strict=True)
-    return torch.cat([torch.cat(half) for half in halves])
+    if partition == "gate and up":
+        return torch.cat([torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True)])
+    return torch.cat(parts, dim=_DIMENSION[partition])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one Megatron parameter is made.
-
-    Attributes:
-        sources: the Hugging Face tensors.
-        partition: how tensor parallelism cuts the merged tensor; vocabulary is rows, padded first.
-        merge: the sources, in order, to the whole parameter.
-        split: the inverse.
-    """
+    """How one Megatron parameter is made."""
 
     sources: tuple[str, ...]
+    """The Hugging Face tensors."""
     partition: Partition = "replicated"
+    """How tensor parallelism cuts the merged tensor; vocabulary is rows, padded first."""
     merge: Callable[..., torch.Tensor] = lambda tensor: tensor
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = lambda tensor: (tensor,)
 
@@ -133,11 +116,7 @@ def _layer_rules(model: DenseModel, layer: str) -> dict[str, Rule]:
 
 
 def rule_for(name: str, model: DenseModel) -> Rule:
-    """How the Megatron parameter ``name`` is made.
-
-    Args:
-        name: as ``named_parameters`` of a GPT model gives it, with the layer's global number.
-        model: heads, groups, tied or not.
+    """How the Megatron parameter ``name`` is made: as ``named_parameters`` has it, layers numbered globally.
 
     Raises:
         ModelError: the model has no such parameter.

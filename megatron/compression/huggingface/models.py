@@ -50,75 +50,46 @@ class DenseModel:
             raise ModelError(f"--use-rope-scaling is Llama 3.1's: a {self.family} model has none; drop it")
 
 
-def _qwen25(layers, hidden, ffn, heads, groups, *, tied, positions=131072, epsilon=1e-6) -> DenseModel:
-    return DenseModel(
-        family="qwen2",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        groups=groups,
-        head_dim=hidden // heads,
-        vocabulary=151936 if tied else 152064,
-        tied=tied,
-        norm_epsilon=epsilon,
-        positions=positions,
-    )
+def _model(layers, hidden, ffn, heads, groups=8, *, tied=False, **others) -> DenseModel:
+    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups}
+    return DenseModel(**{**sizes, "head_dim": hidden // heads, "tied": tied, **others})
 
 
-def _qwen3(layers, hidden, ffn, heads, *, tied) -> DenseModel:
-    return DenseModel(
-        family="qwen3",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        groups=8,
-        head_dim=128,
-        vocabulary=151936,
-        tied=tied,
-        positions=40960,
-    )
+def _qwen25(*sizes, tied=False, positions=131072, **others) -> DenseModel:
+    rows = 151936 if tied else 152064
+    return _model(*sizes, family="qwen2", vocabulary=rows, tied=tied, positions=positions, **others)
 
 
-def _llama3(layers, hidden, ffn, heads, *, tied=False, factor=None) -> DenseModel:
-    return DenseModel(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        groups=8,
-        head_dim=hidden // heads,
-        vocabulary=128256,
-        tied=tied,
-        norm_epsilon=1e-5,
-        rotary_base=500_000,
-        rope_factor=factor,
-        positions=131072 if factor else 8192,
-    )
+def _qwen3(*sizes, **others) -> DenseModel:
+    return _model(*sizes, family="qwen3", head_dim=128, vocabulary=151936, positions=40960, **others)
+
+
+def _llama3(*sizes, rope_factor=None, **others) -> DenseModel:
+    family = {"family": "llama", "vocabulary": 128256, "norm_epsilon": 1e-5, "rotary_base": 500_000}
+    positions = 131072 if rope_factor else 8192
+    return _model(*sizes, **family, rope_factor=rope_factor, positions=positions, **others)
 
 
 MODELS: dict[str, DenseModel] = {
     "2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, tied=True, positions=32768),
     "2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, tied=True),
     "2.5-3b": _qwen25(36, 2048, 11008, 16, 2, tied=True, positions=32768),
-    "2.5-7b": _qwen25(28, 3584, 18944, 28, 4, tied=False),
-    "2.5-14b": _qwen25(48, 5120, 13824, 40, 8, tied=False, epsilon=1e-5),
-    "2.5-32b": _qwen25(64, 5120, 27648, 40, 8, tied=False, epsilon=1e-5),
-    "2.5-72b": _qwen25(80, 8192, 29568, 64, 8, tied=False, epsilon=1e-5),
+    "2.5-7b": _qwen25(28, 3584, 18944, 28, 4),
+    "2.5-14b": _qwen25(48, 5120, 13824, 40, 8, norm_epsilon=1e-5),
+    "2.5-32b": _qwen25(64, 5120, 27648, 40, 8, norm_epsilon=1e-5),
+    "2.5-72b": _qwen25(80, 8192, 29568, 64, 8, norm_epsilon=1e-5),
     "3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
     "3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
     "3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
-    "3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
-    "3-14b": _qwen3(40, 5120, 17408, 40, tied=False),
-    "3-32b": _qwen3(64, 5120, 25600, 64, tied=False),
+    "3-8b": _qwen3(36, 4096, 12288, 32),
+    "3-14b": _qwen3(40, 5120, 17408, 40),
+    "3-32b": _qwen3(64, 5120, 25600, 64),
     "llama-3-8b": _llama3(32, 4096, 14336, 32),
     "llama-3-70b": _llama3(80, 8192, 28672, 64),
-    "llama-3.1-8b": _llama3(32, 4096, 14336, 32, factor=8.0),
-    "llama-3.1-70b": _llama3(80, 8192, 28672, 64, factor=8.0),
-    "llama-3.2-1b": _llama3(16, 2048, 8192, 32, tied=True, factor=32.0),
-    "llama-3.2-3b": _llama3(28, 3072, 8192, 24, tied=True, factor=32.0),
+    "llama-3.1-8b": _llama3(32, 4096, 14336, 32, rope_factor=8.0),
+    "llama-3.1-70b": _llama3(80, 8192, 28672, 64, rope_factor=8.0),
+    "llama-3.2-1b": _llama3(16, 2048, 8192, 32, tied=True, rope_factor=32.0),
+    "llama-3.2-3b": _llama3(28, 3072, 8192, 24, tied=True, rope_factor=32.0),
 }
 
 
@@ -164,9 +135,7 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
     if not model.tied:
         flags["--untie-embeddings-and-output-weights"] = None
     if model.family != "qwen3" and model.head_dim * model.heads == model.hidden:
-        del flags[
-            "--kv-channels"
-        ]  # follows --hidden-size and --num-attention-heads, should they be overridden
+        del flags["--kv-channels"]  # follows those two, should they be overridden
     return {flag: None if value is None else str(value) for flag, value in flags.items()}
 
 

@@ -21,7 +21,7 @@ from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.compression import entrypoint
-from megatron.compression.huggingface.flags import add_qwen_arguments, tensor_parallel_size
+from megatron.compression.huggingface.flags import add_qwen_arguments, as_arguments, tensor_parallel_size
 from megatron.compression.huggingface.models import DenseModel, ModelError, megatron_flags
 from megatron.compression.setup import add_arguments as add_compression_arguments
 from megatron.compression.setup import complete
@@ -40,16 +40,11 @@ _FILLERS = [
 
 @dataclass(frozen=True)
 class Session:
-    """A model ready to be filled or read.
-
-    Attributes:
-        args: Megatron's.
-        chunks: this pipeline stage's model chunks, not wrapped.
-        groups: process groups.
-    """
+    """A model ready to be filled or read."""
 
     args: Namespace
     chunks: list[torch.nn.Module]
+    """This pipeline stage's, not wrapped."""
     groups: ProcessGroupCollection
 
     def save(self, folder: str) -> None:
@@ -72,8 +67,7 @@ def conversion_session(
     A process group that is there already is used and left.
 
     Args:
-        model: what to build.
-        dtype: of the parameters.
+        model, dtype: what to build, and of what the parameters are.
         flags: further Megatron flags: parallel sizes, ``--seq-length``, ``--transformer-impl``, ...
 
     Raises:
@@ -81,10 +75,9 @@ def conversion_session(
     """
     if dtype not in PRECISION_FLAGS:
         raise ModelError(f"weights of {dtype} are not covered; --dtype is bfloat16, float16 or float32")
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29400"), ("RANK", "0")):
-        os.environ.setdefault(name, value)  # started without torchrun: one process
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.setdefault(name, "1")
+    one_process = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "RANK": "0"}  # without torchrun
+    for name, value in {**one_process, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
     previous, sys.argv = sys.argv, [sys.argv[0], *_command_line(model, dtype, flags or [])]
     owns_process_group = not torch.distributed.is_initialized()
     try:
@@ -127,9 +120,7 @@ def _command_line(model: DenseModel, dtype: torch.dtype, flags: list[str]) -> li
     """Fillers, then the model, then the caller's flags: the last of a kind wins."""
     tensor_parallel = tensor_parallel_size(flags)
     arguments = [*_FILLERS, "--seq-length", str(min(model.positions, 4096)), *PRECISION_FLAGS[dtype]]
-    for flag, value in megatron_flags(model, tensor_parallel).items():
-        arguments += [flag] if value is None else [flag, value]
-    return arguments + flags
+    return [*arguments, *as_arguments(megatron_flags(model, tensor_parallel)), *flags]
 
 
 def _take_down(owns_process_group: bool) -> None:

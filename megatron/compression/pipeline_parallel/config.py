@@ -3,9 +3,11 @@
 import functools
 from argparse import Namespace
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
+from megatron.compression.dimension import Dimension, codec_of
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int4:group=32,normalize=standardize"
@@ -14,14 +16,19 @@ RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineParallelConfig:
+class PipelineParallelConfig(Dimension):
     """Compression of the activations and their gradients that go from stage to stage."""
+
+    idle: ClassVar[str] = (
+        "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes "
+        "from stage to stage"
+    )
 
     compression: str = "none"
     """Codec of what stages send each other; auto = the recommended pair, none = uncompressed."""
 
     backward: str | None = None
-    """Codec of the gradients that go back; None: the one that ``compression`` names for its gradients."""
+    """Codec of the gradients that go back; by default what ``compression`` names for its gradients."""
 
     def __post_init__(self) -> None:
         if self.compression == "auto":
@@ -32,15 +39,13 @@ class PipelineParallelConfig:
             ("--pp-compression", self.compression),
             ("--pp-backward-compression", self.backward),
         ):
-            if text in (None, "none"):
-                continue
-            if "/" in text:
+            if "/" in (text or ""):
                 raise CompressionConfigError(
                     f"{flag} {text}: a message between stages is sent once, so one codec encodes it; give "
                     "the gradients' codec with --pp-backward-compression"
                 )
             try:
-                parse_codec(text)
+                codec_of(text)
             except CompressionConfigError as error:
                 raise CompressionConfigError(f"{flag}: {error}") from None
         if self.backward == "none" and not self.enabled:
@@ -49,21 +54,20 @@ class PipelineParallelConfig:
             )
 
     @property
-    def enabled(self) -> bool:
-        """Whether anything between stages is to be compressed."""
-        return self.compression != "none" or self.backward not in (None, "none")
+    def specs(self) -> tuple[str | None, str | None]:
+        return self.compression, self.backward
 
     @property
     def forward_codec(self) -> Codec | None:
         """Of the activations; None: uncompressed."""
-        return None if self.compression == "none" else parse_codec(self.compression)
+        return codec_of(self.compression)
 
     @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
         if self.backward is None:
             return self.forward_codec and self.forward_codec.backward
-        return None if self.backward == "none" else parse_codec(self.backward)
+        return codec_of(self.backward)
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
@@ -98,22 +102,12 @@ class PipelineParallelConfig:
             if codec is not None:
                 message_bytes(codec, shape)
 
-    def idle_reason(self, ranks: int) -> str | None:
-        """Why an enabled compression has nothing to do on so many pipeline ranks, or None."""
-        if self.enabled and ranks == 1:
-            return (
-                "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes "
-                "from stage to stage"
-            )
-        return None
-
     def describe(self) -> str:
         """For the log: what travels how."""
-        names = [
-            "uncompressed" if codec is None else codec.name
-            for codec in (self.forward_codec, self.backward_codec)
-        ]
-        return f"pipeline stages send {names[0]}, back {names[1]}"
+        there, back = (
+            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
+        )
+        return f"pipeline stages send {there}, back {back}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,15 +1,5 @@
 """What users see of a run: the log line, scalars for the writers, and the report of it or of two runs."""
 
 from megatron.compression.report.history import check_report_directory
-from megatron.compression.report.megatron_run import megatron_seconds, megatron_writers
-from megatron.compression.report.reporter import Diagnostic, Reporter
-from megatron.compression.report.writers import Writers
-
-__all__ = [
-    "Diagnostic",
-    "Reporter",
-    "Writers",
-    "check_report_directory",
-    "megatron_seconds",
-    "megatron_writers",
-]
+from megatron.compression.report.reporter import Reporter
+from megatron.compression.report.writers import Writers, megatron_seconds, megatron_writers

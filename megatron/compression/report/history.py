@@ -22,16 +22,11 @@ def check_report_directory(directory: str | None, resuming: bool, baseline: str 
         CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
             history; the baseline holds no report.
     """
-    if baseline is not None:
-        if directory is None:
-            raise CompressionConfigError(
-                "--compression-report-baseline given, but no report is written; add --compression-report DIR"
-            )
-        if not (Path(baseline) / REPORT_FILE).is_file():
-            raise CompressionConfigError(
-                f"--compression-report-baseline {baseline} holds no {REPORT_FILE}; name the "
-                "--compression-report folder of a finished run"
-            )
+    if baseline is not None and not (Path(baseline) / REPORT_FILE).is_file():
+        raise CompressionConfigError(
+            f"--compression-report-baseline {baseline} holds no {REPORT_FILE}; name the --compression-report "
+            "folder of a finished run"
+        )
     if directory is None:
         return
     path = Path(directory)

@@ -37,8 +37,8 @@ def log_line(
             line += f" between nodes: {pair['sent'] / MB:.3f} of {pair['plain'] / MB:.3f} |"
     if probed := probe_bytes(per_iteration):
         line += f" error probe (MB): {probed / MB:.3f} |"
-    for name in DIMENSIONS:
-        sent, plain = dimension_total(per_iteration, name)
+    for name, prefix in DIMENSIONS.items():
+        sent, plain = dimension_total(per_iteration, prefix)
         if sent and plain != sent:
             line += f" {name.replace(' ', '-')} ratio: {plain / sent:.3f} |"
     return line
@@ -53,8 +53,8 @@ def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
         result[f"communication/{traffic} uncompressed bytes"] = plain
     if probed := probe_bytes(per_iteration):
         result["communication/error probe bytes"] = probed
-    for name in DIMENSIONS:
-        sent, plain = dimension_total(per_iteration, name)
+    for name, prefix in DIMENSIONS.items():
+        sent, plain = dimension_total(per_iteration, prefix)
         if sent:
             result[f"communication/{name.replace(' ', '-')} ratio"] = plain / sent
     return result
@@ -71,8 +71,7 @@ def probe_bytes(per_iteration: dict[str, BytesByKind]) -> float:
     return sum(kinds["probe"]["sent"] for kinds in per_iteration.values() if "probe" in kinds)
 
 
-def dimension_total(per_iteration: dict[str, BytesByKind], dimension: str) -> tuple[float, float]:
-    """(sent, plain) of a key of ``DIMENSIONS``, what is left exact included."""
-    prefix = DIMENSIONS[dimension]
+def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple[float, float]:
+    """(sent, plain) of the traffic whose names begin so (``DIMENSIONS``), what is left exact included."""
     totals = [traffic_total(kinds) for name, kinds in per_iteration.items() if name.startswith(prefix)]
     return sum(sent for sent, _ in totals), sum(plain for _, plain in totals)

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from megatron.compression.communication.ledger import DIMENSIONS
-from megatron.compression.report.summary import evaluations, loss_of, training_rows
-
-MB = 1e6
+from megatron.compression.report.log_line import MB, dimension_total
+from megatron.compression.report.summary import evaluations, loss_of, mean_bytes, training_rows
 
 
 def draw_report(report: dict, directory: Path, baseline: dict | None = None) -> tuple[list[str], str | None]:
@@ -85,29 +84,23 @@ def _times(report: dict, axes, baseline: dict | None) -> bool:
 
 def _bytes(report: dict, axes, baseline: dict | None) -> bool:
     """Two bars a dimension, without compression and sent; what is sent by whether a codec made it."""
-    rows, summary = training_rows(report), report["summary"]["dimensions"]
+    means, summary = mean_bytes(training_rows(report)), report["summary"]["dimensions"]
     names = [name for name in DIMENSIONS if name in summary]
     for place, name in enumerate(names):
-        payload = sum(
-            kinds.get("compressed", {}).get("sent", 0.0)
-            for row in rows
-            for traffic, kinds in row["bytes_per_iteration"].items()
-            if traffic.startswith(DIMENSIONS[name])
-        ) / max(1, len(rows))
+        of_codecs = {
+            traffic: {"c": kinds["compressed"]} for traffic, kinds in means.items() if "compressed" in kinds
+        }
+        payload, _ = dimension_total(of_codecs, DIMENSIONS[name])
         sent, plain = summary[name]["sent"], summary[name]["uncompressed"]
-        labels = (
-            ["without compression", "sent: compressed", "sent: uncompressed"] if place == 0 else [None] * 3
-        )
-        axes.bar(place - 0.2, plain / MB, 0.38, color="C7", label=labels[0])
-        axes.bar(place + 0.2, payload / MB, 0.38, color="C0", label=labels[1])
-        rest = (sent - payload) / MB
-        axes.bar(place + 0.2, rest, 0.38, bottom=payload / MB, color="C1", label=labels[2])
-        axes.annotate(
-            f"{plain / sent:.2f}x fewer" if sent < plain else "",
-            (place + 0.2, sent / MB),
-            ha="center",
-            va="bottom",
-        )
+        for shift, height, bottom, color, label in (
+            (-0.2, plain, 0, "C7", "without compression"),
+            (0.2, payload, 0, "C0", "sent: compressed"),
+            (0.2, sent - payload, payload, "C1", "sent: uncompressed"),
+        ):
+            named = None if place else label
+            axes.bar(place + shift, height / MB, 0.38, bottom=bottom / MB, color=color, label=named)
+        fewer = f"{plain / sent:.2f}x fewer" if sent < plain else ""
+        axes.annotate(fewer, (place + 0.2, sent / MB), ha="center", va="bottom")
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="MB sent by one GPU in one iteration")
     if names:

@@ -3,31 +3,19 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.data_parallel.compressor import Diagnostic
 from megatron.compression.report.history import History
 from megatron.compression.report.log_line import MB, log_line, scalars
 from megatron.compression.report.markdown import write_report
 from megatron.compression.report.memory import peak_memory
 from megatron.compression.report.writers import Writers
-
-
-class Diagnostic(Protocol):
-    """What a method of compression wants to say at each log interval."""
-
-    def read(self) -> torch.Tensor:
-        """This rank's numbers since the last reading, float64 ``[n]``, the same n on all ranks; resets."""
-
-    def lines(self, reading: torch.Tensor) -> list[str]:
-        """Lines for the log, of a reading summed over all ranks (on the CPU)."""
-
-    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
-        """The same for the trackers and the report's history."""
 
 
 class Reporter:
@@ -116,9 +104,8 @@ class Reporter:
             for line in diagnostic.lines(reading):
                 print(f" compression: {line}", flush=True)
             diagnosed |= diagnostic.scalars(reading)
-        self._guarded(
-            "writing scalars", lambda: self.writers().write(scalars(per_iteration) | diagnosed, iteration)
-        )
+        values = scalars(per_iteration) | diagnosed
+        self._guarded("writing scalars", lambda: self.writers().write(values, iteration))
         row = {
             "iteration": iteration,
             "losses": mean_losses,
@@ -196,11 +183,8 @@ class Reporter:
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
         if small and self.small_hint:
-            self._say_once(
-                "small",
-                f"{small / MB:.3f} MB per iteration and GPU are in tensors under {self.small_hint} and go "
-                "uncompressed",
-            )
+            line = f"{small / MB:.3f} MB per iteration and GPU are in tensors under {self.small_hint} and go"
+            self._say_once("small", f"{line} uncompressed")
 
     def _append(self, row: dict) -> None:
         self._guarded("writing the report's history", lambda: self.history.append(row))

@@ -3,7 +3,7 @@
 import statistics
 
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC
-from megatron.compression.report.log_line import traffic_total
+from megatron.compression.report.log_line import BytesByKind, dimension_total, probe_bytes, traffic_total
 
 
 def summarize(report: dict) -> dict:
@@ -12,38 +12,33 @@ def summarize(report: dict) -> dict:
     Bytes are the mean over the logged iterations, the error probe's own apart. A training loss is the mean
     of its log interval, as on Megatron's line.
     """
-    training = training_rows(report)
-    by_traffic = {traffic: _mean_bytes(training, traffic) for traffic in TRAFFIC}
-    dimensions = {name: _total(by_traffic, prefix) for name, prefix in {**DIMENSIONS, "all": ""}.items()}
+    training, valid = training_rows(report), evaluations(report, "valid")
+    per_iteration = mean_bytes(training)
+    totals = {
+        traffic: traffic_total(per_iteration[traffic]) for traffic in TRAFFIC if traffic in per_iteration
+    }
+    crossed = _mean([row.get("bytes_between_nodes", {}) for row in training])
+    prefixes = {**DIMENSIONS, "all": ""}
+    dimensions = {name: dimension_total(per_iteration, prefix) for name, prefix in prefixes.items()}
     sent, plain = dimensions["tensor parallel"]
     return {
         "milliseconds_per_iteration": _median_time(training),
         "peak_memory_bytes": report.get("memory", {}),
-        "bytes_per_iteration": {
-            traffic: {"sent": sent_, "uncompressed": plain_}
-            for traffic, (sent_, plain_) in by_traffic.items()
-            if sent_ or plain_
-        },
-        "bytes_between_nodes": _between_nodes(training),
-        "probe_bytes_per_iteration": sum(
-            kinds["probe"]["sent"]
-            for row in training
-            for kinds in row["bytes_per_iteration"].values()
-            if "probe" in kinds
-        )
-        / max(1, len(training)),
+        "bytes_per_iteration": {name: _pair(*total) for name, total in totals.items() if any(total)},
+        "bytes_between_nodes": {name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()},
+        "probe_bytes_per_iteration": probe_bytes(per_iteration),
         "tp_bytes_per_iteration": sent,
         "tp_uncompressed_bytes_per_iteration": plain,
         "tp_ratio": plain / sent if sent else None,
         "dimensions": {
-            name: {"sent": sent_, "uncompressed": plain_, "ratio": plain_ / sent_}
-            for name, (sent_, plain_) in dimensions.items()
-            if sent_
+            name: _pair(*total) | {"ratio": total[1] / total[0]}
+            for name, total in dimensions.items()
+            if total[0]
         },
         "first_loss": _end_loss(training, 0),
         "last_loss": _end_loss(training, -1),
-        "first_validation_loss": _end_loss(evaluations(report, "valid"), 0),
-        "validation_loss": _end_loss(evaluations(report, "valid"), -1),
+        "first_validation_loss": _end_loss(valid, 0),
+        "validation_loss": _end_loss(valid, -1),
         "test_loss": _end_loss(evaluations(report, "test"), -1),
     }
 
@@ -63,33 +58,33 @@ def loss_of(row: dict) -> float | None:
     return next(iter(row["losses"].values()), None)
 
 
+def mean_bytes(training: list[dict]) -> dict[str, BytesByKind]:
+    """Mean bytes of an iteration, by traffic class and kind."""
+    rows = [row["bytes_per_iteration"] for row in training]
+    traffic = {name for row in rows for name in row}
+    return {name: _mean([row.get(name, {}) for row in rows]) for name in sorted(traffic)}
+
+
+def _mean(rows: list[BytesByKind]) -> BytesByKind:
+    """The mean of pairs of bytes by name, where a row may lack some."""
+    result: BytesByKind = {}
+    for row in rows:
+        for name, pair in row.items():
+            mean = result.setdefault(name, {"sent": 0.0, "plain": 0.0})
+            for key in mean:
+                mean[key] += pair[key] / len(rows)
+    return result
+
+
+def _pair(sent: float, plain: float) -> dict[str, float]:
+    return {"sent": sent, "uncompressed": plain}
+
+
 def _median_time(training: list[dict]) -> float | None:
     """Milliseconds; the first interval is left out, which holds the warm-up."""
     times = [row["milliseconds_per_iteration"] for row in training if "milliseconds_per_iteration" in row]
     return statistics.median(times[1:] or times) if times else None
 
 
-def _total(by_traffic: dict[str, tuple[float, float]], prefix: str) -> tuple[float, float]:
-    pairs = [pair for traffic, pair in by_traffic.items() if traffic.startswith(prefix)]
-    return sum(sent for sent, _ in pairs), sum(plain for _, plain in pairs)
-
-
-def _between_nodes(training: list[dict]) -> dict[str, dict[str, float]]:
-    """Mean bytes that crossed nodes, by traffic; empty where nobody tells them apart."""
-    result: dict[str, dict[str, float]] = {}
-    for row in training:
-        for traffic, pair in row.get("bytes_between_nodes", {}).items():
-            mean = result.setdefault(traffic, {"sent": 0.0, "uncompressed": 0.0})
-            mean["sent"] += pair["sent"] / len(training)
-            mean["uncompressed"] += pair["plain"] / len(training)
-    return result
-
-
 def _end_loss(rows: list[dict], index: int) -> float | None:
     return loss_of(rows[index]) if rows else None
-
-
-def _mean_bytes(training: list[dict], traffic: str) -> tuple[float, float]:
-    pairs = [traffic_total(row["bytes_per_iteration"].get(traffic, {})) for row in training]
-    count = max(1, len(pairs))
-    return sum(sent / count for sent, _ in pairs), sum(plain / count for _, plain in pairs)

@@ -77,7 +77,6 @@ class Tagc(GradientCompressor):
         parse_layers(self.layers)
 
     def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
-        """See ``GradientCompressor.build``."""
         sketch = self.sketch(bucket) if self.wire == "sketch" else SketchConfig()
         settings = PartSettings(1 - self.sparsity, parse_layers(self.layers), self.wire, sketch, self.bits)
         return TagcGradientSync(bucket, settings, feedback, self.monitor)
@@ -87,7 +86,6 @@ class Tagc(GradientCompressor):
         return min(int(WARMUP_SHARE * (train_iters or 0)), LONGEST_WARMUP)
 
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """See ``GradientCompressor.diagnostics``."""
         return (self.monitor,)
 
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
@@ -106,7 +104,6 @@ class Tagc(GradientCompressor):
         return sketch
 
     def describe(self) -> str:
-        """See ``GradientCompressor.describe``."""
         line = f"each rank leaves out {self.sparsity:g} of its gradients of "
         line += f"{' and '.join(sorted(parse_layers(self.layers)))}; the others travel "
         return line + ("as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")

@@ -134,7 +134,6 @@ class BitmapPart:
         return None
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
-        """See ``SketchPart.encode``."""
         values, self.values = self.values, None
         wires = bitmap_sparse.encode(values, share_threshold(values, self.layout.share), self.layout, values)
         exponents = wires[:, self.layout.exponents_at : self.layout.exponents_at + self.layout.rows]
@@ -151,7 +150,6 @@ class BitmapPart:
         return wire[0]
 
     def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
-        """See ``SketchPart.decode``."""
         values = bitmap_sparse.decode_sum(wires, self.layouts[of])
         union = values.count_nonzero()
         return count_sketch.Decoded(

@@ -57,7 +57,6 @@ class TagcGradientSync:
         return self.bucket.topology.world_size
 
     def start(self) -> Work:
-        """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         compressed = sum(share.compressed_numel for share in self.shares)
         self.monitor.sums += 1
@@ -200,7 +199,6 @@ class TagcGradientSync:
         return {"error_feedback": flat} if self.parts else {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """See ``GradientSync.load_state``."""
         flat = state.get("error_feedback")
         if flat is None:
             flat = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)

@@ -1,13 +1,16 @@
 """Settings of tensor parallelism: which codec, for which messages."""
 
+import dataclasses
 import functools
 import math
 import re
 from argparse import Namespace
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int6"
@@ -31,14 +34,19 @@ _NOT_COVERED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelConfig:
+class TensorParallelConfig(Dimension):
     """Compression of the activations and their gradients that tensor parallelism sends."""
+
+    idle: ClassVar[str] = (
+        "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
+        "tensor-parallel traffic to compress"
+    )
 
     compression: str = "none"
     """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed."""
 
     backward: str | None = None
-    """Codec of the gradients; None: that of ``compression``."""
+    """Codec of the gradients; by default that of ``compression``."""
 
     min_mb: float = 8.0
     """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
@@ -63,18 +71,13 @@ class TensorParallelConfig:
         if self.chunks < 1:
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         parse_layers(self.layers)
-        for text in (self.compression, self.backward):
-            if text not in (None, "none"):
-                parse_codec(text)
+        for text in self.specs:
+            codec_of(text)
+        flags = {"backward": "--tp-backward-compression"}
         changed = [
-            flag
-            for flag, given in {
-                "--tp-backward-compression": self.backward is not None,
-                "--tp-compression-min-mb": self.min_mb != 8.0,
-                "--tp-compression-layers": self.layers != "all",
-                "--tp-compression-chunks": self.chunks != 1,
-            }.items()
-            if given
+            flags.get(field.name, f"--tp-compression-{field.name.replace('_', '-')}")
+            for field in dataclasses.fields(self)
+            if field.name != "compression" and getattr(self, field.name) != field.default
         ]
         if changed and not self.enabled:
             raise CompressionConfigError(
@@ -83,21 +86,18 @@ class TensorParallelConfig:
             )
 
     @property
-    def enabled(self) -> bool:
-        """Whether any tensor-parallel traffic is to be compressed."""
-        return self.compression != "none" or self.backward not in (None, "none")
+    def specs(self) -> tuple[str | None, str | None]:
+        return self.compression, self.backward
 
     @property
     def forward_codec(self) -> Codec | None:
         """Of the activations; None: uncompressed."""
-        return None if self.compression == "none" else parse_codec(self.compression)
+        return codec_of(self.compression)
 
     @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
-        if self.backward is None:
-            return self.forward_codec
-        return None if self.backward == "none" else parse_codec(self.backward)
+        return self.forward_codec if self.backward is None else codec_of(self.backward)
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
@@ -118,6 +118,7 @@ class TensorParallelConfig:
         """
         if not self.enabled:
             return
+        own = "--tp-compression"
         if args.transformer_impl != "local":
             raise CompressionConfigError(
                 f"--tp-compression compresses the layers of --transformer-impl local, not of "
@@ -133,33 +134,16 @@ class TensorParallelConfig:
                 "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
                 "graph leaves out; drop --cuda-graph-impl or --taco"
             )
-        for name, what in GATHERED_BY_MEGATRON.items():
-            if getattr(args, name, None):
-                raise CompressionConfigError(
-                    f"--{name.replace('_', '-')} gathers {what} over the tensor-parallel ranks, which "
-                    "--tp-compression does not compress; drop one of the two"
-                )
-        for name in _NOT_COVERED:
-            if getattr(args, name, None):
-                raise CompressionConfigError(
-                    f"--tp-compression covers the dense GPT layers, not --{name.replace('_', '-')}; drop one "
-                    "of the two"
-                )
+        gathers = f"over the tensor-parallel ranks, which {own} does not compress"
+        reasons = {name: f"gathers {what} {gathers}" for name, what in GATHERED_BY_MEGATRON.items()}
+        reasons |= dict.fromkeys(_NOT_COVERED, f"is not a dense GPT layer's, which {own} covers")
+        refuse_flags(args, reasons, "drop one of the two")
         numbers = [layer for layer in parse_layers(self.layers) or () if isinstance(layer, int)]
         if max(numbers, default=0) >= args.num_layers:
             raise CompressionConfigError(
                 f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
                 f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
             )
-
-    def idle_reason(self, ranks: int) -> str | None:
-        """Why an enabled compression has nothing to do on so many tensor-parallel ranks, or None."""
-        if self.enabled and ranks == 1:
-            return (
-                "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
-                "tensor-parallel traffic to compress"
-            )
-        return None
 
     def describe(self) -> str:
         """For the log: what travels how."""

@@ -169,8 +169,7 @@ class _BatchTraffic:
     """Counts what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
     Tensor-parallel rank 0 broadcasts the batch to its group, in Megatron's loop. The vocabulary-parallel
-    cross entropy has three fp32 all-reduces of one value a token (maximum, target logit, sum of
-    exponentials).
+    cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials).
     """
 
     reductions = 3

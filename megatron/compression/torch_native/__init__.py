@@ -12,14 +12,3 @@ from megatron.compression.torch_native.defaults import (
 )
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
-
-__all__ = [
-    "SDPACoreAttention",
-    "TorchLayerNorm",
-    "TorchRMSNorm",
-    "add_native_defaults",
-    "apply_native_defaults",
-    "block_spec",
-    "fill_rope_fusion_slot",
-    "leave_out_causal_mask",
-]

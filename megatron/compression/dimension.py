@@ -1,0 +1,42 @@
+"""What the settings of every dimension of parallelism have in common."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import ClassVar
+
+from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.errors import CompressionConfigError
+
+
+def codec_of(spec: str | None) -> Codec | None:
+    """The codec that a setting names; None: uncompressed."""
+    return None if spec in (None, "none") else parse_codec(spec)
+
+
+def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
+    """Refuse each of Megatron's flags that is set, by ``reasons``: argument -> what it does."""
+    for name, reason in reasons.items():
+        if getattr(args, name, None):
+            raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
+
+
+class Dimension:
+    """Settings of one dimension; subclasses are frozen dataclasses of plain values."""
+
+    compression: str
+    idle: ClassVar[str]
+    """What is said where there is one rank, and so nothing to compress."""
+
+    @property
+    def specs(self) -> tuple[str | None, str | None]:
+        """Of one direction and the other; None: left to another setting."""
+        raise NotImplementedError
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any traffic of this dimension is to be compressed."""
+        return any(spec not in (None, "none") for spec in self.specs)
+
+    def idle_reason(self, ranks: int) -> str | None:
+        """Why an enabled compression has nothing to do on so many ranks, or None."""
+        return self.idle if self.enabled and ranks == 1 else None
