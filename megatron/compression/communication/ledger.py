@@ -82,8 +82,8 @@ class Tally:
     sent: int = 0
     plain: int = 0
 
-    def add(self, sent: int, plain: int, calls: int = 1) -> None:
-        self.calls += calls
+    def add(self, sent: int, plain: int) -> None:
+        self.calls += 1
         self.sent += sent
         self.plain += plain
 
@@ -148,16 +148,8 @@ class Ledger:
 
     def rows(self) -> list[dict]:
         """Every tally as a JSON-ready row."""
+        names = ("phase", "traffic", "kind", "operation", "link", "calls", "sent_bytes", "plain_bytes")
         return [
-            {
-                "phase": phase,
-                "traffic": traffic,
-                "kind": kind,
-                "operation": operation,
-                "link": link,
-                "calls": tally.calls,
-                "sent_bytes": tally.sent,
-                "plain_bytes": tally.plain,
-            }
-            for (phase, traffic, kind, operation, link), tally in sorted(self.tallies.items())
+            dict(zip(names, (*key, tally.calls, tally.sent, tally.plain), strict=True))
+            for key, tally in sorted(self.tallies.items())
         ]

@@ -43,19 +43,9 @@ class TorchTransport:
         """Whether the transport does this codec's collectives in whole, by the three methods below."""
         return False
 
-    def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
-        """The whole of ``all_reduce``."""
-        raise NotImplementedError
-
-    def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
-        """The whole of ``reduce_scatter``."""
-        raise NotImplementedError
-
-    def fused_all_gather(
-        self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec
-    ) -> Work:
-        """The whole of ``all_gather_encoded``."""
-        raise NotImplementedError
+    fused_all_reduce: Callable[..., Work]
+    fused_reduce_scatter: Callable[..., Work]
+    fused_all_gather: Callable[..., Work]
 
     def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to send row r of uint8 ``[W, bytes]`` to rank r.
