@@ -38,7 +38,9 @@ WARM_UP = 3
 _ORDER = "BENCH_ORDER"
 
 
-def make_parser(description: str, dimension: str, codecs: list[str], iterations: int) -> argparse.ArgumentParser:
+def make_parser(
+    description: str, dimension: str, codecs: list[str], iterations: int
+) -> argparse.ArgumentParser:
     """The options that all of them take."""
     parser = argparse.ArgumentParser(
         description=f"{description}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,7 +83,7 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
 
 
 def _launch_key(options: Namespace, index: int, setting: Setting) -> object:
-    """Equal for neighbours that share a run: gradients and weights are bound to their codec for a whole run."""
+    """Equal for neighbours that share a run: gradients and weights keep their codec for a whole run."""
     return index if options.dimension == "data" else setting.flags
 
 
@@ -99,7 +101,9 @@ def _run(
         report = Path(folder, "report")
         environment = {**REGIMES[regime], _ORDER: json.dumps(order)}
         words += ["--compression-report", report]
-        status, end = torchrun(options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment)
+        status, end = torchrun(
+            options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment
+        )
         if status:
             print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
             return []
@@ -124,13 +128,24 @@ def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
 
 def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
     """Markdown; speed-ups against the first setting of each regime, of medians and of the extremes."""
-    columns = ["regime", "codec", "ms (least - most)", "speed-up (range)", *(f"{n} MB" for n in traffic), "loss"]
+    columns = [
+        "regime",
+        "codec",
+        "ms (least - most)",
+        "speed-up (range)",
+        *(f"{n} MB" for n in traffic),
+        "loss",
+    ]
     lines = [columns, ["---"] * len(columns)]
     for row in rows:
         base = next(other for other in rows if other["regime"] == row["regime"])
         speed_up = base["milliseconds"] / row["milliseconds"]
         least, most = base["least"] / row["most"], base["most"] / row["least"]
-        cells = [row["regime"], row["codec"], f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"]
+        cells = [
+            row["regime"],
+            row["codec"],
+            f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})",
+        ]
         cells.append(f"{speed_up:.2f} ({least:.2f} - {most:.2f})")
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])

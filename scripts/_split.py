@@ -158,7 +158,9 @@ def split_all_to_all(original: Callable) -> Callable:
     ):
         groups = _parted(input, group) if output.is_contiguous() else []
         if not groups or output_split_sizes or input_split_sizes:
-            return _whole(original(output, input, output_split_sizes, input_split_sizes, group, async_op), async_op)
+            return _whole(
+                original(output, input, output_split_sizes, input_split_sizes, group, async_op), async_op
+            )
         cut = lambda x: x.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)  # noqa: E731
         sent, kept = [one.contiguous() for one in cut(input)], cut(output)
         parts = [torch.empty_like(one) for one in sent]

@@ -1,4 +1,4 @@
-"""Iteration time of a GPT of 1.3 B parameters under compressed data parallelism, by kind of link, on one host.
+"""Iteration time of a GPT of 1.3 B parameters under compressed data parallelism, by link, on one host.
 
     python scripts/bench_data_parallel.py --data-parallel 4 --json data_parallel.json
     python scripts/bench_data_parallel.py --regimes ethernet --communicators 2 \\

@@ -1,4 +1,4 @@
-"""Iteration time of a GPT of 1.7 B parameters under compressed tensor parallelism, by kind of link, on one host.
+"""Iteration time of a GPT of 1.75 B parameters under compressed tensor parallelism, by link, on one host.
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
@@ -10,7 +10,8 @@ iterations in time with those of a run without, not in loss.
 
 import _bench
 
-SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --global-batch-size 16 --bf16"
+SHAPE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000
+    --global-batch-size 16 --bf16"""
 
 
 def main() -> None:

@@ -25,7 +25,9 @@ from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.communication.error_bound import ErrorBound
 
 GROUPS = (32, 64, 128, 256, 512)
-CODECS = [f"{name}group={group}" for name in ("taco:", "int8:", "int6:", "int5:", "int4:") for group in GROUPS]
+CODECS = [
+    f"{name}group={group}" for name in ("taco:", "int8:", "int6:", "int5:", "int4:") for group in GROUPS
+]
 _ORDER = "CODEC_SWEEP"
 
 
@@ -84,7 +86,9 @@ def merge(parts: Sequence[list[dict]]) -> list[dict]:
     """The ranks' rows, those of the same site, traffic and codec added up."""
     found: dict[tuple, dict] = {}
     for row in (row for part in parts for row in part):
-        total = found.setdefault((row["site"], row["traffic"], row["codec"]), {**row, "error": 0.0, "signal": 0.0})
+        total = found.setdefault(
+            (row["site"], row["traffic"], row["codec"]), {**row, "error": 0.0, "signal": 0.0}
+        )
         total["error"] += row["error"]
         total["signal"] += row["signal"]
     return list(found.values())
@@ -152,7 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--iterations {args.iterations}: give a positive number")
     try:
         if shaped := [spec for spec in args.codecs if parse_codec(spec).sees_shape]:
-            parser.error(f"--codecs {shaped[0]}: it encodes whole messages, not samples of them; leave it out")
+            parser.error(
+                f"--codecs {shaped[0]}: it encodes whole messages, not samples of them; leave it out"
+            )
     except ValueError as error:
         parser.error(f"--codecs: {error}")
     flags = [*args.flags, "--exit-interval", args.iterations]

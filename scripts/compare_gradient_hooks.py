@@ -221,9 +221,9 @@ def main() -> None:
         methods[text] = lambda text=text: Ours(_launch.parse_setting(text), dtype)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     where, numel = torch.cuda.get_device_name() if gpus else "CPU, gloo", sum(g.numel() for g in gradients)
-    say(f"{dist.get_world_size()} ranks, {where}; {numel / 1e6:.2f} M {options.dtype} gradients, timed on", end="")
-    say(f" {copies * numel / 1e6:.1f} M\n| method | error, one call | error, mean of 10 | bits a value sent | ms |")
-    say("|---|---|---|---|---|")
+    timed = f"{numel / 1e6:.2f} M {options.dtype} gradients, timed on {copies * numel / 1e6:.1f} M"
+    say(f"{dist.get_world_size()} ranks, {where}; {timed}")
+    say("| method | error, one call | error, mean of 10 | bits a value sent | ms |\n|---|---|---|---|---|")
     for name, make in methods.items():
         cells = measure(make, gradients, copies, dtype, device, options.repeats)
         say(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -41,11 +41,11 @@ PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
     "data": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size {batch}",
-        4,
+        1,
     ),
     "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
 }
-"""Flags of a dimension, and how many micro-batches make a batch over all ranks (as the published runs did)."""
+"""Flags of a dimension, and how many micro-batches make a batch (data parallelism: one a rank)."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -170,12 +170,12 @@ def noise(results: list[dict], baseline: str) -> float | None:
 
 
 def table(results: list[dict], baseline: str) -> str:
-    """Markdown, one row a run: losses, and for each class of traffic megabytes an iteration and bits a value
-    of 16 bits."""
+    """Markdown, one row a run: losses, and by class of traffic the megabytes of an iteration and their
+    share of the uncompressed ones."""
     traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
     traffic = [name for name in traffic if not name.endswith(".other")]
     columns = ["setting", "seed", "validation loss", f"against {baseline}"]
-    columns += [text for name in traffic for text in (f"{name} MB", "bits")]
+    columns += [text for name in traffic for text in (f"{name} MB", "of uncompressed")]
     lines = [columns, ["---"] * len(columns)]
     for result in results:
         part = difference(result, results, baseline)
@@ -183,8 +183,8 @@ def table(results: list[dict], baseline: str) -> str:
         cells.append("-" if part is None else f"{part:+.2%}")
         for name in traffic:
             pair = result["bytes_per_iteration"].get(name, {"sent": 0.0, "uncompressed": 0.0})
-            bits = 16 * pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
-            cells += [f"{pair['sent'] / 1e6:.3f}", f"{bits:.3f}"]
+            part = pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
+            cells += [f"{pair['sent'] / 1e6:.3f}", f"{part:.3f}"]
         lines.append(cells)
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
     spread = noise(results, baseline)
@@ -217,7 +217,9 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     began = time.monotonic()
     status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
     if status:
-        raise RuntimeError(f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}")
+        raise RuntimeError(
+            f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}"
+        )
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {seed}: {summary['validation_loss']:.4f}", flush=True)
     kept = ("validation_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")

@@ -70,8 +70,8 @@ COMMANDS = tuple(
         ),
         (
             *("pipeline", 2, 10, "pipeline_losses"),
-            "scripts/losses.py --pipeline-parallel {gpus} --codecs none auto tah-quant tah-quant:transform=none"
-            " --output {output}/pipeline_losses --time-limit 540",
+            "scripts/losses.py --pipeline-parallel {gpus} --codecs none auto tah-quant"
+            " tah-quant:transform=none --output {output}/pipeline_losses --time-limit 540",
         ),
         (
             *("data-parallel", 2, 10, "data_parallel"),
@@ -92,7 +92,8 @@ COMMANDS = tuple(
         ),
         (
             *("accuracy", 1, 40, "accuracy"),
-            "-m scripts.accuracy.run --work-dir {output}/accuracy --plan campaign --minutes 30 --out {output}",
+            "-m scripts.accuracy.run --work-dir {output}/accuracy --plan campaign --minutes 30"
+            " --out {output}",
         ),
     )
 )

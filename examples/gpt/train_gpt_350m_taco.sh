@@ -3,119 +3,55 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_gpt_350m_taco.sh
 #   COMPRESSION= examples/gpt/train_gpt_350m_taco.sh    the uncompressed baseline of the same run
-#   COMPRESSION='--taco --taco-format int6' ...         another codec
+#   COMPRESSION='--tp-compression int6' ...         another codec
 #   TINY=1 examples/gpt/train_gpt_350m_taco.sh          a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
 # Whatever follows the script's name is appended to the command line and wins over what is written here.
-# Environment:
-#   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
-#   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py); unset: mock data
-#   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
-#   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
-#   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   USE_TE=1         layers of Transformer Engine, with sequence parallelism (needs COMPRESSION=)
-#   TP PP and every variable set with := below
+# Environment: examples/common.sh says which variables there are.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-command -v torchrun >/dev/null || PATH=$REPO/.venv/bin:$PATH
-# One hardware queue keeps the order in which tensor-parallel communication and GEMMs were launched.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-
-if [ "${TINY:-0}" = 1 ]; then
-    : "${NNODES:=1}" "${GPUS_PER_NODE:=2}" "${TP:=2}" "${PP:=1}"
-    : "${NUM_LAYERS:=2}" "${HIDDEN_SIZE:=64}" "${NUM_HEADS:=4}" "${SEQ_LENGTH:=64}" "${VOCAB_SIZE:=256}"
-    : "${MICRO_BATCH_SIZE:=2}" "${GLOBAL_BATCH_SIZE:=4}" "${TRAIN_ITERS:=20}" "${LR_DECAY_ITERS:=20}"
-    : "${LR:=2e-3}" "${MIN_LR:=2e-4}" "${LOG_INTERVAL:=1}" "${EVAL_INTERVAL:=20}" "${EVAL_ITERS:=1}"
-    : "${CHECKPOINT_PATH:=}" "${TENSORBOARD_LOGS_PATH:=}" "${SPLIT:=90,10,0}"
-    : "${COMPRESSION=--taco --taco-min-message-mb 0}" # the messages of so small a model are below the default
-fi
-
-: "${NNODES:=1}" "${NODE_RANK:=0}" "${GPUS_PER_NODE:=8}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
-: "${TP:=4}" "${PP:=1}" "${USE_TE:=0}"
+# The messages of so small a model are below the default least size.
+[ "$TINY" != 1 ] || : "${COMPRESSION=--taco --tp-compression-min-mb 0}"
+: "${TP:=4}" "${PP:=1}"
 : "${NUM_LAYERS:=24}" "${HIDDEN_SIZE:=1024}" "${NUM_HEADS:=16}" "${SEQ_LENGTH:=2048}" "${VOCAB_SIZE:=50257}"
 : "${MICRO_BATCH_SIZE:=8}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=20000}" "${LR_DECAY_ITERS:=20000}"
 : "${LR:=3.0e-4}" "${MIN_LR:=3.0e-5}" "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}"
-: "${COMPRESSION=--taco}"
+: "${COMPRESSION=--taco}" "${SAVE_INTERVAL:=2000}"
 : "${CHECKPOINT_PATH=checkpoints/gpt_350m}" "${TENSORBOARD_LOGS_PATH=tensorboard/gpt_350m}"
-: "${TOKENIZER_TYPE:=HuggingFaceTokenizer}" "${SPLIT:=949,50,1}"
-
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
-)
+: "${SPLIT:=949,50,1}"
 
 GPT_MODEL_ARGS=(
-    --num-layers "$NUM_LAYERS"
-    --hidden-size "$HIDDEN_SIZE"
+    --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE"
     --num-attention-heads "$NUM_HEADS"
-    --seq-length "$SEQ_LENGTH"
-    --max-position-embeddings "$SEQ_LENGTH"
+    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
 )
 
 TRAINING_ARGS=(
-    --micro-batch-size "$MICRO_BATCH_SIZE"
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
     --train-iters "$TRAIN_ITERS"
-    --lr "$LR"
-    --min-lr "$MIN_LR"
-    --lr-decay-style cosine
-    --lr-decay-iters "$LR_DECAY_ITERS"
+    --lr "$LR" --min-lr "$MIN_LR"
+    --lr-decay-style cosine --lr-decay-iters "$LR_DECAY_ITERS"
     --lr-warmup-fraction .01
     --weight-decay 0.1
-    --adam-beta1 0.9
-    --adam-beta2 0.95
+    --adam-beta1 0.9 --adam-beta2 0.95
     --init-method-std 0.02
     --clip-grad 1.0
     --bf16
 )
 
 MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
     --use-distributed-optimizer
-    --overlap-grad-reduce
-    --overlap-param-gather
+    --overlap-grad-reduce --overlap-param-gather
+    --transformer-impl "$TRANSFORMER_IMPL"
 )
 if [ "$USE_TE" = 1 ]; then
-    MODEL_PARALLEL_ARGS+=(--transformer-impl transformer_engine --sequence-parallel)
-else
-    # Torch-native layers: fused attention, no extension needed.
-    MODEL_PARALLEL_ARGS+=(--transformer-impl local)
+    MODEL_PARALLEL_ARGS+=(--sequence-parallel)
 fi
 
-if [ -n "${DATA_PATH:-}" ]; then
-    read -ra DATA_PREFIXES <<<"$DATA_PATH"
-    DATA_ARGS=(
-        --data-path "${DATA_PREFIXES[@]}"
-        --split "$SPLIT"
-        --tokenizer-type "$TOKENIZER_TYPE"
-        --tokenizer-model "${TOKENIZER_MODEL:?set it to the tokenizer that made DATA_PATH}"
-    )
-else
-    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
-fi
-
-EVAL_AND_LOGGING_ARGS=(
-    --log-interval "$LOG_INTERVAL"
-    --log-throughput
-    --eval-interval "$EVAL_INTERVAL"
-    --eval-iters "$EVAL_ITERS"
-)
-if [ -n "$CHECKPOINT_PATH" ]; then
-    EVAL_AND_LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 2000)
-fi
-if [ -n "$TENSORBOARD_LOGS_PATH" ]; then
-    EVAL_AND_LOGGING_ARGS+=(--tensorboard-dir "$TENSORBOARD_LOGS_PATH")
-fi
-
-# Compression of communication: every all-reduce of tensor parallelism above --taco-min-message-mb (8 MiB).
-read -ra COMPRESSION_ARGS <<<"$COMPRESSION"
-
+shared_args
 torchrun "${DISTRIBUTED_ARGS[@]}" "$REPO/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

@@ -37,7 +37,9 @@ def _start(model: bytes) -> None:
 
 
 def _tokenize(texts: list[str]) -> np.ndarray:
-    return np.array([i for ids in _processor.encode(texts, out_type=int) for i in (*ids, EOS)], dtype=np.uint16)
+    return np.array(
+        [i for ids in _processor.encode(texts, out_type=int) for i in (*ids, EOS)], dtype=np.uint16
+    )
 
 
 def tokenize(texts: list[str], model: bytes, max_tokens: int, workers: int) -> np.ndarray:

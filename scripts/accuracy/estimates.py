@@ -9,33 +9,24 @@ noise is left in one run is estimated from all settings together, with the addit
 since three runs of one setting alone tell little of their own scatter. That holds from scratch, where chance
 rules. In branches and endings a codec's scatter grows with what it costs: there each setting has its own, by
 stage, and the common noise serves only where a stage has one run; settings that scatter far more than the
-median one stay out of it. The reference of a block is the mean of its uncompressed runs
-(CONTROLS), as its noise goes into every difference; that of the second of them, the null comparison, is the
-first. The null comparison is a lower bound of the noise: it grows with the perturbation.
+median one stay out of it. The reference of a block is the mean of its uncompressed runs (BASE and NULL), as
+its noise goes into every difference; that of NULL, the null comparison, is BASE.
 """
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scripts.accuracy.plan import CHECKPOINTS
 from scripts.accuracy.records import training_loss
 
-BASE = "none"
-NULL = "none-tp2"
-CONTROLS = (BASE, NULL)
+BASE, NULL = "none", "none-tp2"
 LOUD = 3.0
-"""So many times the median scatter of the settings is not the common noise (of three runs each, by chance one
-setting in 500)."""
+"""So many times the median scatter of the settings is not the common noise."""
 COARSE = 0.3
 """A difference in per cent from which on a single run is given no error: its noise is not the common one."""
-MEASURES: dict[str, Callable[[dict], float]] = {
-    "valid": lambda record: record["valid"],
-    "train": training_loss,
-    "uncompressed": lambda record: record.get("valid_uncompressed", math.nan),
-}
 _T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 
 
@@ -89,30 +80,28 @@ class Block(NamedTuple):
     size: str
 
 
-def block_of(record: dict) -> Block:
-    """The block of a run."""
-    stage = (record.get("start") or "").split("-")[0]
-    return Block(stage, record["seed"], record["steps"], record["size"])
-
-
 def in_order(stages: Iterable[str]) -> list[str]:
     """Each stage once, from the start of the schedule on."""
     return sorted(set(stages), key=lambda stage: ("", *CHECKPOINTS).index(stage))
 
 
-def values_of(records: Iterable[dict], kind: str, measure: str) -> dict[str, dict[Block, float]]:
-    """A measure of all runs of a kind, by setting and block."""
+def values_of(records: Iterable[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
+    """A measure (valid, train or uncompressed) of all runs of a kind, by setting and block."""
     found: dict[str, dict[Block, float]] = defaultdict(dict)
     for record in records:
         if record["kind"] == kind:
-            found[record["setting"]["name"]][block_of(record)] = MEASURES[measure](record)
+            stage = (record.get("start") or "").split("-")[0]
+            key = {"valid": "valid", "uncompressed": "valid_uncompressed"}.get(measure)
+            value = record.get(key, math.nan) if key else training_loss(record)
+            block = Block(stage, record["seed"], record["steps"], record["size"])
+            found[record["setting"]["name"]][block] = value
     return dict(found)
 
 
-def references(records: Sequence[dict], kind: str, measure: str) -> dict[Block, list[float]]:
-    """The uncompressed runs of each block that has the first of CONTROLS."""
+def references(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[Block, list[float]]:
+    """The uncompressed runs of each block that has BASE."""
     values = values_of(records, kind, measure)
-    runs = [values.get(name, {}) for name in CONTROLS]
+    runs = [values.get(name, {}) for name in (BASE, NULL)]
     return {block: [found[block] for found in runs if block in found] for block in runs[0]}
 
 
@@ -141,48 +130,41 @@ class Noise(NamedTuple):
 def residual(rows: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Sum of squares and degrees of freedom that rows and columns leave over in a table."""
     columns = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    total = statistics.fmean(columns)
-    square = 0.0
+    total, square = statistics.fmean(columns), 0.0
     for row in rows:
         mean = statistics.fmean(row)
         square += sum((v - mean - column + total) ** 2 for v, column in zip(row, columns, strict=True))
     return square, (len(rows) - 1) * (len(columns) - 1)
 
 
-def loud(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, set[str]]:
+def loud(records: Sequence[dict], kind: str) -> dict[str, set[str]]:
     """By stage, the settings whose differences scatter more than LOUD times as the median setting's, found
     again without them until there are none. None from scratch."""
-    if kind == "scratch":
-        return {}
     scatter: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, pairs in differences(records, kind, measure).items():
+    for name, pairs in differences(records, kind).items() if kind != "scratch" else ():
         for stage in {block.stage for block in pairs}:
             found = [value for block, value in pairs.items() if block.stage == stage]
             if len(found) > 1 and name != NULL:
                 scatter[stage][name] = statistics.stdev(found)
     excluded: dict[str, set[str]] = {}
     for stage, left in scatter.items():
-        excluded[stage] = set()
-        while left:
+        excluded[stage], more = set(), set(left)
+        while left and more:
             bound = LOUD * statistics.median(left.values())
             more = {name for name, deviation in left.items() if deviation > bound}
-            if not more:
-                break
             excluded[stage] |= more
             left = {name: deviation for name, deviation in left.items() if name not in more}
     return excluded
 
 
-def noise_by_stage(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, Noise]:
+def noise_by_stage(records: Sequence[dict], kind: str) -> dict[str, Noise]:
     """Residual of the additive model, from those blocks of a stage and settings with all of them, but for the
     loud ones, that leave the most degrees of freedom; without the stages that leave none."""
-    values = values_of(records, kind, measure)
-    excluded = loud(records, kind, measure)
+    values, excluded, found = values_of(records, kind), loud(records, kind), {}
     logs = {
         name: {block: 100 * math.log(v) for block, v in runs.items() if v > 0}  # NaN is not
         for name, runs in values.items()
     }
-    found = {}
     for stage in in_order(block.stage for block in values.get(BASE, {})):
         blocks = [block for block in values[BASE] if block.stage == stage]
         blocks.sort(key=lambda block: -sum(block in runs for runs in logs.values()))
@@ -207,7 +189,7 @@ def pooled(records: Sequence[dict], kind: str) -> dict[str, Estimate]:
     From scratch the error is that of the common noise; of branches and endings, by stage, that of the own
     runs, of a single run the common one. NaN where that is unknown, and for a single run of a coarse codec.
     """
-    noise, base = noise_by_stage(records, kind), references(records, kind, "valid")
+    noise, base = noise_by_stage(records, kind), references(records, kind)
     found = {}
     for name, pairs in differences(records, kind).items():
         stages = defaultdict(list)

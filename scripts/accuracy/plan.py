@@ -32,7 +32,7 @@ BRANCHES = (
     *("int6-nearest-sp", "int4-nearest-sp"),
 )
 START_SECONDS, STEP_SECONDS, SAVE_SECONDS = 30.0, 0.07, 1.5
-"""Until a worker's first step; of a step of 32 x 1024 tokens on an H200 before one is measured; a checkpoint."""
+"""Until a worker's first step; a step of 32 x 1024 tokens on an H200, until one is measured; saving."""
 REST_SECONDS = {"scratch": 4.0, "branch": 1.5, "ending": 5.0}
 """A run without its steps: weights and validation."""
 

@@ -9,6 +9,7 @@ from scripts.accuracy.estimates import BASE, differences, pooled
 from scripts.accuracy.records import curve_of
 
 _COLOURS = {"early": "tab:orange", "middle": "tab:green", "late": "tab:purple", "": "tab:blue"}
+_TICKS = (-10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 30, 100)
 
 
 def _pyplot():
@@ -20,14 +21,14 @@ def _pyplot():
     return pyplot
 
 
-def _ticks(points: Sequence[float]) -> tuple[list[float], list[str]]:
-    """Ticks and their labels between the points, for a scale that is linear up to 1 %."""
-    ticks = (-10, -3, -1, -0.3, 0, 0.3, 1, 3, 10, 30, 100)
-    inside = [tick for tick in ticks if min(points) <= tick <= max(points)]
-    return inside, [f"{tick:g}" for tick in inside]
-
-
-def _write(figure, path: Path) -> Path:
+def _write(figure, axes, way: str, points: Sequence[float], path: Path) -> Path:
+    """The scale of x or y is linear up to 1 % and logarithmic beyond, where a point is beyond 3 %."""
+    if max(points, default=0) > 3:
+        getattr(axes, f"set_{way}scale")("symlog", linthresh=1.0)
+        axis = getattr(axes, f"{way}axis")
+        inside = [tick for tick in _TICKS if min([*points, -0.3]) <= tick <= max(points)]
+        axis.set_ticks(inside, [f"{tick:g}" for tick in inside])
+        axis.set_ticks([], minor=True)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     _pyplot().close(figure)
@@ -53,15 +54,11 @@ def differences_plot(records: Sequence[dict], kind: str, path: Path) -> Path | N
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.axvspan(-0.3, 0.3, color="gray", alpha=0.12)
-    points = [value for pairs in found.values() for value in pairs.values() if math.isfinite(value)]
-    if max(points, default=0) > 3:
-        axes.set_xscale("symlog", linthresh=1.0)
-        axes.xaxis.set_ticks(*_ticks([*points, -0.3]))
-        axes.xaxis.set_ticks([], minor=True)
     axes.set_xlabel("validation loss against uncompressed, % (mean, 95 % interval; grey: ±0.3 %)", fontsize=8)
     if labelled - {""}:
         axes.legend(fontsize=7)
-    return _write(figure, path)
+    points = [value for pairs in found.values() for value in pairs.values() if math.isfinite(value)]
+    return _write(figure, axes, "x", points, path)
 
 
 def curves_plot(records: Sequence[dict], path: Path) -> Path | None:
@@ -76,24 +73,18 @@ def curves_plot(records: Sequence[dict], path: Path) -> Path | None:
     if not ratios:
         return None
     figure, axes = _pyplot().subplots(figsize=(9, 4.2))
-    highest = 0.0
+    points: list[float] = []
     for i, (name, curves) in enumerate(ratios.items()):
         mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-        highest = max([highest, *(value for value in mean if math.isfinite(value))])
+        points += [value for value in mean if math.isfinite(value)]
         steps = [(k + 0.5) * runs[0]["steps"] / len(mean) for k in range(len(mean))]
-        style = "-" if i < 10 else "--"
-        axes.plot(steps, mean, style, color=f"C{i % 10}", linewidth=1, label=f"{name} ({len(curves)})")
+        style, label = "-" if i < 10 else "--", f"{name} ({len(curves)})"
+        axes.plot(steps, mean, style, color=f"C{i % 10}", linewidth=1, label=label)
     axes.axhline(0, color="gray", linewidth=0.8)
-    if highest > 3:
-        axes.set_yscale("symlog", linthresh=1.0)
-        axes.yaxis.set_ticks(*_ticks([-0.3, highest]))
-        axes.yaxis.set_ticks([], minor=True)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss against uncompressed, %")
-    axes.legend(
-        fontsize=8, title="setting (seeds)", title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-    )
-    return _write(figure, path)
+    axes.legend(fontsize=8, title="setting (seeds)", loc="center left", bbox_to_anchor=(1, 0.5))
+    return _write(figure, axes, "y", points, path)
 
 
 def plots(records: Sequence[dict], folder: Path) -> list[Path]:

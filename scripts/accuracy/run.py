@@ -227,7 +227,9 @@ def launch(args: argparse.Namespace) -> None:
 
     def start(module: str, arguments: Sequence[str], gpu: int = 0) -> subprocess.Popen:
         own = environment | ({"CUDA_VISIBLE_DEVICES": visible[gpu % gpus]} if gpus else {})
-        return subprocess.Popen([sys.executable, "-m", f"scripts.accuracy.{module}", *arguments], env=own, cwd=ROOT)
+        return subprocess.Popen(
+            [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments], env=own, cwd=ROOT
+        )
 
     helpers = []
     if not (args.work_dir / "corpus" / "meta.json").exists():

@@ -47,8 +47,7 @@ class Corpus:
         self.train, valid = load("train"), load("valid")
         self.sequence = sequence
         self.windows = (len(self.train) - 1) // sequence
-        self.valid_windows = min(len(valid) - 1, max_valid_tokens) // sequence
-        self.valid = valid
+        self.valid, self.valid_windows = valid, min(len(valid) - 1, max_valid_tokens) // sequence
         self._offsets = torch.arange(sequence + 1, device=device)
 
     def order(self, seed: int, count: int) -> np.ndarray:

@@ -12,21 +12,18 @@ seed.
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from scripts._launch import torchrun
 from scripts.accuracy.plan import scratch
 from scripts.accuracy.records import load
 from scripts.accuracy.settings import Setting, setting_of
 from scripts.accuracy.tables import tables
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "111m": {"layers": 12, "hidden": 768, "heads": 12, "sequence": 1024, "batch": 32, "vocabulary": 16384},
     "tiny": {"layers": 2, "hidden": 64, "heads": 2, "sequence": 32, "batch": 4, "vocabulary": 512},
@@ -47,8 +44,8 @@ def write_dataset(tokens: np.ndarray, prefix: Path, eos: int, vocabulary: int) -
     builder.finalize(f"{prefix}.idx")
 
 
-def command(args: argparse.Namespace, setting: Setting, seed: int, report: Path) -> list[str]:
-    """The launch of one run."""
+def words_of(args: argparse.Namespace, setting: Setting, seed: int, report: Path) -> list[object]:
+    """The flags of one run of pretrain_gpt.py."""
     shape, data = SHAPES[args.size], args.work_dir / "indexed"
     flags = f"""--num-layers {shape["layers"]} --hidden-size {shape["hidden"]}
         --num-attention-heads {shape["heads"]} --seq-length {shape["sequence"]}
@@ -62,9 +59,7 @@ def command(args: argparse.Namespace, setting: Setting, seed: int, report: Path)
         --vocab-size {shape["vocabulary"] - 1} --make-vocab-size-divisible-by 128
         --eval-interval {args.steps} --eval-iters {args.eval_iters} --log-interval 1"""
     paths = ["--train-data-path", data / "train", "--valid-data-path", data / "valid"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", args.tensor_parallel, ROOT / "pretrain_gpt.py", *flags.split(), *paths]
-    return [str(word) for word in (*launch, "--compression-report", report, *setting.flags, *args.extra)]
+    return [*flags.split(), *paths, "--compression-report", report, *setting.flags, *args.extra]
 
 
 def measured(report: Path, steps: int) -> dict:
@@ -115,17 +110,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "results-true.jsonl"
     done = [record["id"] for record in load([results])] if results.exists() else []
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     for job in scratch(args.settings, range(args.seeds), args.steps):
         name, start = job.id.replace("scratch", "true", 1), time.time()
         if name in done or start - began + longest > 60 * args.minutes:
             continue
         report = args.work_dir / "reports" / name.replace("/", "-")
         setting = setting_of(job.setting)
-        launch = command(args, setting, job.seed, report)
-        result = subprocess.run(launch, env=environment, cwd=ROOT, capture_output=True, text=True)
-        if result.returncode:
-            print(f"{name} failed:\n{(result.stdout + result.stderr)[-3000:]}", flush=True)
+        words = words_of(args, setting, job.seed, report)
+        status, end = torchrun(args.tensor_parallel, "pretrain_gpt.py", words, report.with_suffix(".log"))
+        if status:
+            print(f"{name} failed:\n{end}", flush=True)
             continue
         seconds = time.time() - start
         longest = max(longest, seconds)

@@ -176,7 +176,7 @@ def test_no_text_from_another_model_or_from_none(runs: Runs, tmp_path: Path) -> 
     """scripts/generate.py: a run's --finetune does not make it read the weights as another function's."""
     commands = {
         "was trained with --caat-net-sync-fraction 0.5": ["--load", str(runs.saved), "--finetune"],
-        f"--load {tmp_path}: no checkpoint there": [*HALF, "--load", str(tmp_path)],
+        f"--load {tmp_path}: the folder is empty": [*HALF, "--load", str(tmp_path)],
         "--ckpt-step 3: no checkpoint there": [*HALF, "--load", str(runs.saved), "--ckpt-step", "3"],
     }
     started = [

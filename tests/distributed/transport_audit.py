@@ -14,6 +14,7 @@ _OPERATORS = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
@@ -44,18 +45,19 @@ class TransportAudit(TorchDispatchMode):
                 buffers = args[position]
                 buffers = buffers if isinstance(buffers, (list, tuple)) else [buffers]
                 buffer_bytes = sum(buffer.nbytes for buffer in buffers)
-                if buffer_bytes >= self.smallest:
-                    ranks = self.world_size or _size_of(args)
+                received = name == "broadcast_" and _group_of(args).rank() != args[2]
+                if buffer_bytes >= self.smallest and not received:
+                    ranks = self.world_size or _group_of(args).size()
                     self.sent[operation] += bytes_sent(operation, buffer_bytes, ranks)
         return function(*args, **(kwargs or {}))
 
 
-def _size_of(args: tuple) -> int:
-    """Ranks of the group among an operator's arguments."""
+def _group_of(args: tuple) -> dist.ProcessGroup:
+    """The group among an operator's arguments."""
     (group,) = (
         arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
     )
-    return dist.ProcessGroup.unbox(group).size()
+    return dist.ProcessGroup.unbox(group)
 
 
 def total_of(rows: list[dict]) -> Counter[str]:

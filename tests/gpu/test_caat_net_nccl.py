@@ -38,7 +38,7 @@ def test_traffic_and_replicas(world_size: int) -> None:
     check_traffic(spawn(traffic_worker, world_size, backend="nccl"))
 
 
-MANY = 256  # sequences: a shared message takes 512 KiB, more than goes in one hop
+MANY = 256  # sequences: a shared message takes 512 KiB, several tiles
 
 
 def auto_worker(rank: int, world_size: int) -> dict:
@@ -63,8 +63,7 @@ def _stored(values: int, world_size: int, symmetric: bool) -> int:
     from taco_kernels.symmetric_memory.lane import tile_of
 
     tile = tile_of(config)
-    hops, numel = (1, values) if 2 * values <= 256 * 2**10 else (2, piece)
-    return hops * (world_size - 1) * -(-numel // tile) * (tile // 128) * 130
+    return 2 * (world_size - 1) * -(-piece // tile) * (tile // 128) * 130
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -72,8 +71,7 @@ def test_auto_transport(world_size: int) -> None:
     """``--compression-transport auto``: gradients to the codec's error, replicas alike, bytes by hand.
 
     Between devices with peer access that is symmetric memory: a group of 128 values takes 130 bytes, and
-    W - 1 copies are stored, of the whole message in one hop up to 256 KiB, of a piece in each of two hops
-    above. Elsewhere payloads go to NCCL, a piece in each of two hops.
+    W - 1 pieces are stored in each of two hops, in whole tiles. Elsewhere payloads go to NCCL.
     """
     by_rank = spawn(auto_worker, world_size, backend="nccl")
     check_with_codec([rank["gradients"] for rank in by_rank], 0.5, RECOMPUTE)

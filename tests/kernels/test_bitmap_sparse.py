@@ -86,10 +86,12 @@ def test_starts() -> None:
     assert starts[0, -1] == layout.capacity > starts[1, -1] > 0
 
 
+@pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
     assert output_interpreted(__file__, "sizes") == "20 cases"
 
 
+@pytest.mark.slow
 def test_kernels_send_what_the_reference_sends() -> None:
     assert output_interpreted(__file__, "edges") == "3 cases"
 

@@ -100,6 +100,7 @@ def test_bad_arguments_are_named() -> None:
         channel_norm.decode(torch.zeros(7, dtype=torch.uint8), layout, torch.float32)
 
 
+@pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
     assert output_interpreted(__file__) == f"{len(CASES)} cases"
 

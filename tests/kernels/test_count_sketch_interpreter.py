@@ -1,6 +1,10 @@
 """The sketch kernels under Triton's CPU interpreter, bit for bit against the reference, at tiny sizes."""
 
+import pytest
+
 from tests.kernels.interpreter import output_interpreted
+
+pytestmark = pytest.mark.slow
 
 
 def test_sketch_kernels_reproduce_the_reference() -> None:

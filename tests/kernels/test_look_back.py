@@ -15,6 +15,8 @@ import triton.language as tl
 
 from taco_kernels.bitmap_sparse.look_back import COUNTED, REACHED, look_back
 
+pytestmark = pytest.mark.slow
+
 
 @triton.jit
 def sum_before(status, found, tile, SIZE: tl.constexpr):

@@ -1,6 +1,10 @@
 """SDP4Bit's Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
+import pytest
+
 from tests.kernels.interpreter import output_interpreted
+
+pytestmark = pytest.mark.slow
 
 
 def test_kernels_reproduce_the_reference() -> None:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:  # triton reads TRITON_INTERPRET as it is imported
     from types import ModuleType
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 EVERY_CASE = ("fp8-e4m3", "int6")  # others: each configuration is strided in one format and not in the next
 ROOT = Path(__file__).resolve().parents[2]

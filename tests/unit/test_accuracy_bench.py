@@ -14,6 +14,8 @@ from scripts.accuracy.model import GPT, ModelConfig, token_losses
 from scripts.accuracy.settings import Setting, bits_of, setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(vocabulary=64, layers=2, hidden=128, heads=4, sequence=16, dtype=torch.float32)
 
 
@@ -157,5 +159,3 @@ def test_no_file_is_in_both_parts(tmp_path):
     assert meta["train"]["files"] + meta["valid"]["files"] == 120
     assert meta["valid"]["tokens"] == len(np.load(tmp_path / "out" / "valid.npy")) > 0
     assert corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2) == meta
-
-

@@ -24,7 +24,7 @@ def test_settings_are_specs_and_flags():
     assert _launch.parse_setting("none --grad-reduce-in-bf16").words("data") == ["--grad-reduce-in-bf16"]
     assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["--dp-weight-compression", "none"]
     for wrong in ("int7", "taco:grop=64", "--taco", "int4 int4 int4", "sdp4bit/int7"):
-        with pytest.raises(ValueError, match="int7|grop|one codec"):
+        with pytest.raises(ValueError, match=r"int7|grop|one codec"):
             _launch.parse_setting(wrong)
 
 
@@ -56,7 +56,8 @@ def test_ranges_and_speed_ups_of_the_table():
 
     traffic = ("tp.forward", "tp.backward")
     rows = [
-        {"regime": "pcie", "communicators": 2, "codec": codec} | _bench.summary(list(map(line, times)), traffic)
+        {"regime": "pcie", "communicators": 2, "codec": codec}
+        | _bench.summary(list(map(line, times)), traffic)
         for codec, times in (("none", (20.0, 22.0, 24.0)), ("int6", (10.0, 11.0, 12.0)))
     ]
     text = _bench.table(rows, traffic)

@@ -12,6 +12,8 @@ import codec_sweep
 
 from megatron.compression.codecs import parse_codec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.compression.config_errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.report import Writers, check_report_directory
 from megatron.compression.report.__main__ import main
 from megatron.compression.report.compare import compare, different_settings

@@ -9,7 +9,7 @@ from megatron.compression.communication.uncompressed import sum_in_order
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13, 64])
 def test_rank_order(ranks: int, dtype: torch.dtype) -> None:
-    """torch.sum over the first dimension has another order from eight rows on, on CUDA from four of one value."""
+    """torch.sum has another order from eight rows on, on CUDA from four rows of one value."""
     for values in (1, 3, 1000):
         rows = torch.randn(ranks, values, generator=torch.Generator().manual_seed(values)).to(dtype)
         before, expected = rows.clone(), torch.zeros(values)

@@ -86,6 +86,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     """fp32: the torch-native block against megatron-core's local spec, from the same weights."""
@@ -121,6 +122,7 @@ def test_the_block_takes_sequence_parallelism() -> None:
     assert all(marks[name] is True for name in norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -138,6 +140,7 @@ def test_recomputation_draws_the_same_dropout(recompute) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
@@ -174,6 +177,7 @@ def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
     """Megatron's own validation, which fails without `--spec local`."""
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
     flags += " --max-position-embeddings 8 --transformer-impl local --attention-backend local"
+    flags += " --tokenizer-type NullTokenizer --vocab-size 8"
     monkeypatch.setattr("sys.argv", ["program", *flags.split(), *spec])
     if not spec:
         with pytest.raises(TypeError):

@@ -1,5 +1,7 @@
 """Layer specs of a user's own, for ``--spec``: linears that are subclasses, and one that is not."""
 
+import functools
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -56,7 +58,8 @@ def _spec(**linears):
     spec = get_gpt_layer_local_spec()
     for name, linear in linears.items():
         part = spec.submodules.mlp if name.startswith("linear_fc") else spec.submodules.self_attention
-        setattr(part.submodules, name, linear)
+        submodules = part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+        setattr(submodules, name, linear)
     return spec
 
 

@@ -57,7 +57,7 @@ class Loop:
             **dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True),
             **dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline),
             **dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16),
-            **dict(sequence_parallel=tensor > 1, masked_softmax_fusion=False, persist_layer_norm=False),
+            **dict(masked_softmax_fusion=False, persist_layer_norm=False),
             **dict(hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False),
         )
         model = GPTModel(
@@ -111,7 +111,7 @@ class Loop:
 
     def state(self, is_loading: bool = False) -> dict:
         """What a checkpoint holds."""
-        model = self.model.sharded_state_dict()
+        model = self.model.module.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
         )
@@ -124,7 +124,7 @@ class Loop:
     def load(self, folder: Path) -> None:
         """Read a checkpoint."""
         loaded = dist_checkpointing.load(self.state(is_loading=True), str(folder))
-        self.model.load_state_dict(loaded["model"])
+        self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.compression.load_state(loaded["compression"])
 

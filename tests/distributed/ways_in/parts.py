@@ -1,4 +1,4 @@
-"""Datasets, batches and the loss of somebody's entrypoint: megatron-core and megatron.training, nothing else."""
+"""Datasets, batches and the loss of somebody's entrypoint, over Megatron and nothing else."""
 
 from functools import partial
 
@@ -22,6 +22,7 @@ def train_valid_test_datasets_provider(sizes, vp_stage=None):
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
     )
 
     def built_here() -> bool:
@@ -73,7 +74,7 @@ def forward_step(data_iterator, model):
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        batch["attention_mask"],
+        batch.get("attention_mask"),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
