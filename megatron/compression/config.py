@@ -91,11 +91,7 @@ class CompressionConfig:
         return self.tensor_parallel.enabled or self.pipeline_parallel.enabled or self.data_parallel.enabled
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
-        """What the policy does with each traffic class.
-
-        Args:
-            train_iters: how long the run is, where it is known; a codec's own warm-up may depend on it.
-        """
+        """What the policy does with each traffic class."""
         start = self.start_iteration or 0
         return {
             **self.tensor_parallel.rules(start),
@@ -158,12 +154,7 @@ class CompressionConfig:
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs.
-
-    Args:
-        saved: ``asdict`` of the run that wrote a checkpoint.
-        now: that of this run.
-    """
+    """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs."""
     same_results = {"transport", "communicators", "report", "report_baseline", "chunks"}
     found = []
     for key, value in now.items():

@@ -32,7 +32,6 @@ class Registry:
     """Dataclasses by name, and the strings that describe their instances.
 
     Args:
-        what: what errors call an entry.
         entry_points: the group of entry points that other packages register theirs under.
         modules: packages of ours; every module in them is imported before the first look-up.
     """

@@ -63,10 +63,8 @@ def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
     """Bytes that one rank sends in one call.
 
     Args:
-        operation: a key of ``TRANSPORT_FACTORS``.
         buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
             reduce-scatter the input).
-        world_size: ranks in the group.
     """
     if world_size == 1:
         return 0
@@ -106,8 +104,6 @@ class Ledger:
         Args:
             traffic: one of ``TRAFFIC``.
             kind: one of ``KINDS``.
-            operation: a key of ``TRANSPORT_FACTORS``.
-            sent: bytes this rank sends in this call.
             plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
             link: one of ``LINKS``.
         """

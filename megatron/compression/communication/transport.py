@@ -19,7 +19,6 @@ class TorchTransport:
     Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes.
 
     Args:
-        group: the process group.
         on_send: receives the operation's name and its bytes; None when nobody counts.
         more_groups: further process groups of the same ranks; each takes its share of every payload. One
             communicator does not fill some links (TCP).

@@ -75,7 +75,6 @@ def config_from_model(model: DenseModel, dtype: str) -> dict[str, Any]:
     """The keys of a config.json that transformers 4 and 5 read.
 
     Args:
-        model: what was trained.
         dtype: of the weights, as torch names it: bfloat16, float32, ...
     """
     config = {

@@ -56,8 +56,6 @@ class PipelineExchange:
     Args:
         policy: decides for pp.forward and pp.backward: from settings, iteration and size, which both ends of
             a message know alike. Its iteration is asked before the forward step of an iteration has run.
-        ledger: counts both.
-        probe: gets the relative error of a stage's payloads.
     """
 
     def __init__(self, policy: Policy, ledger: Ledger, probe: ErrorProbe) -> None:
@@ -81,9 +79,6 @@ class PipelineExchange:
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         """Take the place of ``P2PCommunicator._communicate`` with its arguments and results.
-
-        Args:
-            communicate: the original, bound.
 
         Raises:
             CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a

@@ -46,10 +46,7 @@ class SDPACoreAttention(MegatronModule):
     divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
 
     Args:
-        config: the model's ``TransformerConfig``.
-        layer_number: one-based, for settings that differ by layer.
         attn_mask_type: ``causal`` needs no mask tensor.
-        attention_type: unused, as in megatron-core.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
         cp_comm_type: unused: keys and values are gathered (context_parallel.py).
