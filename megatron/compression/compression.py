@@ -31,7 +31,6 @@ class Compression:
     """Compression of one training run, in all its dimensions.
 
     Args:
-        config: what is compressed.
         iteration: the zero-based training iteration; None counts the calls of ``step``.
         train_iters: how long the run is, where it is known.
         say: prints a line; called on every rank.
@@ -122,8 +121,6 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
     Args:
         chunks: the model chunks of this pipeline stage, built by megatron-core and not wrapped.
-        config: what is compressed.
-        options: of ``Compression``.
 
     Returns:
         Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel; ``step`` is

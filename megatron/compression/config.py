@@ -50,24 +50,17 @@ class CompressionConfig:
     """Another run's report folder, to compare with."""
 
     def __post_init__(self) -> None:
-        if self.transport not in get_args(TransportChoice):
-            raise CompressionConfigError(
-                f"--compression-transport {self.transport} is unknown; choose one of "
-                f"{', '.join(get_args(TransportChoice))}"
-            )
-        if self.communicators < 0:
-            raise CompressionConfigError(
-                f"--compression-communicators {self.communicators} must be a number >= 1, or 0 for a choice"
-            )
-        if self.start_iteration is not None and self.start_iteration < 0:
-            raise CompressionConfigError(
-                f"--compression-start-iteration {self.start_iteration} must be an iteration >= 0"
-            )
-        bound = self.error_bound
-        if bound is not None and not (math.isfinite(bound) and bound > 0):
-            raise CompressionConfigError(
-                f"--compression-error-bound {bound} must be a relative error > 0, such as 0.05"
-            )
+        choices, bound = get_args(TransportChoice), self.error_bound
+        known, finite = self.transport in choices, bound is None or (math.isfinite(bound) and bound > 0)
+        for name, valid, wanted in (
+            ("transport", known, f"is unknown; choose one of {', '.join(choices)}"),
+            ("communicators", self.communicators >= 0, "must be a number >= 1, or 0 for a choice"),
+            ("start_iteration", (self.start_iteration or 0) >= 0, "must be an iteration >= 0"),
+            ("error_bound", finite, "must be a relative error > 0, such as 0.05"),
+        ):
+            if not valid:
+                flag = f"--compression-{name.replace('_', '-')}"
+                raise CompressionConfigError(f"{flag} {getattr(self, name)} {wanted}")
         self._refuse_idle()
 
     def _refuse_idle(self) -> None:
@@ -91,11 +84,7 @@ class CompressionConfig:
         return self.tensor_parallel.enabled or self.pipeline_parallel.enabled or self.data_parallel.enabled
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
-        """What the policy does with each traffic class.
-
-        Args:
-            train_iters: how long the run is, where it is known; a codec's own warm-up may depend on it.
-        """
+        """What the policy does with each traffic class."""
         start = self.start_iteration or 0
         return {
             **self.tensor_parallel.rules(start),
@@ -147,10 +136,9 @@ class CompressionConfig:
             sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
                 self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1
             )
+            idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(
-                "evaluation sends activations uncompressed (--validate-uncompressed)"
-                if sent
-                else "--validate-uncompressed has no effect here: no activations are sent compressed"
+                "evaluation sends activations uncompressed (--validate-uncompressed)" if sent else idle
             )
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
@@ -158,12 +146,7 @@ class CompressionConfig:
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs.
-
-    Args:
-        saved: ``asdict`` of the run that wrote a checkpoint.
-        now: that of this run.
-    """
+    """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs."""
     same_results = {"transport", "communicators", "report", "report_baseline", "chunks"}
     found = []
     for key, value in now.items():

@@ -48,7 +48,6 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
     """Check a sample of each dataset's token ids: data of another tokenizer trains without a word.
 
     Args:
-        args: validated.
         vocabulary: ids of the tokenizer; ``--vocab-size`` may name more.
 
     Raises:
@@ -89,9 +88,7 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
     """Check that each non-zero share of `--split` receives a document: Megatron never ends on an empty one.
 
     Args:
-        prefix: the dataset, for the message.
         split: shares of training, validation and test, such as "99,1,0".
-        sequences: documents in the dataset.
 
     Raises:
         InputError: naming the share.

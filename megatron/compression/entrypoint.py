@@ -41,34 +41,31 @@ def parse_arguments(
     return arguments.parse_and_validate_args(add_arguments)
 
 
+_SAME_NAME = (
+    *("split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads"),
+    *("mmap_bin_files", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens", "reset_position_ids"),
+    *("reset_attention_mask", "eod_mask_loss", "object_storage_cache_path", "data_parallel_size"),
+    "context_parallel_size",
+)
+"""Arguments whose name is the dataset's."""
+
+
 def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
     """The dataset's configuration from the command line."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = args.per_dataset_sequences_path
     return GPTDatasetConfig(
+        **{name: getattr(args, name) for name in _SAME_NAME},
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=get_tokenizer(),
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-        context_parallel_size=args.context_parallel_size,
         sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
     )
 

@@ -43,11 +43,6 @@ class OneLineParser(argparse.ArgumentParser):
 def require_extra(module: str, extra: str, needed_by: str) -> None:
     """Check that a package which comes with an extra of this project is installed.
 
-    Args:
-        module: what is imported, matplotlib for example.
-        extra: the extra's name in setup.py.
-        needed_by: the flag or the script that needs it, for the message.
-
     Raises:
         InputError: it is not.
     """
@@ -79,7 +74,6 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """One line for an exception that the command line, a full disk or a lost peer caused, else None.
 
     Args:
-        error: what ended the run.
         args: the parsed command line, None where parsing itself failed.
     """
     if isinstance(error, InputError):

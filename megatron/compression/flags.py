@@ -95,9 +95,6 @@ def _options(flag: str, field: dataclasses.Field) -> dict[str, Any]:
 def resolve(args: Namespace) -> CompressionConfig:
     """What the parsed flags say. Pure: nothing is written into ``args``.
 
-    Args:
-        args: the namespace of ``parse_and_validate_args``.
-
     Raises:
         CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """

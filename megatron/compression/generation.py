@@ -21,7 +21,6 @@ def next_token_logits(
     Args:
         model: a GPT model in evaluation mode, wrapped or not, that ends on this rank.
         tokens: ids ``[b, s]``.
-        group: the tensor-parallel group.
         ledger: counts the all-gather of the logits (the layers count theirs).
 
     Returns:
@@ -49,12 +48,9 @@ def generate_greedily(
     """The likeliest continuation, one token at a time.
 
     Args:
-        model: see ``next_token_logits``.
         prompt: token ids, at least one.
-        new_tokens: how many to add at most.
         vocabulary: ids from here on are padding and never chosen.
         group: the tensor-parallel group; all its ranks call this and get the same tokens.
-        ledger: counts the traffic.
         end: id that ends the text, itself included.
 
     Returns:

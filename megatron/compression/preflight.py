@@ -44,9 +44,6 @@ def find_megatron_core() -> tuple[str, Path] | None:
 def check_megatron_core(found: tuple[str, Path] | None) -> None:
     """Require a megatron-core of the series: symbols of it are replaced by name.
 
-    Args:
-        found: what `find_megatron_core` returns.
-
     Raises:
         InputError: another series, or none.
     """

@@ -61,7 +61,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     Without a compression flag the hooks only count.
 
     Args:
-        args: Megatron's validated flags, ours among them.
         model_config: the model that Megatron is to build; None where ``pretrain`` gets a model provider.
 
     Returns:

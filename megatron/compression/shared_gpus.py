@@ -22,11 +22,6 @@ def share_gpus(local_rank: int, local_ranks: int, devices: int) -> int:
     NCCL refuses two ranks of one host on one device. It tells hosts apart by NCCL_HOSTID, which is set here,
     so this must be called before the first process group is made. Ranks i, i + devices, ... share device i.
 
-    Args:
-        local_rank: this rank's number on its host.
-        local_ranks: how many there are on this host.
-        devices: how many GPUs the host has, at least 1.
-
     Returns: the device's index.
     """
     if local_ranks > devices:

@@ -15,34 +15,29 @@ from megatron.compression.patches import put
 CPU = torch.device("cpu")
 
 
+def _nothing(self, *args) -> None:
+    """Work is in program order: there is nothing to wait for."""
+
+
 class _Stream:
     """For torch.cuda.Stream: CPU work is in program order, so every wait is already satisfied."""
 
+    device = CPU
+    wait_stream = wait_event = synchronize = __exit__ = _nothing
+
     def __init__(self, *args, **kwargs):
-        self.device = CPU
+        pass
 
-    def wait_stream(self, stream) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event) -> None:
-        """Nothing to wait for."""
+    def __enter__(self):
+        return self
 
     def record_event(self, event=None):
         """Returns the event given, or a new one."""
         return event if event is not None else _Event()
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def query(self) -> bool:
         """Always done."""
         return True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc) -> None:
-        return None
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -53,22 +48,16 @@ class _Stream:
 class _Event:
     """For torch.cuda.Event: records the host clock, so `elapsed_time` stays meaningful (milliseconds)."""
 
+    wait = synchronize = _nothing
+    query = _Stream.query
+    _time = 0.0
+
     def __init__(self, *args, **kwargs):
-        self._time = 0.0
+        pass
 
     def record(self, stream=None) -> None:
         """Remember the time."""
         self._time = time.perf_counter()
-
-    def wait(self, stream=None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Always done."""
-        return True
 
     def elapsed_time(self, end: "_Event") -> float:
         """Milliseconds between two records."""
@@ -90,15 +79,8 @@ def _peak() -> int:
 
 def _memory_stats() -> dict[str, int]:
     """For torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
-    stats = defaultdict(int)
-    stats.update(
-        {
-            "reserved_bytes.all.current": _resident(),
-            "allocated_bytes.all.current": _resident(),
-            "allocated_bytes.all.peak": _peak(),
-        }
-    )
-    return stats
+    current = dict.fromkeys(("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident())
+    return defaultdict(int, current, **{"allocated_bytes.all.peak": _peak()})
 
 
 def _free_and_total() -> tuple[int, int]:

@@ -9,10 +9,6 @@ from megatron.compression.errors import CompressionConfigError
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
     """Refuse a checkpoint of another function: the sync fraction and the ranks are part of the model.
 
-    Args:
-        checkpoint_args: the flags that were saved with it.
-        args: this run's.
-
     Raises:
         CompressionConfigError: another fraction, or with one below 1 another tensor-parallel size.
     """
@@ -36,10 +32,6 @@ class OtherWeights:
     """Says that a run begins from weights of another function, which --finetune permits. Once.
 
     Megatron sets --finetune by itself where it takes --pretrained-checkpoint.
-
-    Args:
-        args: this run's flags.
-        say: prints a line.
     """
 
     def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:

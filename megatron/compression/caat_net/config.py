@@ -68,10 +68,6 @@ class CaatNetConfig:
     def check(self, args: Namespace, chunks: int = 1) -> None:
         """Refuse what would compute another function or a wrong gradient.
 
-        Args:
-            args: Megatron's validated flags.
-            chunks: ``--tp-compression-chunks``.
-
         Raises:
             CompressionConfigError: with the flag, the reason and the fix.
         """

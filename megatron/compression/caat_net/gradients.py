@@ -23,7 +23,6 @@ def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
     the gradients of the norms of queries and keys, and each rank has its own offsets of the softmax.
 
     Args:
-        chunk: a GPT model, not wrapped.
         rank_local: False takes the mark back.
     """
     for name, parameter in chunk.decoder.named_parameters():
@@ -36,10 +35,6 @@ def sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
     """Let ``config.finalize_model_grads_func`` sum the marked gradients as well. Idempotent.
 
     Megatron's training loop keeps a function that is there already.
-
-    Args:
-        config: of the model's chunks.
-        ledger: counts the sum as ``tp.other``.
     """
     if not isinstance(config.finalize_model_grads_func, _FinalizeAndSum):
         config.finalize_model_grads_func = _FinalizeAndSum(config.finalize_model_grads_func, ledger)
@@ -67,8 +62,6 @@ def sum_rank_local_gradients(
 
     Args:
         model: chunks, wrapped or not; gradients in ``main_grad`` or else ``grad``.
-        group: the tensor-parallel group.
-        ledger: counts it, where there is one.
     """
     gradients = list(_rank_local_gradients(model))
     if not gradients:

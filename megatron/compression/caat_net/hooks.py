@@ -38,8 +38,6 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
 
     Args:
         chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
-        config: the sync fraction.
-        ledger: counts the sum of the replicated parameters' gradients.
 
     Raises:
         CompressionConfigError: a tensor-parallel layer that has no site.

@@ -170,7 +170,6 @@ def partial_row_parallel_linear(
         x: ``[s, b, h_in / W]``.
         weight: ``[h_out, h_in / W]``.
         bias: ``[h_out]`` or None; its gradient is that of this rank's stream.
-        site: where it communicates.
         shared_channels: k, 1 to ``h_out``.
         handover: shared with the column-parallel layer that comes next, whose weight gradient is deferred
             until then.
@@ -198,7 +197,6 @@ def linear_deferring(
         x: ``[s, b, h]``.
         weight: ``[h_out / W, h]``, as ``Handover.take`` gives it.
         bias: ``[h_out / W]`` or None.
-        gradient: computes the weight's gradient when the engine comes to it.
     """
     return _LinearDeferring.apply(x, weight, bias, gradient)
 

@@ -24,7 +24,6 @@ class GroupedCodec(Codec):
 
     @property
     def block(self) -> int:
-        """See ``Codec.block``: a group."""
         return self.config.group_size
 
     @property
@@ -32,7 +31,6 @@ class GroupedCodec(Codec):
         return self.config
 
     def payload_bytes(self, shape: Shape) -> int:
-        """See ``Codec.payload_bytes``: codes, then the groups' scales."""
         return self.config.wire_bytes(math.prod(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +58,8 @@ class GroupedCodec(Codec):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.sees_shape:
+            return super().decode_sum(payloads, shape, dtype, scale, out)
         if payloads.shape[1] > 1:
             rows = payloads.split(1, dim=1)
             total = torch.cat([self.decode_sum(row, shape, dtype, scale) for row in rows])
@@ -72,11 +72,11 @@ class GroupedCodec(Codec):
         return total.to(dtype) if out is None else out.copy_(total)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``; does not leave the Hadamard domain where both have the same."""
+        """Does not leave the Hadamard domain where both codecs have the same."""
         values = math.prod(shape)
         target = into.fused_config if isinstance(into, GroupedCodec) else None
         own = self.config.group_size, self.config.hadamard
-        if target is None or (target.group_size, target.hadamard) != own:
+        if self.sees_shape or target is None or (target.group_size, target.hadamard) != own:
             return super().decode_sum_encode(payloads, shape, into)
         rows = [
             taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=target)

@@ -66,7 +66,7 @@ class IntCodec(GroupedCodec):
 
     @property
     def backward(self) -> Codec:
-        """See ``Codec.backward``: gradients have no mean worth the statistics."""
+        """Gradients have no mean worth the statistics."""
         return replace(self, normalize="none", hadamard=False) if self.sees_shape else self
 
     @property
@@ -93,21 +93,6 @@ class IntCodec(GroupedCodec):
         values = stacked([channel_norm.decode(row, layout, dtype) for row in payloads])
         values = values.view(len(payloads), *shape)
         return values if out is None else out.copy_(values)
-
-    def decode_sum(
-        self,
-        payloads: torch.Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        plain = Codec if self.sees_shape else GroupedCodec
-        return plain.decode_sum(self, payloads, shape, dtype, scale, out)
-
-    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        plain = Codec if self.sees_shape else GroupedCodec
-        return plain.decode_sum_encode(self, payloads, shape, into)
 
     def _layout(self, shape: Shape) -> ChannelNormLayout | None:
         """Of a message of normalised channels; None of an empty one, and without ``normalize``."""

@@ -32,7 +32,6 @@ class Registry:
     """Dataclasses by name, and the strings that describe their instances.
 
     Args:
-        what: what errors call an entry.
         entry_points: the group of entry points that other packages register theirs under.
         modules: packages of ours; every module in them is imported before the first look-up.
     """
@@ -54,13 +53,10 @@ class Registry:
         """
 
         def enter(cls: type) -> type:
-            held = self._entries.get(name)
-            if held is not None and (held[0].__module__, held[0].__qualname__) != (
-                cls.__module__,
-                cls.__qualname__,
-            ):
+            held = self._entries.get(name, (cls, {}))[0]
+            if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise CompressionConfigError(
-                    f"the {self.what} {name!r} is {held[0].__qualname__} already; choose another name"
+                    f"the {self.what} {name!r} is {held.__qualname__} already; choose another name"
                 )
             self._entries[name] = (cls, fixed)
             return cls

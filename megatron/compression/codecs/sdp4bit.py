@@ -42,7 +42,6 @@ class Sdp4bitCodec(Codec):
 
     @property
     def block(self) -> int:
-        """See ``Codec.block``: a group."""
         return self.group
 
     @property

@@ -50,7 +50,7 @@ class TahQuantCodec(Codec):
 
     @property
     def backward(self) -> Codec:
-        """See ``Codec.backward``: plain fixed point of 6 bits, tile 32, as in the paper."""
+        """Plain fixed point of 6 bits, tile 32, as in the paper."""
         return IntCodec(6, group=32, scales="single", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:

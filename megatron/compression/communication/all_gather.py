@@ -15,7 +15,6 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work
     Args:
         x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
         codec: its second hop encodes.
-        transport: carries the payload.
 
     Returns:
         ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
@@ -38,7 +37,6 @@ def all_gather_encoded(
     Args:
         payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
-        codec, transport: as in ``all_gather``.
     """
     codec = codec.hops[1]
     if transport.fuses(codec):

@@ -21,7 +21,6 @@ def all_reduce(
     Args:
         x: any shape and stride; bf16, fp16 or fp32. Left as it is.
         codec: its first hop encodes the pieces, its second the sums.
-        transport: carries the payloads.
         out: where to put the result: contiguous, of ``x``'s shape and dtype.
 
     Returns:

@@ -10,12 +10,7 @@ from megatron.compression.communication.error_bound import ErrorBound, SiteTraff
 
 
 class BoundedRun:
-    """Follows a run's log lines and checkpoints.
-
-    Args:
-        bound: what the sites measure into.
-        log_interval: Megatron's ``--log-interval``.
-    """
+    """Follows a run's log lines and checkpoints."""
 
     def __init__(self, bound: ErrorBound, log_interval: int) -> None:
         bound.interval = log_interval

@@ -25,7 +25,6 @@ class ErrorBound:
     Args:
         bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed
             from then on.
-        group_size: values that the codec encodes together.
         interval: measure in the last of this many iterations (``--log-interval``); 0 never.
     """
 
@@ -38,11 +37,7 @@ class ErrorBound:
         self._measures: dict[SiteTraffic, torch.Tensor] = {}
 
     def due(self, site: str, traffic: str, iteration: int) -> bool:
-        """Whether to measure this call: the first of the site's traffic before a log line.
-
-        Args:
-            iteration: zero-based training iteration.
-        """
+        """Whether to measure this call: the first of the site's traffic before a log line."""
         last = self.interval and (iteration + 1) % self.interval == 0
         return bool(last) and (site, traffic) not in self._measures
 

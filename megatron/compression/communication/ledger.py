@@ -63,10 +63,8 @@ def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
     """Bytes that one rank sends in one call.
 
     Args:
-        operation: a key of ``TRANSPORT_FACTORS``.
         buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
             reduce-scatter the input).
-        world_size: ranks in the group.
     """
     if world_size == 1:
         return 0
@@ -82,8 +80,8 @@ class Tally:
     sent: int = 0
     plain: int = 0
 
-    def add(self, sent: int, plain: int, calls: int = 1) -> None:
-        self.calls += calls
+    def add(self, sent: int, plain: int) -> None:
+        self.calls += 1
         self.sent += sent
         self.plain += plain
 
@@ -106,8 +104,6 @@ class Ledger:
         Args:
             traffic: one of ``TRAFFIC``.
             kind: one of ``KINDS``.
-            operation: a key of ``TRANSPORT_FACTORS``.
-            sent: bytes this rank sends in this call.
             plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
             link: one of ``LINKS``.
         """
@@ -148,16 +144,8 @@ class Ledger:
 
     def rows(self) -> list[dict]:
         """Every tally as a JSON-ready row."""
+        names = ("phase", "traffic", "kind", "operation", "link", "calls", "sent_bytes", "plain_bytes")
         return [
-            {
-                "phase": phase,
-                "traffic": traffic,
-                "kind": kind,
-                "operation": operation,
-                "link": link,
-                "calls": tally.calls,
-                "sent_bytes": tally.sent,
-                "plain_bytes": tally.plain,
-            }
-            for (phase, traffic, kind, operation, link), tally in sorted(self.tallies.items())
+            dict(zip(names, (*key, tally.calls, tally.sent, tally.plain), strict=True))
+            for key, tally in sorted(self.tallies.items())
         ]

@@ -40,7 +40,6 @@ class Policy:
 
     Args:
         rules: by traffic class; one that has none is off.
-        ledger: knows whether an evaluation is running.
         iteration: the zero-based training iteration that all ranks are in, asked at each decision.
         validate_uncompressed: evaluation sends activations uncompressed.
         error_bound: the sites whose error has passed ``--compression-error-bound``; None without it.
@@ -62,10 +61,8 @@ class Policy:
         """What to do with a message.
 
         Args:
-            traffic: tp.forward, pp.backward, dp.gradient, ...
             nbytes: size of the uncompressed tensor over all ranks; None where the size does not matter any
                 more.
-            site: where in the model it is sent.
             layer: what ``--tp-compression-layers`` calls the site's layer.
         """
         rule = self.rules.get(traffic, _OFF)

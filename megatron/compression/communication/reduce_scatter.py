@@ -15,7 +15,6 @@ def reduce_scatter(
     Args:
         x: ``[W * n, ...]``, bf16, fp16 or fp32.
         codec: its first hop encodes.
-        transport: carries the payload.
         out: where to put the result, contiguous.
 
     Returns:

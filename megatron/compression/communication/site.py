@@ -31,8 +31,6 @@ class CommSite:
 
     Args:
         name: the module's path in the model, with its global layer number.
-        group: the process group.
-        run: policy, ledger, probe and transports.
         layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or output.
     """
 
@@ -96,12 +94,7 @@ class CommSite:
         return Packed(payload, tensor.shape, tensor.dtype, decision)
 
     def gather(self, packed: "Packed", traffic: str) -> Work:
-        """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be gathered again.
-
-        Args:
-            packed: from ``pack``, which decided whether it is compressed.
-            traffic: where it is counted.
-        """
+        """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be repeated."""
         payload, shape, dtype, (codec, why) = packed
         plain = torch.Size(shape).numel() * dtype.itemsize * self.group.size()
         if codec is None:

@@ -30,7 +30,7 @@ class SymmetricTransport(TorchTransport):
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec) -> bool:
-        """See ``TorchTransport.fuses``: the codec says so, of both hops and with the same groups."""
+        """The codec says so, of both hops and with the same groups."""
         first, second = (hop.fused_config for hop in codec.hops)
         if first is None or second is None:
             return False

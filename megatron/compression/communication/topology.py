@@ -96,33 +96,29 @@ class Topology:
         self, ledger: Ledger, traffic: str, kind: str, operation: str, buffer_bytes: int
     ) -> None:
         """Count a flat uncompressed collective of the group, what crosses nodes apart."""
-        for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
-            if sent:
-                ledger.record(traffic, kind, operation, sent, sent, link)
+        for link, sent in self._links(operation, buffer_bytes):
+            ledger.record(traffic, kind, operation, sent, sent, link)
 
     def record_plain(self, ledger: Ledger, traffic: str, operation: str, buffer_bytes: int) -> None:
         """Say what the uncompressed collective would have sent in place of a compressed one."""
-        for link, sent in self.split(operation, bytes_sent(operation, buffer_bytes, self.world_size)).items():
-            if sent:
-                ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, sent, link)
+        for link, sent in self._links(operation, buffer_bytes):
+            ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, sent, link)
+
+    def _links(self, operation: str, buffer_bytes: int) -> list[tuple[str, int]]:
+        sent = bytes_sent(operation, buffer_bytes, self.world_size)
+        return [(link, part) for link, part in self.split(operation, sent).items() if part]
 
     def transport(self, ledger: Ledger, traffic: str, link: str | None = None) -> TorchTransport:
         """Payload exchanges counted as compressed: over the whole group, or its ``intra`` or ``inter``
         ranks."""
-        if link is not None:
-            group = self.intra if link == INTRA else self.inter
-            return TorchTransport(
-                group,
-                lambda operation, sent: ledger.record(traffic, "compressed", operation, sent, 0, link),
-                self.sharing(link),
-            )
+        group = {None: self.group, INTRA: self.intra, INTER: self.inter}[link]
 
         def count(operation: str, sent: int) -> None:
-            for part, size in self.split(operation, sent).items():
+            for part, size in self.split(operation, sent).items() if link is None else ((link, sent),):
                 if size:
                     ledger.record(traffic, "compressed", operation, size, 0, part)
 
-        return TorchTransport(self.group, count, self.sharing())
+        return TorchTransport(group, count, self.sharing(link))
 
     def describe(self) -> str:
         """For the log."""
@@ -130,9 +126,8 @@ class Topology:
             return (
                 f"{self.world_size} ranks, unevenly spread over nodes: one exchange, as if each were a node"
             )
-        if self.nodes == 1:
-            return f"{self.local} rank{'s' if self.local > 1 else ''} on one node"
-        return f"{self.nodes} nodes of {self.local} rank{'s' if self.local > 1 else ''}"
+        ranks = f"{self.local} rank{'s' if self.local > 1 else ''}"
+        return f"{ranks} on one node" if self.nodes == 1 else f"{self.nodes} nodes of {ranks}"
 
     def describe_communicators(self) -> str:
         """For the log, empty where there is one."""

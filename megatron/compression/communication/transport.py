@@ -19,7 +19,6 @@ class TorchTransport:
     Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes.
 
     Args:
-        group: the process group.
         on_send: receives the operation's name and its bytes; None when nobody counts.
         more_groups: further process groups of the same ranks; each takes its share of every payload. One
             communicator does not fill some links (TCP).
@@ -43,19 +42,9 @@ class TorchTransport:
         """Whether the transport does this codec's collectives in whole, by the three methods below."""
         return False
 
-    def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
-        """The whole of ``all_reduce``."""
-        raise NotImplementedError
-
-    def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
-        """The whole of ``reduce_scatter``."""
-        raise NotImplementedError
-
-    def fused_all_gather(
-        self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec
-    ) -> Work:
-        """The whole of ``all_gather_encoded``."""
-        raise NotImplementedError
+    fused_all_reduce: Callable[..., Work]
+    fused_reduce_scatter: Callable[..., Work]
+    fused_all_gather: Callable[..., Work]
 
     def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to send row r of uint8 ``[W, bytes]`` to rank r.

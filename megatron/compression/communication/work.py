@@ -132,7 +132,6 @@ def join(works: Sequence[Work], result: Any = None) -> Work:
     one's kernels run behind the others' exchanges.
 
     Args:
-        works: in the order in which they were started.
         result: what ``wait`` returns: the tensor that they fill between them.
     """
     return _Joined(works, result)

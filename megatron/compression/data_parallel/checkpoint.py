@@ -48,11 +48,8 @@ class GradientState:
     """Carries the state of all gradient syncs of this rank into checkpoints and back.
 
     Args:
-        args: Megatron's flags of this run.
         compressor: spec of what compresses gradients; None: nothing does.
-        error_feedback: as ``--dp-error-feedback``.
         syncs: every bucket's, added as the model is attached.
-        say: prints a line on rank 0.
         read_metadata: a checkpoint's path to {key: what it holds}.
     """
 

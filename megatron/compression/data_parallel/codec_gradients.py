@@ -24,7 +24,6 @@ class CodecGradientSync:
     """A ``GradientSync`` over a codec, with its first hop inside a node and its second between nodes.
 
     Args:
-        bucket: what to sum.
         codec: any; one that sees shapes gets tokens of 1024 values.
         feedback: remembers what the compression that matters lost: the one before the exchange between nodes,
             or before the only exchange, and without shards that of the sum that is gathered. Not the one

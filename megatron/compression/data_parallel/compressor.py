@@ -77,7 +77,6 @@ class GradientBucket:
         Args:
             values: nothing is sent of an empty tensor.
             kind: the ledger's: compressed, or why not.
-            op: another reduction than the sum.
         """
         if not values.numel():
             return Work.completed()
@@ -156,16 +155,11 @@ class GradientCompressor(abc.ABC):
         """What sums this bucket. Called on every rank for the same buckets in the same order.
 
         Args:
-            bucket: its memory, parameters, group and ledger.
             feedback: call it for each memory that is wanted; one that has its own needs none.
         """
 
     def default_start_iteration(self, train_iters: int | None) -> int:
-        """Iterations whose gradients go uncompressed where ``--compression-start-iteration`` is not given.
-
-        Args:
-            train_iters: the run's; None: unknown.
-        """
+        """Iterations whose gradients go uncompressed where ``--compression-start-iteration`` is not given."""
         return 0
 
     def diagnostics(self) -> Sequence[Diagnostic]:

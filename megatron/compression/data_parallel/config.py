@@ -96,11 +96,7 @@ class DataParallelConfig(Dimension):
         return self.compressor.default_error_feedback
 
     def resolved(self, args: Namespace) -> "DataParallelConfig":
-        """What is left to be understood, spelled out: weights and error feedback.
-
-        Args:
-            args: Megatron's validated flags.
-        """
+        """What is left to be understood, spelled out: weights and error feedback."""
         weights = self.weights
         if weights is None:
             sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
@@ -112,7 +108,6 @@ class DataParallelConfig(Dimension):
 
         Args:
             start_iteration: the first iteration that compresses; None: the compressor's own choice.
-            train_iters: how long the run is, where it is known.
         """
         compressor, start = self.compressor, start_iteration
         if start is None and compressor is not None:
@@ -124,9 +119,6 @@ class DataParallelConfig(Dimension):
 
     def check(self, args: Namespace) -> None:
         """Refuse what would leave traffic uncompressed without a word, or break training.
-
-        Args:
-            args: Megatron's validated flags.
 
         Raises:
             CompressionConfigError: with the flag, the reason and the fix.

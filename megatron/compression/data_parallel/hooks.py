@@ -33,10 +33,6 @@ class Gradients:
     """Gradients and weights of one run: counted without compression, and compressed with it.
 
     Patches megatron-core: counts its collectives, takes over the masters' copy, aligns replicas.
-
-    Args:
-        config: what is compressed.
-        run: its policy has the rules of ``config``.
     """
 
     def __init__(self, config: DataParallelConfig, run: Run) -> None:
@@ -60,13 +56,7 @@ class Gradients:
         return [] if self.compressor is None else list(self.compressor.diagnostics())
 
     def add_state(self, state_dict: dict[str, Any], is_loading: bool, args: Namespace) -> None:
-        """Put error feedback into a checkpoint's state dict, or where to load it to.
-
-        Args:
-            state_dict: with an optimizer's state.
-            is_loading: whether it is to be loaded.
-            args: Megatron's validated flags.
-        """
+        """Put error feedback into a checkpoint's state dict, or where to load it to."""
         self._carrier(args).add_to(state_dict, is_loading)
 
     def state_read(self, state_dict: dict[str, Any] | None, path: str | None, args: Namespace) -> None:

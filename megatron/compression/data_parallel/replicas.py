@@ -21,8 +21,6 @@ class Replicas:
     Args:
         flat: ``[n]``, laid out alike on all ranks of the group.
         ranges: (start, end) of the replicated values.
-        group: the tensor-parallel ranks.
-        ledger: counts the broadcast, as tp.other.
     """
 
     def __init__(

@@ -28,8 +28,6 @@ class BucketWeights:
     Args:
         weights: the bucket's ``param_data``, ``[ranks * n]``, bf16 or fp16.
         policy: decides at each optimizer step whether the update is compressed, and by which codec.
-        topology: of the data-parallel group.
-        ledger: counts the gather.
     """
 
     def __init__(self, weights: torch.Tensor, policy: Policy, topology: Topology, ledger: Ledger) -> None:

@@ -10,6 +10,13 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llam
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+_KEYS = {
+    **{"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size"},
+    **{"heads": "num_attention_heads", "positions": "max_position_embeddings"},
+    **{"norm_epsilon": "rms_norm_eps", "vocabulary": "vocab_size"},
+}
+"""Fields of a model that every config.json has under one key."""
+
 # Keys with one value that Megatron's flags can express.
 _FIXED = {
     "hidden_act": "silu",
@@ -43,18 +50,12 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
     heads = config["num_attention_heads"]
     return DenseModel(
         family=family,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
-        heads=heads,
+        **{name: config[key] for name, key in _KEYS.items()},
         groups=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        norm_epsilon=config["rms_norm_eps"],
         rotary_base=int(rotary_base),
         rope_factor=_rope_factor(rope, family),
-        positions=config["max_position_embeddings"],
         init_std=config.get("initializer_range", 0.02),
     )
 
@@ -75,7 +76,6 @@ def config_from_model(model: DenseModel, dtype: str) -> dict[str, Any]:
     """The keys of a config.json that transformers 4 and 5 read.
 
     Args:
-        model: what was trained.
         dtype: of the weights, as torch names it: bfloat16, float32, ...
     """
     config = {
@@ -83,16 +83,10 @@ def config_from_model(model: DenseModel, dtype: str) -> dict[str, Any]:
         "model_type": model.family,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_attention_heads": model.heads,
+        **{key: getattr(model, name) for name, key in _KEYS.items()},
         "num_key_value_heads": model.groups,
-        "max_position_embeddings": model.positions,
-        "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
         "initializer_range": model.init_std,
-        "vocab_size": model.vocabulary,
         "tie_word_embeddings": model.tied,
         "torch_dtype": dtype,
     }

@@ -33,9 +33,7 @@ def import_weights(
 
     Args:
         chunks: the GPT model chunks of this pipeline stage, not wrapped.
-        model: what they and the files hold.
         reader: the files; tensors are cast to the parameter's dtype.
-        groups: tp is used.
 
     Raises:
         ModelError: the files hold other tensors than the model has, or another shape.
@@ -71,9 +69,7 @@ def export_weights(
 
     Args:
         chunks: the GPT model chunks of this pipeline stage, not wrapped.
-        model: what they hold.
         writer: on tensor-parallel rank 0; None elsewhere.
-        groups: tp is used.
         dtype: of the written tensors; None keeps the parameters'.
     """
     rank, world_size = groups.tp.rank(), groups.tp.size()

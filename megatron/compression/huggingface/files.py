@@ -65,7 +65,6 @@ class TensorWriter:
     """Writes tensors into files of a bounded size. Several writers (pipeline stages) share a folder.
 
     Args:
-        folder: exists.
         writer: this writer's number; part of the names until `finish_index` gives the files their own.
         file_bytes: a file is closed once it holds as much.
     """
@@ -104,7 +103,6 @@ def finish_index(folder: str | Path, written: list[tuple[str, dict[str, int]]]) 
     """Give the files of every writer the names that transformers expects, and write the index.
 
     Args:
-        folder: holds the files.
         written: what the writers' `close` returned, in the model's order.
     """
     folder = Path(folder)

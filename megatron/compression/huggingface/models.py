@@ -102,7 +102,6 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
     """The model as Megatron flags, each with its value; None for a flag that takes none.
 
     Args:
-        model: what to build.
         tensor_parallel: ``--tensor-model-parallel-size``; the vocabulary is padded to a multiple of it.
     """
     flags = {

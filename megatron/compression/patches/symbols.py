@@ -20,8 +20,6 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
     """Wrap the function ``owner.name``. Called again by the same patch, it wraps the original anew.
 
     Args:
-        owner: module or class.
-        name: the function's attribute name.
         parameters: parameters that the function must have; empty for functions written in C.
         wrap: takes the original and returns the replacement.
 
@@ -52,10 +50,7 @@ def put(owner: Any, name: str, value: Any, why: str) -> None:
     """Set ``owner.name``, which exists, to ``value``.
 
     Args:
-        owner: module or class.
-        name: the attribute.
         value: a function, a class or a constant that does not need the one before.
-        why: the reason, for the log.
 
     Raises:
         PatchError: there is no such attribute.

@@ -79,9 +79,6 @@ class PipelineParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would end the first iteration, or leave messages silently uncompressed.
 
-        Args:
-            args: Megatron's validated flags.
-
         Raises:
             CompressionConfigError: with the flag, the reason and the fix.
         """

@@ -56,8 +56,6 @@ class PipelineExchange:
     Args:
         policy: decides for pp.forward and pp.backward: from settings, iteration and size, which both ends of
             a message know alike. Its iteration is asked before the forward step of an iteration has run.
-        ledger: counts both.
-        probe: gets the relative error of a stage's payloads.
     """
 
     def __init__(self, policy: Policy, ledger: Ledger, probe: ErrorProbe) -> None:
@@ -82,9 +80,6 @@ class PipelineExchange:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         """Take the place of ``P2PCommunicator._communicate`` with its arguments and results.
 
-        Args:
-            communicate: the original, bound.
-
         Raises:
             CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a
                 codec that cannot encode them.
@@ -95,15 +90,14 @@ class PipelineExchange:
         if all(self.policy.rule(traffic).codec is None for traffic in (FORWARD, BACKWARD)):
             for name, tensor in tensors.items():
                 self._count_uncompressed(TRAFFIC[name], "off", tensor)
-            return communicate(
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
+            sent = {"tensor_send_next": tensor_send_next, "tensor_send_prev": tensor_send_prev}
+            due = {"recv_prev": recv_prev, "recv_next": recv_next}
+            return communicate(**sent, **due, tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs)
+        if communicator.config.use_ring_exchange_p2p:
+            raise CompressionConfigError(
+                "pipeline compression does not reach torch.distributed.ring_exchange; set "
+                "use_ring_exchange_p2p to False, or drop --pp-compression"
             )
-        refuse_ring_exchange(communicator)
         shapes = (tensor_shape, tensor_shape)
         if communicator.config.variable_seq_lengths or communicator.config.mtp_standalone:
             shapes = communicator._communicate_shapes(
@@ -215,19 +209,6 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
     return {(name,): request for name, request in zip(order, requests, strict=True)}
 
 
-def refuse_ring_exchange(communicator: p2p_communication.P2PCommunicator) -> None:
-    """Refuse a way of sending that payloads cannot take.
-
-    Raises:
-        CompressionConfigError: that set-up.
-    """
-    if communicator.config.use_ring_exchange_p2p:
-        raise CompressionConfigError(
-            "pipeline compression does not reach torch.distributed.ring_exchange; set use_ring_exchange_p2p "
-            "to False, or drop --pp-compression"
-        )
-
-
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
     """Refuse virtual stages on two ranks with batched messages.
 
@@ -237,12 +218,8 @@ def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> N
     Raises:
         CompressionConfigError: that set-up.
     """
-    config = communicator.config
-    if (
-        config.batch_p2p_comm
-        and communicator.virtual_pipeline_model_parallel_size is not None
-        and communicator.pp_group.size() == 2
-    ):
+    virtual = communicator.virtual_pipeline_model_parallel_size is not None
+    if communicator.config.batch_p2p_comm and virtual and communicator.pp_group.size() == 2:
         raise CompressionConfigError(
             "virtual pipeline stages on two ranks mix up batched messages; use "
             "--overlap-p2p-communication (batch_p2p_comm False), or more than two pipeline ranks"

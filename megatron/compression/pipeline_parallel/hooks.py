@@ -13,9 +13,7 @@ def attach(policy: Policy, ledger: Ledger, probe: ErrorProbe) -> PipelineExchang
     """Have every schedule send through a ``PipelineExchange``, which only counts where nothing is compressed.
 
     Args:
-        policy: decides for pp.forward and pp.backward.
         ledger: counts them, and under pp.other the sum of tied embeddings' gradients.
-        probe: gets the relative error of a stage's payloads.
     """
     exchange = PipelineExchange(policy, ledger, probe)
     patches.through_pipeline_exchange(exchange)

@@ -14,9 +14,7 @@ def check_report_directory(directory: str | None, resuming: bool, baseline: str 
     """Make the report's folder, and refuse what would end a run later or mix two runs.
 
     Args:
-        directory: --compression-report.
         resuming: whether an earlier part of this run may be there.
-        baseline: --compression-report-baseline.
 
     Raises:
         CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's

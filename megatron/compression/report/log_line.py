@@ -21,7 +21,6 @@ def log_line(
     Args:
         iteration: one-based.
         train_iters: None where nobody knows yet.
-        per_iteration: bytes by traffic class and kind.
         between_nodes: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")

@@ -17,8 +17,6 @@ def write_report(report: dict, directory: Path, baseline: Path | None = None) ->
     Args:
         report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
             ``errors``, and ``memory_by_rank``.
-        directory: made if it does not exist.
-        baseline: another run's report folder.
 
     Returns:
         Lines for the log: what could not be done.

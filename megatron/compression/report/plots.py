@@ -11,11 +11,6 @@ from megatron.compression.report.summary import evaluations, loss_of, mean_bytes
 def draw_report(report: dict, directory: Path, baseline: dict | None = None) -> tuple[list[str], str | None]:
     """Draw loss.png, time.png, bytes.png and error.png, as far as there is something to draw.
 
-    Args:
-        report: with its summary.
-        directory: an existing folder.
-        baseline: another run's report, drawn beside this one's losses and times.
-
     Returns:
         The files written, and why there is none.
     """

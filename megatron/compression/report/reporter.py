@@ -25,15 +25,10 @@ class Reporter:
     disk, a folder that was removed, a tracker that is gone) is said once and never ends the run.
 
     Args:
-        ledger, probe: what is reported.
-        log_interval: Megatron's ``--log-interval``.
-        settings: the run's settings, for the report (JSON-ready).
         directory: the report's folder; None writes no report.
-        baseline: another run's report folder, to compare with.
         train_iters: asked when a line is printed (``--train-samples`` leaves it open at the start).
         writers: the run's trackers, asked when there is something to write.
         small_hint: the flag and its value that leave small messages uncompressed, named once where some are.
-        diagnostics: of the methods in use.
         clock: seconds spent in training iterations, read at log intervals; None takes the time without
             evaluations.
     """

@@ -17,7 +17,6 @@ def start_to_owners(
     Args:
         payloads: uint8, by rank of the group.
         exact_bytes: how much of each payload is uncompressed.
-        bucket: topology and ledger.
         link: the group: None = all ranks, intra = this node's, inter = those with this rank's index.
 
     Returns:

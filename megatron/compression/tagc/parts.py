@@ -45,8 +45,6 @@ class SketchPart:
 
     Args:
         owners: ranks whose share has this size.
-        numel: the size.
-        settings: sparsity and sketch.
         topology: of the ranks whose gradients are added up.
         feedback: allocated for ``[owners, numel]``.
     """

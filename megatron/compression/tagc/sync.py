@@ -27,14 +27,7 @@ from taco_kernels.count_sketch import Decoded
 
 
 class TagcGradientSync:
-    """A ``GradientSync`` by sparsification and sketches.
-
-    Args:
-        bucket: what to sum.
-        settings: sparsity, layers, sketch.
-        new_feedback: makes the memory of one part.
-        monitor: counts what the sketches could not recover.
-    """
+    """A ``GradientSync`` by sparsification and sketches."""
 
     def __init__(
         self, bucket: GradientBucket, settings: PartSettings, new_feedback: NewFeedback, monitor: TagcMonitor

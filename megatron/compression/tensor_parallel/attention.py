@@ -31,8 +31,6 @@ class CompressedSelfAttention(SelfAttention):
 
         Args:
             hidden_states: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
-            key_value_states: unused, as in megatron-core.
-            output_gate: bound sites do not have it (see bind.py).
             split_qkv: False for the group's columns as they are, and the sizes of their three parts.
         """
         inherited = super().get_query_key_value_tensors

@@ -19,7 +19,6 @@ def product_in_chunks(
     Args:
         x: ``[s, b, n]``.
         matrix: ``[n, h]``.
-        site, traffic: where it communicates, and where it is counted.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
         chunks: pieces of the sequence, each a message of its own; 1 sends the product whole.
 

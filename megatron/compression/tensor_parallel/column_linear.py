@@ -83,7 +83,6 @@ def column_parallel_linear(
         x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
         weight: ``[h_out / W, h]``; no gradient is made for a frozen one.
         bias: ``[h_out / W]`` or None.
-        site: where it communicates.
         sequence_parallel: whether ``x`` is a slice of the sequence.
         handover: shared with the row-parallel layer that takes this layer's output.
         chunks: pieces of the sequence in which the input gradient is computed and summed.

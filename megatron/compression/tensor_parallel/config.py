@@ -110,9 +110,6 @@ class TensorParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would leave some of the traffic silently uncompressed.
 
-        Args:
-            args: Megatron's validated flags.
-
         Raises:
             CompressionConfigError: with the flag, the reason and the fix.
         """

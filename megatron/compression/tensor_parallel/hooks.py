@@ -52,9 +52,6 @@ def attach(
 
     Args:
         model: the chunks of this pipeline stage, before they are wrapped.
-        config: what is compressed.
-        run: what the sites share.
-        say: prints a line once.
         broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it.
 
     Returns:

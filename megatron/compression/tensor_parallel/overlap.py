@@ -45,11 +45,7 @@ class InputGradientExchange:
 
 
 class WeightGradient:
-    """One weight's gradient, computed when the engine comes to its node.
-
-    Args:
-        exchange: what it runs behind.
-    """
+    """One weight's gradient, computed when the engine comes to its node."""
 
     def __init__(self, exchange: InputGradientExchange) -> None:
         self.exchange = exchange
@@ -118,9 +114,6 @@ class Handover:
     """Lets a column-parallel layer make the weight-gradient node of the row-parallel layer after it.
 
     Shared by the two. Plain Python, so that neither layer becomes the other's submodule.
-
-    Args:
-        row: the row-parallel layer.
     """
 
     def __init__(self, row: torch.nn.Module) -> None:

@@ -46,7 +46,6 @@ def row_parallel_linear(
     Args:
         x: ``[s, b, h_in / W]``.
         weight: ``[h_out, h_in / W]``.
-        site: where it communicates.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
         chunks: pieces of the sequence, each a message of its own.
         handover: shared with the column-parallel layer before this one, whose exchange the weight gradient

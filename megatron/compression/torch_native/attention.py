@@ -46,10 +46,7 @@ class SDPACoreAttention(MegatronModule):
     divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
 
     Args:
-        config: the model's ``TransformerConfig``.
-        layer_number: one-based, for settings that differ by layer.
         attn_mask_type: ``causal`` needs no mask tensor.
-        attention_type: unused, as in megatron-core.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
         cp_comm_type: unused: keys and values are gathered (context_parallel.py).
@@ -189,27 +186,23 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
-    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        raise InputError(
-            f"--window-size {config.window_size} is not covered by the torch-native attention; {USE_LOCAL}"
-        )
-    if config.softmax_type != "vanilla":
-        raise InputError(
-            f"--softmax-type {config.softmax_type} is not covered by the torch-native attention; {USE_LOCAL}"
-        )
-    for flag, wanted in (
-        ("--qk-clip", config.qk_clip),
-        ("--log-max-attention-logit", config.log_max_attention_logit),
+    backend, largest = config.attention_backend, "needs the largest score, which torch's kernels keep inside"
+    uncovered = "is not covered by the torch-native attention"
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    choice = f"choose one of {', '.join(backend.name for backend in _KERNELS)}"
+    for refused, message in (
+        (windowed, f"--window-size {config.window_size} {uncovered}; {USE_LOCAL}"),
+        (config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type} {uncovered}; {USE_LOCAL}"),
+        (config.qk_clip, f"--qk-clip {largest}; {USE_TE}"),
+        (config.log_max_attention_logit, f"--log-max-attention-logit {largest}; {USE_TE}"),
+        (
+            backend not in _KERNELS,
+            f"--attention-backend {backend.name} is not the torch-native attention; {choice}",
+        ),
+        (
+            attn_mask_type not in _MASK_TYPES,
+            f"attention mask type {attn_mask_type.name} {uncovered}; {USE_TE}",
+        ),
     ):
-        if wanted:
-            raise InputError(f"{flag} needs the largest score, which torch's kernels keep inside; {USE_TE}")
-    if config.attention_backend not in _KERNELS:
-        raise InputError(
-            f"--attention-backend {config.attention_backend.name} is not the torch-native attention; "
-            f"choose one of {', '.join(backend.name for backend in _KERNELS)}"
-        )
-    if attn_mask_type not in _MASK_TYPES:
-        raise InputError(
-            f"attention mask type {attn_mask_type.name} is not covered by the torch-native attention; "
-            f"{USE_TE}"
-        )
+        if refused:
+            raise InputError(message)

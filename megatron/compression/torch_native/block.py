@@ -18,10 +18,8 @@ def block_spec(
     apex's, or its torch one, which refuses ``--sequence-parallel``.
 
     Args:
-        transformer: number of layers, normalization, attention backend.
         layer_spec: of every layer of this stage; changed in place for ``--attention-backend local``, which
             megatron-core's model builder honours for bare layer specs alone.
-        vp_stage: virtual pipeline stage.
 
     Returns:
         A ``GPTModelConfig.transformer_layer_spec``.

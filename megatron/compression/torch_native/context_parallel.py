@@ -61,8 +61,6 @@ def gather_sequence(
 
     Args:
         key, value: ``[s / W, b, groups, head_dim]``, this rank's chunks; head_dim may differ.
-        group: the context-parallel ranks.
-        on_exchange: counts.
 
     Returns:
         ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks in the tensors' dtype.

@@ -18,11 +18,6 @@ class _MegatronNorm:
     """What megatron-core asks of a norm: its constructor, marked parameters, zero-centred gamma.
 
     With ``--apply-layernorm-1p`` the stored weight is gamma - 1, so that weight decay pulls gamma to one.
-
-    Args:
-        config: the model's ``TransformerConfig``.
-        hidden_size: length of the last dimension.
-        eps: added to the variance or the mean square.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused) -> None:

@@ -48,6 +48,5 @@ def row_rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tens
     Args:
         x: [..., n].
         gamma: [n], x's dtype.
-        eps: added to the mean square.
     """
     return _RowRMSNorm.apply(x, gamma, eps)

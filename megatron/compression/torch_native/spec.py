@@ -54,7 +54,6 @@ def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
     """A pre-norm layer of causal self-attention and a dense MLP, from a backend's modules.
 
     Args:
-        transformer: the ``TransformerConfig`` (normalization, QK norm).
         backend: supplies the modules; one whose norm is not fused into the linear.
     """
     rms_norm = transformer.normalization == "RMSNorm"
