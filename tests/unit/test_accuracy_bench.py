@@ -157,5 +157,3 @@ def test_no_file_is_in_both_parts(tmp_path):
     assert meta["train"]["files"] + meta["valid"]["files"] == 120
     assert meta["valid"]["tokens"] == len(np.load(tmp_path / "out" / "valid.npy")) > 0
     assert corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2) == meta
-
-

@@ -56,7 +56,8 @@ def test_ranges_and_speed_ups_of_the_table():
 
     traffic = ("tp.forward", "tp.backward")
     rows = [
-        {"regime": "pcie", "communicators": 2, "codec": codec} | _bench.summary(list(map(line, times)), traffic)
+        {"regime": "pcie", "communicators": 2, "codec": codec}
+        | _bench.summary(list(map(line, times)), traffic)
         for codec, times in (("none", (20.0, 22.0, 24.0)), ("int6", (10.0, 11.0, 12.0)))
     ]
     text = _bench.table(rows, traffic)
