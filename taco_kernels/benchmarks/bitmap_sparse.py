@@ -15,7 +15,7 @@ COLUMNS = {"MiB": "g", "bits": "d", "senders": "d", "operation": ""} | SPEED | {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
     parser.add_argument("--mib", type=float, nargs="+", default=[40, 256], help="fp32 size of a shard in MiB")
-    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=[8, 16, 32])
+    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=[8, 16])
     parser.add_argument("--share", type=float, default=0.2, help="of the values, sent by a rank")
     parser.add_argument("--senders", type=int, default=4)
 
