@@ -26,7 +26,6 @@ SPECIAL_VALUES: dict[str, tuple[list[str], Any]] = {
     "--attention-backend": (["unfused"], AttnBackend.unfused),
     "--no-rope-freq": (["([0]*3+[1]*1)*2"], [0, 0, 0, 1, 0, 0, 0, 1]),
     "--tokenizer-type": (["HuggingFaceTokenizer"], "HuggingFaceTokenizer"),
-    "--transformer-impl": (["transformer_engine"], "transformer_engine"),
     "--window-attn-skip-freq": (["4"], 4),
     "--window-size": (["(127,0)"], (127, 0)),
 }
