@@ -175,12 +175,7 @@ def check_evaluation(args: Namespace) -> None:
 
 def check_supported_data(args: Namespace) -> None:
     """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
-    unsupported = {
-        "sft": "--sft (supervised fine-tuning data)",
-        "fim_data": "--fim-data (fill-in-the-middle data)",
-        "hybrid_context_parallel": "--hybrid-context-parallel",
-        "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
-    }
-    for name, what in unsupported.items():
+    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
-            raise InputError(f"{what} is not supported by this entrypoint: remove the flag")
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is not supported by this entrypoint: remove the flag")

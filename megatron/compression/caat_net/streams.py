@@ -21,6 +21,7 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel.mappings import Exchange
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
@@ -138,20 +139,6 @@ class _LinearDeferring(torch.autograd.Function):
         return grad_input, placeholder(weight), grad_bias, None
 
 
-class _CopyToStreams(torch.autograd.Function):
-    """Forward: identity. Backward: sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x, site):
-        ctx.site = site
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        gradient = grad_output.clone(memory_format=torch.contiguous_format)
-        return _sum_over_ranks(gradient, ctx.site, "tp.backward").wait(), None
-
-
 def partial_row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -203,4 +190,9 @@ def linear_deferring(
 
 def copy_to_streams(x: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Begin every rank's stream with ``x``, equal on all of them; its gradient is summed over the ranks."""
-    return _CopyToStreams.apply(x, site)
+
+    def sum_over_streams(grad: torch.Tensor) -> torch.Tensor:
+        own = grad.clone(memory_format=torch.contiguous_format)
+        return _sum_over_ranks(own, site, "tp.backward").wait()
+
+    return Exchange.apply(x, lambda x: x.view_as(x), sum_over_streams)

@@ -26,18 +26,12 @@ def _flat(tensors: Any) -> list[torch.Tensor]:
 
 
 _METHODS: dict[str, tuple[str, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "allgather": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
+    **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base"), ("reduce_scatter", 1)),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "send": ("send", 0),
+    **dict.fromkeys(("alltoall", "alltoall_base"), ("all_to_all", 1)),
+    **{"broadcast": ("broadcast", 0), "send": ("send", 0)},
 }
 """Methods of a process group: the ledger's operation, and which argument is the buffer. All functions of
 torch.distributed come down to these, those that Megatron holds by another name too."""

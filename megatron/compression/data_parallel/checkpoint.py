@@ -32,13 +32,9 @@ MADE_BY = "data_parallel_compressor"
 _PREFIX = "data-parallel compression: "
 
 MODEL_PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
     "account_for_loss_in_pipeline_split",
 )
 """Flags that decide which part of which layer a rank's parameter is."""
@@ -194,9 +190,7 @@ class GradientState:
             return "the checkpoint does not say how it was made"
         if _ranks_of(self._saved) == 1:
             return "the checkpoint was made on one data-parallel rank"
-        before, now = (
-            str(made["compression"]) for made in ({"compression": None} | self._saved_by, self._made_by)
-        )
+        before, now = str(self._saved_by.get("compression")), str(self._made_by["compression"])
         if before.partition(":")[0] != now.partition(":")[0]:
             return "the checkpoint was made with another --dp-compression"
         if not self._saved_by["state"]:

@@ -155,7 +155,6 @@ class CodecGradientSync:
         return flat
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See ``GradientSync.state``: what error feedback holds back."""
         if self.feedback is None:
             return {}
         flat = torch.zeros(self.topology.world_size, self.shard_numel, device=self.bucket.gradients.device)

@@ -82,17 +82,13 @@ def copy_masters(optimizer) -> bool:
         False where no bucket is compressed now: Megatron's own copy is to run.
     """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    compressed = {
-        id(bucket): getattr(bucket, ATTRIBUTE)
-        for bucket in buckets
-        if hasattr(bucket, ATTRIBUTE) and getattr(bucket, ATTRIBUTE).decide().codec is not None
-    }
+    attached = {id(bucket): getattr(bucket, ATTRIBUTE) for bucket in buckets if hasattr(bucket, ATTRIBUTE)}
+    compressed = {key: weights for key, weights in attached.items() if weights.decide().codec is not None}
     if not compressed:
         return False
     masters: dict[int, list[tuple[int, torch.Tensor]]] = {id(bucket): [] for bucket in buckets}
-    for shards, parameters in zip(
-        optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True
-    ):
+    groups = optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups
+    for shards, parameters in zip(*groups, strict=True):
         for master, parameter in zip(shards, parameters, strict=True):
             buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
             bucket = optimizer.buffers[buffer_index].buckets[bucket_index]

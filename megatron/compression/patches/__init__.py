@@ -1,14 +1,13 @@
 """The one place where a symbol of megatron-core, megatron.training, Transformer Engine or torch is replaced.
 
-symbols.py        replace, put, change_class: checked, once, logged
+symbols.py        replace, follow, put, change_class: checked, once, logged
 arguments.py      the command line
 training.py       the training loop: begin, end, log lines, evaluations
 checkpointing.py  what is saved and read
 distributed.py    data-parallel sums and gathers; replicated and tied parameters
 pipeline.py       what stages send each other
 optimizer.py      the masters' copy; torch's Adam
-data.py           the compiled dataset helper
-rope.py           the slot of the fused rotary embedding
+slots.py          the compiled dataset helper, the fused rotary embedding
 
 Each function names its symbol, why it is replaced and what it does not reach. A patch called again replaces
 what it put there before, unless it says that it adds. Nothing is loaded before a function is called.
@@ -20,7 +19,6 @@ from megatron.compression.patches.checkpointing import (
     on_checkpoint_args,
     on_checkpoint_read,
 )
-from megatron.compression.patches.data import use_shipped_helpers
 from megatron.compression.patches.distributed import (
     on_gradient_sync,
     on_parameter_sync,
@@ -33,8 +31,8 @@ from megatron.compression.patches.optimizer import (
     on_master_copy,
 )
 from megatron.compression.patches.pipeline import after_schedules, through_pipeline_exchange
-from megatron.compression.patches.rope import fill_rope_slot
-from megatron.compression.patches.symbols import PatchError, change_class, put, replace
+from megatron.compression.patches.slots import fill_rope_slot, use_shipped_helpers
+from megatron.compression.patches.symbols import PatchError, change_class, follow, put, replace
 from megatron.compression.patches.training import (
     around_evaluate,
     around_model_building,

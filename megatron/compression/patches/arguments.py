@@ -2,8 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from typing import Any
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import follow, replace
 
 _after_validating: list[Callable[[Namespace], None]] = []
 _adding: list[Callable[[ArgumentParser], ArgumentParser]] = []
@@ -19,16 +20,11 @@ def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
 
     _after_validating.extend(one for one in after if one not in _after_validating)
 
-    def wrap(validate_args):
-        def wrapper(args, *others, **named):
-            result = validate_args(args, *others, **named)
-            for one in _after_validating:
-                one(args)
-            return result
+    def run(result: Any, given: dict) -> None:
+        for one in _after_validating:
+            one(given["args"])
 
-        return wrapper
-
-    replace(arguments, "validate_args", ("args",), wrap)
+    follow(arguments, "validate_args", ("args",), run)
 
 
 def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> None:

@@ -1,10 +1,9 @@
 """What is saved with a checkpoint and read back."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import follow
 
 
 def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
@@ -15,15 +14,11 @@ def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    def wrap(check_checkpoint_args):
-        def wrapper(checkpoint_args, *args, **kwargs):
-            check_checkpoint_args(checkpoint_args, *args, **kwargs)
-            for one in after:
-                one(checkpoint_args)
+    def run(result: Any, given: dict) -> None:
+        for one in after:
+            one(given["checkpoint_args"])
 
-        return wrapper
-
-    replace(checkpointing, "check_checkpoint_args", ("checkpoint_args",), wrap)
+    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
 
 
 def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
@@ -35,18 +30,10 @@ def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    def wrap(generate_state_dict):
-        signature = inspect.signature(generate_state_dict)
+    def run(state_dict: dict, given: dict) -> None:
+        add(state_dict, (given.get("optim_sd_kwargs") or {}).get("is_loading", False))
 
-        def wrapper(*args, **kwargs):
-            state_dict = generate_state_dict(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs).arguments
-            add(state_dict, (bound.get("optim_sd_kwargs") or {}).get("is_loading", False))
-            return state_dict
-
-        return wrapper
-
-    replace(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), wrap)
+    follow(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), run)
 
 
 def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> None:
@@ -57,13 +44,8 @@ def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> Non
     """
     from megatron.training import checkpointing
 
-    def wrap(load_base_checkpoint):
-        def wrapper(*args, **kwargs):
-            result = load_base_checkpoint(*args, **kwargs)
-            for one in after:
-                one(result[0], result[1])
-            return result
+    def run(result: tuple, given: dict) -> None:
+        for one in after:
+            one(result[0], result[1])
 
-        return wrapper
-
-    replace(checkpointing, "_load_base_checkpoint", ("rank0",), wrap)
+    follow(checkpointing, "_load_base_checkpoint", ("rank0",), run)

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import follow, replace
 
 
 def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
@@ -83,18 +83,15 @@ def on_replicated_gradient_sync(
     # The package has a function of the module's name.
     finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
-    def wrap(all_reduce_gradients):
-        def wrapper(model, config, tp_group=None):
-            all_reduce_gradients(model, config, tp_group)
-            if tp_group is not None and tp_group.size() > 1:
-                record(_replicated_gradient_bytes(model, config), tp_group.size())
-            if after is not None:
-                after(model)
-
-        return wrapper
+    def run(result: Any, given: dict) -> None:
+        model, group = given["model"], given.get("tp_group")
+        if group is not None and group.size() > 1:
+            record(_replicated_gradient_bytes(model, given["config"]), group.size())
+        if after is not None:
+            after(model)
 
     name = "_allreduce_non_tensor_model_parallel_grads"
-    replace(finalize_model_grads, name, ("model", "config", "tp_group"), wrap)
+    follow(finalize_model_grads, name, ("model", "config", "tp_group"), run)
 
 
 def _replicated_gradient_bytes(model: list, config) -> int:
@@ -119,19 +116,16 @@ def on_tied_embedding_gradient_sync(record: Callable[[int, int], None]) -> None:
 
     finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
-    def wrap(all_reduce_gradients):
-        def wrapper(model, config, embd_group=None, pp_group=None):
-            all_reduce_gradients(model, config, embd_group, pp_group)
-            if embd_group is None or embd_group.size() == 1:  # None: a stage in the middle
-                return
-            chunk = model[0] if pp_group.rank() == 0 else model[-1]
-            chunk = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-            weight = finalize_model_grads._get_shared_word_embedding_weight(chunk, config)
-            gradient = getattr(weight, "main_grad", getattr(weight, "grad", None))
-            if gradient is not None:
-                record(gradient.nbytes, embd_group.size())
-
-        return wrapper
+    def run(result: Any, given: dict) -> None:
+        model, ranks = given["model"], given.get("embd_group")
+        if ranks is None or ranks.size() == 1:  # None: a stage in the middle
+            return
+        chunk = model[0] if given["pp_group"].rank() == 0 else model[-1]
+        chunk = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        weight = finalize_model_grads._get_shared_word_embedding_weight(chunk, given["config"])
+        gradient = getattr(weight, "main_grad", getattr(weight, "grad", None))
+        if gradient is not None:
+            record(gradient.nbytes, ranks.size())
 
     name = "_allreduce_word_embedding_grads"
-    replace(finalize_model_grads, name, ("model", "config", "embd_group", "pp_group"), wrap)
+    follow(finalize_model_grads, name, ("model", "config", "embd_group", "pp_group"), run)

@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import follow, replace
 
 
 def after_schedules(after: Callable[[], None]) -> None:
@@ -13,16 +14,11 @@ def after_schedules(after: Callable[[], None]) -> None:
     """
     from megatron.core.pipeline_parallel import schedules
 
-    def wrap(schedule):
-        def wrapper(*args, **kwargs):
-            result = schedule(*args, **kwargs)
-            after()
-            return result
-
-        return wrapper
+    def run(result: Any, given: dict) -> None:
+        after()
 
     for name in ("without_interleaving", "with_interleaving"):
-        replace(schedules, f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only"), wrap)
+        follow(schedules, f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only"), run)
 
 
 def through_pipeline_exchange(exchange: Callable) -> None:

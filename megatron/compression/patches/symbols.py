@@ -46,6 +46,27 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
         logger.info("patch: %s", where)
 
 
+def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
+    """Have ``after(result, arguments)`` called behind each call of ``owner.name``; else as ``replace``.
+
+    Args:
+        after: gets what the function returned, and by name the arguments that it was given.
+    """
+
+    def wrap(original):
+        signature = inspect.signature(original)
+
+        def wrapper(*args, **kwargs):
+            result = original(*args, **kwargs)
+            after(result, signature.bind(*args, **kwargs).arguments)
+            return result
+
+        return wrapper
+
+    wrap.__module__, wrap.__qualname__ = after.__module__, after.__qualname__
+    replace(owner, name, parameters, wrap)
+
+
 def put(owner: Any, name: str, value: Any, why: str) -> None:
     """Set ``owner.name``, which exists, to ``value``.
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import PatchError, put, replace
+from megatron.compression.patches.symbols import PatchError, follow, put, replace
 
 
 def on_training_log(after: Callable[[int, dict], None]) -> None:
@@ -15,19 +15,10 @@ def on_training_log(after: Callable[[int, dict], None]) -> None:
     """
     from megatron.training import training
 
-    def wrap(training_log):
-        signature = inspect.signature(training_log)
+    def run(result: Any, given: dict) -> None:
+        after(given["iteration"], {} if given.get("skipped_iter") else given["loss_dict"])
 
-        def wrapper(*args, **kwargs):
-            result = training_log(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs).arguments
-            losses = {} if bound.get("skipped_iter") else bound["loss_dict"]
-            after(bound["iteration"], losses)
-            return result
-
-        return wrapper
-
-    replace(training, "training_log", ("loss_dict", "iteration"), wrap)
+    follow(training, "training_log", ("loss_dict", "iteration"), run)
 
 
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
@@ -136,12 +127,8 @@ def on_training_end(*after: Callable[[], None]) -> None:
             )
     _at_the_end.extend(one for one in after if one not in _at_the_end)
 
-    def wrap(finish):
-        def wrapper():
-            finish()
-            while _at_the_end:
-                _at_the_end.pop(0)()
+    def run(result: Any, given: dict) -> None:
+        while _at_the_end:
+            _at_the_end.pop(0)()
 
-        return wrapper
-
-    replace(one_logger_utils, "finish", (), wrap)
+    follow(one_logger_utils, "finish", (), run)

@@ -43,10 +43,8 @@ def start_to_owners(
         sent = {INTRA: 0, INTER: 0}
         for other, part in enumerate(parts):
             if other != rank:
-                same_node = link == INTRA or (
-                    link is None and other // topology.local == rank // topology.local
-                )
-                sent[INTRA if same_node else INTER] += part
+                same_node = other // topology.local == rank // topology.local
+                sent[link or (INTRA if same_node else INTER)] += part
         for where, part in sent.items():
             if part:
                 plain = part if kind == "excluded" else 0

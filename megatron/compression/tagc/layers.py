@@ -86,11 +86,9 @@ def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
         return [_large_enough(clipped(compressed, *cut), clipped(exact, *cut)) for cut in cuts]
     piece = -(-numel_of(compressed) // world)
     if piece < SMALLEST:
-        return [Share((), merged([*compressed, *exact]))] + [Share((), ())] * (world - 1)
-    return [
-        Share(cut_out(compressed, owner * piece, owner * piece + piece), exact if owner == 0 else ())
-        for owner in range(world)
-    ]
+        compressed, exact = (), merged([*compressed, *exact])
+    parts = [cut_out(compressed, owner * piece, owner * piece + piece) for owner in range(world)]
+    return [Share(part, () if owner else exact) for owner, part in enumerate(parts)]
 
 
 def _large_enough(compressed: tuple[Segment, ...], exact: tuple[Segment, ...]) -> Share:

@@ -33,7 +33,6 @@ class PartSettings:
     keep: float
     """Largest share of its values that a rank sends."""
     layers: frozenset[str]
-    """See layers.LAYERS."""
     wire: Literal["sketch", "packed"]
     sketch: count_sketch.SketchConfig
     bits: int = 16
@@ -73,10 +72,8 @@ class SketchPart:
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
-        self.exponents, classes = metadata.split(
-            [self.layout.rows, metadata.shape[1] - self.layout.rows], dim=1
-        )
-        self.exponents = self.exponents.contiguous()
+        rows = self.layout.rows
+        self.exponents, classes = metadata[:, :rows].contiguous(), metadata[:, rows:]
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
         values, self.values, self.thresholds = self.values, None, None
         wires = count_sketch.encode(
@@ -118,11 +115,8 @@ class BitmapPart:
             return BitmapLayout(numel, share, settings.bits)
 
         self.layout = BitmapLayout(numel, settings.keep, settings.bits)
-        self.layouts = {
-            Sum.OWN: self.layout,
-            Sum.NODE: union(topology.local),
-            Sum.ALL: union(topology.world_size),
-        }
+        unions = {Sum.NODE: union(topology.local), Sum.ALL: union(topology.world_size)}
+        self.layouts = {Sum.OWN: self.layout, **unions}
         self.sum_bytes = self.layouts[Sum.ALL].wire_bytes
         self.room = float(numel)
 
@@ -139,7 +133,7 @@ class BitmapPart:
         return wires
 
     def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
-        """See ``SketchPart.add_up``; what the wire leaves out, this rank remembers."""
+        """As ``SketchPart.add_up``; what the wire leaves out, this rank remembers."""
         total, layout = bitmap_sparse.decode_sum(wires, self.layouts[of])[None], self.layouts[to]
         # zero where the union has room, else the least that has: ranks may choose less alike than by chance
         threshold = share_threshold(total, layout.share)
@@ -150,6 +144,5 @@ class BitmapPart:
     def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
         values = bitmap_sparse.decode_sum(wires, self.layouts[of])
         union = values.count_nonzero()
-        return count_sketch.Decoded(
-            values, torch.stack([union, torch.zeros_like(union)]), values.new_zeros(2)
-        )
+        counters = torch.stack([union, torch.zeros_like(union)])
+        return count_sketch.Decoded(values, counters, values.new_zeros(2))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.topology import INTER, INTRA
+from megatron.compression.communication.uncompressed import sum_in_order
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket, NewFeedback
 from megatron.compression.tagc.exchange import start_to_owners
@@ -184,7 +185,6 @@ class TagcGradientSync:
             self.monitor.add(decoded, part.layout.numel, part.room)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See ``GradientSync.state``: what error feedback holds back."""
         flat = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
         for part in self.parts:
             for owner, row in zip(part.owners, part.feedback.values(), strict=True):
@@ -192,9 +192,8 @@ class TagcGradientSync:
         return {"error_feedback": flat} if self.parts else {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        flat = state.get("error_feedback")
-        if flat is None:
-            flat = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
+        empty = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
+        flat = state.get("error_feedback", empty)
         for part in self.parts:
             rows = [gathered(flat, self.shares[owner].compressed) for owner in part.owners]
             part.feedback.set_values(torch.stack(rows).float())
@@ -216,13 +215,7 @@ def joined_payload(
 
 def exact_sum(rows: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """fp32 ``[numel]``: the values at the front of each sender's bytes, added in the order of the senders."""
-    values = rows[:, : numel * dtype.itemsize].contiguous().view(dtype)
-    total = values[0].float()
-    if dtype == torch.float32:
-        total = total.clone()
-    for row in values[1:]:
-        total += row
-    return total
+    return sum_in_order(rows[:, : numel * dtype.itemsize].contiguous().view(dtype))
 
 
 def gathered(flat: torch.Tensor, segments: tuple[Segment, ...]) -> torch.Tensor:

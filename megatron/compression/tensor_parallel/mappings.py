@@ -14,7 +14,9 @@ from megatron.compression.communication.site import CommSite
 Tensors = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
+    """``there`` in the forward, ``back`` for the gradient; both communicate as they like."""
+
     @staticmethod
     def forward(ctx, x: torch.Tensor, there: Tensors, back: Tensors) -> torch.Tensor:
         ctx.back = back
@@ -28,12 +30,12 @@ class _Exchange(torch.autograd.Function):
 
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum the ranks' partial sums through the site's codec; the gradient passes unchanged."""
-    return _Exchange.apply(partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad)
+    return Exchange.apply(partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
-    return _Exchange.apply(
+    return Exchange.apply(
         partial_sum,
         lambda x: site.reduce_scatter(x, "tp.forward").wait(),
         lambda grad: site.all_gather(grad, "tp.backward").wait(),
@@ -47,7 +49,7 @@ def scatter_to_sequence_parallel_region(x: torch.Tensor, site: CommSite) -> torc
         # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
         return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
 
-    return _Exchange.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
+    return Exchange.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
 
 
 def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
@@ -67,4 +69,4 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
         full[first : first + count] = parts
         return site.reduce_scatter(full.flatten(0, 1), "tp.backward").wait()
 
-    return _Exchange.apply(x, gather, scatter)
+    return Exchange.apply(x, gather, scatter)

@@ -1,0 +1,37 @@
+"""Slots that megatron-core's wheel leaves empty: compiled dataset helpers, the fused rotary embedding."""
+
+import importlib
+from collections.abc import Callable
+
+from megatron.compression.patches.symbols import put
+
+
+def use_shipped_helpers() -> None:
+    """Make ``megatron.core.datasets.utils.compile_helpers`` a no-op where ``helpers_cpp`` imports.
+
+    Why: start-up runs ``make`` in the package's folder, but the wheel ships ``helpers_cpp`` compiled and no
+    Makefile, so training from the wheel dies there, on GPUs as well. Not reached: a source checkout without
+    the compiled module, which keeps Megatron's own behaviour.
+    """
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    put(utils, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
+
+
+def fill_rope_slot(rotary: Callable) -> bool:
+    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing.
+
+    Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
+    ``--apply-rope-fusion`` is refused. It is read at each call. Packed sequences have a slot of their own.
+
+    Returns:
+        Whether ``rotary`` is in the slot.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        put(rope_utils, "fused_apply_rotary_pos_emb", rotary, "the slot of Transformer Engine's kernel")
+    return rope_utils.fused_apply_rotary_pos_emb is rotary
