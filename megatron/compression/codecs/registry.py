@@ -153,7 +153,7 @@ class Registry:
         self._lasting = {
             name
             for name, (cls, _) in self._entries.items()
-            if cls.__module__.startswith(self._modules) or name in points.names
+            if cls.__module__.startswith(self._modules) or name in {point.name for point in points}
         }
 
 
