@@ -66,9 +66,8 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron.compression.extensions import missing_extension_overrides
     from megatron.compression.flags import resolve
-    from megatron.compression.setup import add_arguments
+    from megatron.compression.setup import adapt_arguments, add_arguments
 
     results = {}
     for name, words in lines.items():
@@ -78,7 +77,7 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
         sys.argv = ["pretrain_gpt.py", *flags]
         args = parse_args(add_arguments)
         validate_args(args)
-        missing_extension_overrides(args)
+        adapt_arguments(args)
         args.padded_vocab_size = args.vocab_size
         compression = resolve(args)
         transformer = gpt_config_from_args(args).transformer

@@ -214,8 +214,10 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     """Finite, near the serial run; replicas identical; nothing uncompressed in any channel of activations."""
     serial = runs.serial(cell.architecture, cell.tied)
     run = runs.train([*cell.flags, *runs.initial(cell.architecture), *cell.compressed], cell.ranks)
-    assert sorted(run.losses) == list(range(1, ITERATIONS + 1))
-    assert run.losses == pytest.approx(serial.losses, rel=cell.tolerance)
+    skipped = set(range(1, ITERATIONS + 1)) - set(run.losses)
+    assert len(skipped) <= (cell.precision == "fp16"), "the loss scale may fall once"
+    expected = {iteration: serial.losses[iteration] for iteration in run.losses}
+    assert run.losses == pytest.approx(expected, rel=cell.tolerance)
     assert run.losses != serial.losses, "nothing was compressed"
     assert serial.losses[ITERATIONS] < serial.losses[1] - 0.5, "it has learnt something"
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)

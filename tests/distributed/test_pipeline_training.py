@@ -111,7 +111,7 @@ def test_overflow_skips_a_step(tmp_path: Path) -> None:
     # the second line counts the first iteration as well
     assert [(float(x), int(n)) for x, n in logged] == [(2**19, 1), (2**18, 2), (2**18, 0), (2**18, 0)]
     assert "nan iterations:   1" not in run.output
-    assert run.losses[1] == pytest.approx(run.losses[2], rel=0.02) and run.losses[4] < run.losses[3] - 0.05
+    assert set(run.losses) == {3, 4} and run.losses[4] < run.losses[3] - 0.05, "a skipped step has no loss"
 
 
 def test_warm_up_and_other_codecs(tmp_path: Path) -> None:
