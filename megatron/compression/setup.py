@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
+from megatron.core import parallel_state
 from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
@@ -165,8 +166,6 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
 
 def _groups() -> dict:
     """This rank's process groups by dimension, for the audit."""
-    from megatron.core import parallel_state
-
     return {
         "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
         "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -54,15 +54,6 @@ class PipelineParallelConfig(Dimension):
             )
 
     @property
-    def specs(self) -> tuple[str | None, str | None]:
-        return self.compression, self.backward
-
-    @property
-    def forward_codec(self) -> Codec | None:
-        """Of the activations; None: uncompressed."""
-        return codec_of(self.compression)
-
-    @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
         if self.backward is None:

@@ -86,15 +86,6 @@ class TensorParallelConfig(Dimension):
             )
 
     @property
-    def specs(self) -> tuple[str | None, str | None]:
-        return self.compression, self.backward
-
-    @property
-    def forward_codec(self) -> Codec | None:
-        """Of the activations; None: uncompressed."""
-        return codec_of(self.compression)
-
-    @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
         return self.forward_codec if self.backward is None else codec_of(self.backward)
