@@ -21,9 +21,8 @@ SAMPLE_BLOCKS, SAMPLE_BLOCK = 16, 65_536
 def check_datasets(args: Namespace) -> None:
     """Check every dataset named on the command line.
 
-    Raises:
-        InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin shorter
-            than its index says.
+    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
+    shorter than its index says.
     """
     if args.mock_data:
         return
@@ -45,9 +44,7 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
 
     Args:
         vocabulary: ids of the tokenizer; ``--vocab-size`` may name more.
-
-    Raises:
-        InputError: an id that the tokenizer does not have.
+    Raises: InputError: an id that the tokenizer does not have.
     """
     if args.mock_data:
         return
@@ -85,9 +82,7 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
 
     Args:
         split: shares of training, validation and test, such as "99,1,0".
-
-    Raises:
-        InputError: naming the share.
+    Raises: InputError: naming the share.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -110,11 +105,8 @@ def check_indexed_dataset(prefix: str) -> int:
     for each document. The sequences lie one behind the other, and the last one ends the .bin file. Of
     large indexes a sample is read.
 
-    Returns:
-        The number of sequences.
-
-    Raises:
-        InputError: naming the file and what to do.
+    Returns: The number of sequences.
+    Raises: InputError: naming the file and what to do.
     """
     from megatron.core.datasets.indexed_dataset import DType
 

@@ -44,8 +44,7 @@ def find_megatron_core() -> tuple[str, Path] | None:
 def check_megatron_core(found: tuple[str, Path] | None) -> None:
     """Require a megatron-core of the series: symbols of it are replaced by name.
 
-    Raises:
-        InputError: another series, or none.
+    Raises: InputError: another series, or none.
     """
     if found is None or not found[0].startswith(f"{MEGATRON_CORE_SERIES}."):
         there = f"{found[0]} is in {found[1]}" if found else "none is installed"
@@ -75,8 +74,7 @@ _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llam
 def check_tokenizer(args: Namespace) -> None:
     """Check that the tokenizer is named and that its files are there.
 
-    Raises:
-        InputError: with the flag.
+    Raises: InputError: with the flag.
     """
     kind, model = args.tokenizer_type, args.tokenizer_model
     if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
@@ -103,9 +101,8 @@ def check_tokenizer(args: Namespace) -> None:
 def check_checkpoints(args: Namespace) -> None:
     """Check the folder to load from, and what saving in the background needs.
 
-    Raises:
-        InputError: --load names a folder that is not there or is empty, without which Megatron would start
-            from random weights; nvidia_resiliency_ext is missing.
+    Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
+    start from random weights; nvidia_resiliency_ext is missing.
     """
     load = args.load
     wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load

@@ -63,12 +63,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
 
     Args:
         model_config: the model that Megatron is to build; None where ``pretrain`` gets a model provider.
-
-    Returns:
-        What was put into the run.
-
-    Raises:
-        CompressionConfigError: a setting that cannot be honoured.
+    Returns: What was put into the run.
+    Raises: CompressionConfigError: a setting that cannot be honoured.
     """
     config = flags.resolve(args)
     check_vocabulary(args, get_tokenizer().vocab_size)

@@ -28,9 +28,7 @@ def import_weights(
     Args:
         chunks: the GPT model chunks of this pipeline stage, not wrapped.
         reader: the files; tensors are cast to the parameter's dtype.
-
-    Raises:
-        ModelError: the files hold other tensors than the model has, or another shape.
+    Raises: ModelError: the files hold other tensors than the model has, or another shape.
     """
     expected = set(mapping.hugging_face_names(model))
     if unknown := sorted(reader.names() - expected - {"lm_head.weight"}):

@@ -13,8 +13,7 @@ from megatron.compression.report.summary import evaluations, loss_of, training_r
 def load_report(directory: Path) -> dict:
     """A finished run's report.json.
 
-    Raises:
-        OSError, ValueError: there is none, or it is damaged.
+    Raises: OSError, ValueError: there is none, or it is damaged.
     """
     return json.loads((directory / REPORT_FILE).read_text())
 

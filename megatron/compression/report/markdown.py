@@ -17,9 +17,7 @@ def write_report(report: dict, directory: Path, baseline: Path | None = None) ->
     Args:
         report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
             ``errors``, and ``memory_by_rank``.
-
-    Returns:
-        Lines for the log: what could not be done.
+    Returns: Lines for the log: what could not be done.
     """
     directory.mkdir(parents=True, exist_ok=True)
     report = {**report, "memory": largest(report.get("memory_by_rank", []))}

@@ -101,8 +101,7 @@ class TensorParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would leave some of the traffic silently uncompressed.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.enabled:
             return
@@ -147,8 +146,7 @@ class TensorParallelConfig(Dimension):
 def parse_layers(text: str) -> frozenset[int | str] | None:
     """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
 
-    Raises:
-        CompressionConfigError: something else than numbers, ranges, embedding, output.
+    Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.
     """
     if text == "all":
         return None
