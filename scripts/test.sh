@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests, from a fresh clone too: ./scripts/test.sh [--fast] [pytest arguments]
-#   --fast  while editing: definitions, settings and errors in one process each, no training; under a minute.
+#   --fast  while editing: settings, codecs and errors, without training and kernels; under a minute.
 # A file's tests stay together, files are spread over processes (tests/conftest.py says how many; -n 0: one).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,6 +10,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONDONTWRITEBYTECODE=1
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 if [[ "${1:-}" == --fast ]]; then
-    set -- tests/unit tests/kernels -m "not slow" "${@:2}"
+    set -- tests/unit -m "not slow" "${@:2}"
 fi
 exec .venv/bin/python -m pytest -n auto --dist loadfile "$@"

@@ -64,7 +64,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     )
     for flag, path in _FIELDS.items():
         part, _, name = path.rpartition(".")
-        owner = settings_of(CompressionConfig)[part].type if part else CompressionConfig
+        owner: Any = settings_of(CompressionConfig)[part].type if part else CompressionConfig
         text = field_docs(owner)[name].replace("``", "").replace("%", "%%")
         group.add_argument(flag, help=text, **_options(flag, settings_of(owner)[name]))
     _escape_broken_help(parser)
@@ -105,8 +105,9 @@ def resolve(args: Namespace) -> CompressionConfig:
     for part, spec in COMPRESSION_3D.items():
         chosen = parts[part]["compression"]
         parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen or "none"
-    own, settings = parts.pop(""), settings_of(CompressionConfig)
-    configs = {part: settings[part].type(**values) for part, values in parts.items()}
+    own = parts.pop("")
+    kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
+    configs = {part: kinds[part](**values) for part, values in parts.items()}
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
     config = CompressionConfig(**configs, **own)
     config.check(args)

@@ -161,6 +161,12 @@ def check_local_layers(args: Namespace) -> None:
         )
 
 
+def check_evaluation(args: Namespace) -> None:
+    """Raises: InputError without --eval-interval: Megatron divides by it, with --eval-iters 0 as well."""
+    if not getattr(args, "eval_interval", None):
+        raise InputError("--eval-interval is missing: give the iterations between evaluations, such as 1000")
+
+
 def check_supported_data(args: Namespace) -> None:
     """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
     for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):

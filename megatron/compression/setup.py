@@ -67,6 +67,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     Raises: CompressionConfigError: a setting that cannot be honoured.
     """
     config = flags.resolve(args)
+    preflight.check_evaluation(args)
     check_vocabulary(args, get_tokenizer().vocab_size)
     check_report_directory(config.report, args.load is not None, config.report_baseline)
     patches.use_shipped_helpers()

@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     module = BENCHMARKS[options.name]
     torch.manual_seed(0)
-    report(module.run(options), module.COLUMNS, options.json)
+    report(list(module.run(options)), module.COLUMNS, options.json)
 
 
 if __name__ == "__main__":

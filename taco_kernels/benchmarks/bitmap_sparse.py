@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from taco_kernels.benchmarks.timing import SPEED, buffers_for, rotating, timed_rows
+from taco_kernels.benchmarks.timing import SPEED, Operation, buffers_for, timed_rows
 from taco_kernels.bitmap_sparse import BitmapLayout, decode_sum, encode
 from taco_kernels.count_sketch.selection import share_threshold
 
@@ -15,13 +15,13 @@ COLUMNS = {"MiB": "g", "bits": "d", "senders": "d", "operation": ""} | SPEED | {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
     parser.add_argument("--mib", type=float, nargs="+", default=[40, 256], help="fp32 size of a shard in MiB")
-    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=[8, 16, 32])
+    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=[8, 16])
     parser.add_argument("--share", type=float, default=0.2, help="of the values, sent by a rank")
     parser.add_argument("--senders", type=int, default=4)
 
 
-def operations(layout: BitmapLayout, senders: int) -> Iterator[tuple[dict, list, int]]:
-    """Per operation: its columns, calls on rotating buffers, bytes that one has to move.
+def operations(layout: BitmapLayout, senders: int) -> Iterator[Operation]:
+    """Per operation: its columns, calls, buffers, bytes that a call has to move.
 
     ``choose`` has no bytes of its own: it looks at a sample. ``pack`` reads the values and writes the wire
     and the remainder; ``unpack, sum`` reads the senders' wires and writes the sum; ``choose, repack`` is what
@@ -50,16 +50,13 @@ def operations(layout: BitmapLayout, senders: int) -> Iterator[tuple[dict, list,
         ("unpack, sum", lambda i: decode_sum(many[i], layout), len(many), unpacked, joined),
         ("choose, repack", repack, len(sums), 2 * size + union.wire_bytes, joined),
     ):
-        columns = {"bits": layout.bits, "operation": name, "density": share}
-        yield columns, rotating(call, buffers), moved
+        yield {"bits": layout.bits, "operation": name, "density": share}, call, buffers, moved
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Measure every size."""
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[dict]:
+    """Rows of every size."""
     for mib in options.mib:
         numel = int(mib * 2**18)
         layouts = [BitmapLayout(numel, options.share, bits) for bits in options.bits]
         every = (row for layout in layouts for row in operations(layout, options.senders))
-        rows += timed_rows(numel, torch.float32, {"MiB": mib, "senders": options.senders}, every)
-    return rows
+        yield from timed_rows(numel, torch.float32, {"MiB": mib, "senders": options.senders}, every)

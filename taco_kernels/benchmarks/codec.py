@@ -6,16 +6,8 @@ from itertools import product
 
 import torch
 
-from taco_kernels.benchmarks.timing import DTYPES, SPEED, buffers_for, relative_error, rotating, timed_rows
-from taco_kernels.taco import (
-    FORMATS,
-    SCALES,
-    CodecConfig,
-    decode,
-    decode_sum,
-    decode_sum_encode,
-    encode,
-)
+from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
+from taco_kernels.taco import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 COLUMNS = {"MiB": "g", "dtype": "", "format": "", "G": "d", "scales": "", "operation": ""}
 COLUMNS |= SPEED | {"error": ".4f"}
@@ -32,10 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
 
 
-def operations(
-    numel: int, dtype: torch.dtype, config: CodecConfig, senders: int
-) -> Iterator[tuple[dict, list, int]]:
-    """Per operation: its columns, calls on rotating buffers, bytes read and written by one.
+def operations(numel: int, dtype: torch.dtype, config: CodecConfig, senders: int) -> Iterator[Operation]:
+    """Per operation: its columns, calls, buffers, bytes read and written by a call.
 
     The errors of encode and decode are those of the round trip, that of decode_sum is against the sum of
     separate decodes, that of decode_sum_encode against decode_sum.
@@ -52,41 +42,30 @@ def operations(
     separate = sum(decode(many[0][w : w + 1], config, shape, fp32) for w in range(senders))
     total = decode_sum(many[0], config, shape, fp32)
     again = decode(decode_sum_encode(many[0], config, numel)[None], config, shape, fp32)
+    summed, encoded = relative_error(total, separate), relative_error(again, total)
+
+    def summing(i: int) -> torch.Tensor:
+        return decode_sum(many[i], config, shape, dtype, outs[i])
+
+    def encoding(i: int) -> torch.Tensor:
+        return decode_sum_encode(many[i], config, numel, wires[i][0])
+
     columns = {"format": config.format, "G": config.group_size, "scales": config.scales}
     for name, call, buffers, moved, error in (
         ("encode", lambda i: encode(xs[i], config, 1, wires[i]), count, size + wire, round_trip),
         ("decode", lambda i: decode(wires[i], config, shape, dtype, outs[i]), count, size + wire, round_trip),
-        (
-            "decode_sum",
-            lambda i: decode_sum(many[i], config, shape, dtype, outs[i]),
-            sums,
-            size + senders * wire,
-            relative_error(total, separate),
-        ),
-        (
-            "decode_sum_encode",
-            lambda i: decode_sum_encode(many[i], config, numel, wires[i][0]),
-            sums,
-            (senders + 1) * wire,
-            relative_error(again, total),
-        ),
+        ("decode_sum", summing, sums, size + senders * wire, summed),
+        ("decode_sum_encode", encoding, sums, (senders + 1) * wire, encoded),
     ):
-        yield columns | {"operation": name, "error": error}, rotating(call, buffers), moved
+        yield columns | {"operation": name, "error": error}, call, buffers, moved
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Measure every combination of the options."""
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[dict]:
+    """Rows of every combination of the options."""
+    settings = product(options.formats, options.group_sizes, options.scales)
+    settings = [s for s in settings if s[2] != "signed" or s[0].startswith("int")]
+    configs = [CodecConfig(*s, hadamard=not options.no_hadamard) for s in settings]
     for mib, name in product(options.mib, options.dtypes):
-        dtype = DTYPES[name]
-        numel = int(mib * 2**20) // dtype.itemsize
-
-        def every(numel: int = numel, dtype: torch.dtype = dtype) -> Iterator[tuple[dict, list, int]]:
-            for settings in product(options.formats, options.group_sizes, options.scales):
-                if settings[2] == "signed" and settings[0].startswith("fp8"):
-                    continue
-                config = CodecConfig(*settings, hadamard=not options.no_hadamard)
-                yield from operations(numel, dtype, config, options.senders)
-
-        rows += timed_rows(numel, dtype, {"MiB": mib, "dtype": name}, every())
-    return rows
+        numel, senders = int(mib * 2**20) // DTYPES[name].itemsize, options.senders
+        every = (row for config in configs for row in operations(numel, DTYPES[name], config, senders))
+        yield from timed_rows(numel, DTYPES[name], {"MiB": mib, "dtype": name}, every)

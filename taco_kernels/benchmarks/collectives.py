@@ -3,6 +3,8 @@
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -66,19 +68,23 @@ def call_time(call: Call, graph: bool, repeats: int = 15) -> float:
     return float(median)
 
 
+def exchanged(wires: torch.Tensor) -> torch.Tensor:
+    """A row from each rank for a row to each."""
+    received = torch.empty_like(wires)
+    dist.all_to_all_single(received, wires)
+    return received
+
+
+def gathered(own: torch.Tensor) -> torch.Tensor:
+    """[ranks, numel] of each rank's values."""
+    out = own.new_empty(dist.get_world_size(), own.numel())
+    dist.all_gather_into_tensor(out.view(-1), own)
+    return out
+
+
 def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig) -> Call:
     """The codec's kernels with an exchange of torch.distributed between them."""
-    world_size, rank, numel = dist.get_world_size(), dist.get_rank(), x.numel()
-
-    def exchanged(wires: torch.Tensor) -> torch.Tensor:
-        received = torch.empty_like(wires)
-        dist.all_to_all_single(received, wires)
-        return received
-
-    def gathered(wire: torch.Tensor) -> torch.Tensor:
-        wires = wire.new_empty(world_size, wire.numel())
-        dist.all_gather_into_tensor(wires.view(-1), wire)
-        return wires
+    world_size, numel = dist.get_world_size(), x.numel()
 
     def all_reduce() -> torch.Tensor:
         received = exchanged(encode(x, config, world_size))
@@ -90,65 +96,50 @@ def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig)
         return decode_sum(received, config, (numel // world_size,), x.dtype)
 
     def all_gather() -> torch.Tensor:
-        own = x.view(world_size, -1)[rank]
-        return decode(gathered(encode(own, config)[0]), config, x.shape, x.dtype)
+        return decode(gathered(encode(own_part(x), config)[0]), config, x.shape, x.dtype)
 
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
 
 
-def over_symmetric_memory(operation: str, x: torch.Tensor, config: CodecConfig, group) -> Call:
-    """One kernel."""
-    own = x.view(group.world_size, -1)[group.rank]
-    return {
-        "all_reduce": lambda: group.all_reduce(x, config),
-        "reduce_scatter": lambda: group.reduce_scatter(x, config),
-        "all_gather": lambda: group.all_gather(own, config),
-    }[operation]
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of x."""
+    return x.view(dist.get_world_size(), -1)[dist.get_rank()]
 
 
 def nccl(operation: str, x: torch.Tensor) -> Call:
     """The uncompressed operation, in place for an all-reduce."""
-    world_size = dist.get_world_size()
-    total, shard = x.clone(), x.new_empty(x.numel() // world_size)
-    own = x.view(world_size, -1)[dist.get_rank()]
+    total, shard = x.clone(), torch.empty_like(own_part(x))
 
-    def all_reduce() -> torch.Tensor:
-        dist.all_reduce(total)
-        return total
+    def in_place(collective: Callable, out: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        collective(out, *arguments)
+        return out
 
-    def reduce_scatter() -> torch.Tensor:
-        dist.reduce_scatter_tensor(shard, x)
-        return shard
-
-    def all_gather() -> torch.Tensor:
-        dist.all_gather_into_tensor(total, own)
-        return total
-
-    return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
+    return {
+        "all_reduce": lambda: in_place(dist.all_reduce, total),
+        "reduce_scatter": lambda: in_place(dist.reduce_scatter_tensor, shard, x),
+        "all_gather": lambda: in_place(dist.all_gather_into_tensor, total, own_part(x)),
+    }[operation]
 
 
 def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
     """(method, format, function that makes the call) for everything to compare."""
     yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
-    for format in options.formats:
-        for scales in options.scales:
-            config = CodecConfig(format, options.group_size, scales)
-            name = format if scales == "dual" else f"{format} {scales}"
-            yield "torch.distributed", name, lambda c=config: over_torch_distributed(operation, x, c)
-            if group is not None:
-                yield "symmetric", name, lambda c=config: over_symmetric_memory(operation, x, c, group)
+    given = own_part(x) if operation == "all_gather" else x
+    for format, scales in product(options.formats, options.scales):
+        config = CodecConfig(format, options.group_size, scales)
+        name = format if scales == "dual" else f"{format} {scales}"
+        yield "torch.distributed", name, lambda c=config: over_torch_distributed(operation, x, c)
+        if group is not None:
+            yield "symmetric", name, lambda c=config: partial(getattr(group, operation), given, c)
 
 
 def exact_result(operation: str, x: torch.Tensor) -> torch.Tensor:
     """The result in fp32."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
     if operation == "all_gather":
-        full = torch.empty_like(x)
-        dist.all_gather_into_tensor(full, x.view(world_size, -1)[rank])
-        return full.float()
+        return gathered(own_part(x)).view_as(x).float()
     total = x.float()
     dist.all_reduce(total)
-    return total if operation == "all_reduce" else total.view(world_size, -1)[rank]
+    return total if operation == "all_reduce" else own_part(total)
 
 
 def identical(result: torch.Tensor) -> str:
@@ -160,14 +151,14 @@ def identical(result: torch.Tensor) -> str:
     return "yes" if int(same) else "no"
 
 
-def measure(operation: str, mib: float, options: argparse.Namespace, group) -> list[dict]:
-    """All rows of one size."""
+def measure(operation: str, mib: float, options: argparse.Namespace, group) -> Iterator[dict]:
+    """Rows of one size."""
     world_size = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     x = torch.randn(int(mib * 2**19), device="cuda").to(torch.bfloat16)
     exact = exact_result(operation, x)
     factor = (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
-    rows, baseline = [], {}
+    baseline = {}
     for method, format, make in methods(operation, x, options, group):
         call = make()
         result = call()
@@ -178,8 +169,7 @@ def measure(operation: str, mib: float, options: argparse.Namespace, group) -> l
             us = call_time(call, mode == "graph")
             baseline.setdefault(mode, us)
             rate = factor * x.nbytes / us / 1e3
-            rows.append({**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us})
-    return rows
+            yield {**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us}
 
 
 def run(options: argparse.Namespace) -> list[dict]:
@@ -194,10 +184,8 @@ def run(options: argparse.Namespace) -> list[dict]:
     try:
         reason = "--no-symmetric" if options.no_symmetric else unavailable_reason(dist.group.WORLD)
         group = SymmetricGroup(dist.group.WORLD) if reason is None else None
-        rows = []
-        for operation in options.operations:
-            for mib in options.mib:
-                rows += measure(operation, mib, options, group)
+        sizes = product(options.operations, options.mib)
+        rows = [row for size in sizes for row in measure(*size, options, group)]
         if dist.get_rank():
             return []
         variables = ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from taco_kernels import count_sketch
-from taco_kernels.benchmarks.timing import SPEED, buffers_for, rotating, timed_rows
+from taco_kernels.benchmarks.timing import SPEED, Operation, buffers_for, timed_rows
 
 COLUMNS = {"M values": "g", "ratio": "g", "cell bits": "d", "bits a value": ".2f", "union": ".3f"}
 COLUMNS |= {"operation": ""} | SPEED | {"leftovers": "d"}
@@ -19,13 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[4.0, 1.35])
     parser.add_argument("--cell-bits", type=int, nargs="+", default=[32, 16])
     parser.add_argument("--senders", type=int, default=4)
-    parser.add_argument(
-        "--load", type=float, default=0.95, help="union's density, as a share of the exact one"
-    )
+    parser.add_argument("--load", type=float, default=0.95, help="the union's share of the exact density")
 
 
-def operations(layout: count_sketch.Layout, senders: int, load: float) -> Iterator[tuple[dict, list, int]]:
-    """Per operation: its columns, calls on rotating buffers, bytes that one has to read and write."""
+def operations(layout: count_sketch.Layout, senders: int, load: float) -> Iterator[Operation]:
+    """Per operation: its columns, calls, buffers, bytes that a call has to read and write."""
     numel, seed = layout.numel, 7
     share = 1 - (1 - load * layout.exact_density) ** (1 / senders)
     count = max(senders, buffers_for(4 * numel))
@@ -55,21 +53,15 @@ def operations(layout: count_sketch.Layout, senders: int, load: float) -> Iterat
         ("combine", lambda i: count_sketch.combine(many[i], layout), len(many), wires.numel() + moved),
         ("peel", lambda i: decode(sums[i]), len(sums), moved + 4 * numel),
     ):
-        yield columns | {"operation": name}, rotating(call, buffers), size
+        yield columns | {"operation": name}, call, buffers, size
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Measure every combination of the options."""
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[dict]:
+    """Rows of every combination of the options."""
+    settings = product(options.ratios, options.cell_bits)
+    configs = [count_sketch.SketchConfig(ratio, cell_bits=bits) for ratio, bits in settings]
     for millions in options.mvalues:
         numel = int(millions * 1e6)
-        configs = [
-            count_sketch.SketchConfig(r, cell_bits=b) for r, b in product(options.ratios, options.cell_bits)
-        ]
-        every = (
-            row
-            for config in configs
-            for row in operations(count_sketch.Layout(config, numel), options.senders, options.load)
-        )
-        rows += timed_rows(numel, torch.float32, {"M values": millions}, every)
-    return rows
+        layouts = [count_sketch.Layout(config, numel) for config in configs]
+        every = (row for layout in layouts for row in operations(layout, options.senders, options.load))
+        yield from timed_rows(numel, torch.float32, {"M values": millions}, every)

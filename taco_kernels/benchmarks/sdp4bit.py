@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from taco_kernels import sdp4bit
-from taco_kernels.benchmarks.timing import DTYPES, SPEED, buffers_for, relative_error, rotating, timed_rows
+from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
 from taco_kernels.sdp4bit import GroupFormat
 
 COLUMNS = {"MiB": "g", "gradients": "", "operation": ""} | SPEED | {"error": ".4f"}
@@ -14,15 +14,13 @@ COLUMNS = {"MiB": "g", "gradients": "", "operation": ""} | SPEED | {"error": ".4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
-    parser.add_argument(
-        "--mib", type=float, nargs="+", default=[16, 64, 256, 1024], help="bf16 size of the bucket in MiB"
-    )
+    parser.add_argument("--mib", type=float, nargs="+", default=[16, 64, 256, 1024], help="bf16 buckets")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"], help="of gradients")
     parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks: shards, senders")
 
 
-def operations(numel: int, name: str, ranks: int) -> Iterator[tuple[dict, list, int]]:
-    """Per operation: its columns, calls on rotating buffers, bytes read and written by one.
+def operations(numel: int, name: str, ranks: int) -> Iterator[Operation]:
+    """Per operation: its columns, calls, buffers, bytes read and written by a call.
 
     As a rank runs them on a bucket of ``numel`` values: quantising it whole, what arrives at its shard, and
     the weights. The errors of sums are against the sum of the exact shards.
@@ -81,15 +79,12 @@ def operations(numel: int, name: str, ranks: int) -> Iterator[tuple[dict, list, 
          4 * numel + ranks * ww, relative_error(updated.view(-1), new[0])),
     ]  # fmt: skip
     for operation, call, moved, error in steps:
-        columns = {"gradients": name, "operation": operation, "error": error}
-        yield columns, rotating(call, count), moved
+        yield {"gradients": name, "operation": operation, "error": error}, call, count, moved
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Measure every size and type."""
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[dict]:
+    """Rows of every size and type."""
     for mib in options.mib:
         numel = int(mib * 2**19) // options.ranks * options.ranks
         every = (row for name in options.dtypes for row in operations(numel, name, options.ranks))
-        rows += timed_rows(numel, torch.bfloat16, {"MiB": mib}, every)
-    return rows
+        yield from timed_rows(numel, torch.bfloat16, {"MiB": mib}, every)

@@ -3,13 +3,12 @@
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from taco_kernels import channel_norm, taco, tah_quant
-from taco_kernels.benchmarks.timing import DTYPES, SPEED, buffers_for, relative_error, rotating, timed_rows
+from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
 from taco_kernels.tah_quant import ALLOCATIONS, TRANSFORMS, TahConfig
 
 COLUMNS = {"MiB": "g", "shape": "", "dtype": "", "codec": "", "operation": ""}
@@ -41,21 +40,19 @@ def codecs(options: argparse.Namespace) -> Iterator[Codec]:
     for allocation, transform in product(options.allocations, options.transforms):
         config = TahConfig(tile_size=options.tile_size, allocation=allocation, transform=transform)
         name = f"tah {allocation}" + (", no transform" if transform == "none" else "")
-        yield name, partial(tah_quant.encode, config=config), partial(decode_tah, config)
+        yield (
+            name,
+            lambda x, c=config: tah_quant.encode(x, c),
+            lambda w, *to, c=config: tah_quant.decode(w, c, *to),
+        )
     yield "int4 standardized", encode_standardized, decode_standardized
     for bits in (6, 8):
         config = taco.CodecConfig(f"int{bits}", 32, scales="single", hadamard=False)
-        yield f"int{bits}", partial(taco.encode, config=config), partial(decode_integers, config)
-
-
-def decode_tah(config: TahConfig, wire: torch.Tensor, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
-    """TAH-Quant's inverse."""
-    return tah_quant.decode(wire, config, shape, dtype)
-
-
-def decode_integers(config, wire: torch.Tensor, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of plain integers."""
-    return taco.decode(wire, config, shape, dtype)
+        yield (
+            f"int{bits}",
+            lambda x, c=config: taco.encode(x, c),
+            lambda w, *to, c=config: taco.decode(w, c, *to),
+        )
 
 
 def standardized(shape: tuple[int, ...]) -> channel_norm.ChannelNormLayout:
@@ -74,28 +71,25 @@ def decode_standardized(wire: torch.Tensor, shape: tuple[int, ...], dtype: torch
     return channel_norm.decode(wire, standardized(shape), dtype).view(shape)
 
 
-def operations(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec) -> Iterator[tuple[dict, list, int]]:
-    """Per operation: its columns, calls on rotating buffers, bytes read and written by one."""
+def operations(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec) -> Iterator[Operation]:
+    """Per operation: its columns, calls, buffers, bytes read and written by a call."""
     name, encode, decode = codec
     x = activations(shape, dtype)
     wire = encode(x)
-    count = buffers_for(x.nbytes + wire.nbytes)
+    moved = x.nbytes + wire.nbytes
+    count = buffers_for(moved)
     xs = [x, *[activations(shape, dtype) for _ in range(count - 1)]]
     wires = [wire, *[encode(x) for x in xs[1:]]]
     error = relative_error(decode(wire, shape, dtype), x)
     columns = {"codec": name, "bits": 8 * wire.nbytes / x.numel(), "error": error}
-    moved = x.nbytes + wire.nbytes
-    yield columns | {"operation": "encode"}, rotating(lambda i: encode(xs[i]), count), moved
-    yield columns | {"operation": "decode"}, rotating(lambda i: decode(wires[i], shape, dtype), count), moved
+    yield columns | {"operation": "encode"}, lambda i: encode(xs[i]), count, moved
+    yield columns | {"operation": "decode"}, lambda i: decode(wires[i], shape, dtype), count, moved
 
 
-def run(options: argparse.Namespace) -> list[dict]:
-    """Measure every combination of the options."""
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[dict]:
+    """Rows of every combination of the options."""
     for tokens, name in product(options.tokens, options.dtypes):
         dtype, shape = DTYPES[name], (tokens, 1, options.hidden)
-        numel = math.prod(shape)
-        base = {"MiB": numel * dtype.itemsize / 2**20, "shape": str(shape), "dtype": name}
+        base = {"MiB": math.prod(shape) * dtype.itemsize / 2**20, "shape": str(shape), "dtype": name}
         every = (row for codec in codecs(options) for row in operations(shape, dtype, codec))
-        rows += timed_rows(numel, dtype, base, every)
-    return rows
+        yield from timed_rows(math.prod(shape), dtype, base, every)

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ import triton.language as tl
 TILE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPEED = {"us": ".1f", "GB/s": ".0f", "of copy": ".2f"}
-"""Columns of ``speed``."""
+"""Columns of ``timed_rows``."""
+Operation = tuple[dict, Callable[[int], object], int, int]
+"""Columns; a call on one of several buffer sets by its number; how many these are; bytes moved by a call."""
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -25,11 +27,6 @@ def buffers_for(bytes_each: int) -> int:
     """Buffer sets to rotate among, so that no call finds its data in the L2 cache."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, -(-4 * cache // max(bytes_each, 1)))
-
-
-def rotating(operation: Callable[[int], object], count: int) -> list[Callable[[], object]]:
-    """Calls of ``operation`` on each of ``count`` buffer sets."""
-    return [lambda i=i: operation(i) for i in range(count)]
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
@@ -85,38 +82,25 @@ def copy_rate(numel: int, dtype: torch.dtype) -> tuple[float, float]:
     return us, 2 * numel * dtype.itemsize / us / 1e3
 
 
-def timed_rows(
-    numel: int, dtype: torch.dtype, base: dict, operations: Iterator[tuple[dict, list, int]]
-) -> list[dict]:
-    """Rows of a size: a copy of so many values, and (columns, calls, bytes moved) of each operation."""
+def timed_rows(numel: int, dtype: torch.dtype, base: dict, operations: Iterable[Operation]) -> Iterator[dict]:
+    """Rows of a size: a copy of so many values, and what each operation does, in ``base`` and its columns."""
     us, rate = copy_rate(numel, dtype)
-    rows = [base | {"operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0}]
-    for columns, calls, moved in operations:
-        us = microseconds(calls)
-        speed = moved / us / 1e3
-        rows.append(base | columns | {"us": us, "GB/s": speed, "of copy": speed / rate})
-    return rows
-
-
-def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+    yield base | {"operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0}
+    for columns, call, buffers, moved in operations:
+        us = microseconds([lambda i=i, call=call: call(i) for i in range(buffers)])
+        yield base | columns | {"us": us, "GB/s": moved / us / 1e3, "of copy": moved / us / 1e3 / rate}
 
 
 def report(rows: list[dict], columns: dict[str, str], path: Path | None) -> None:
     """Print ``rows``, if any, as a Markdown table (``columns``: key to format); write JSON to ``path``."""
     if not rows:
         return
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    machine |= {"triton": triton.__version__, "python": platform.python_version()}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
         cells = [format(row[key], spec) if key in row else "-" for key, spec in columns.items()]
         print("| " + " | ".join(cells) + " |")
     if path is not None:
-        path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")

@@ -3,7 +3,12 @@
 Beside ``taco_kernels.count_sketch``, whose sketches can be added on the way.
 """
 
+from taco_kernels.bitmap_sparse import reference
 from taco_kernels.bitmap_sparse.layout import BitmapLayout
-from taco_kernels.bitmap_sparse.ops import decode_sum, encode
+from taco_kernels.common.dispatch import dispatched
 
 __all__ = ["BitmapLayout", "decode_sum", "encode"]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+encode = dispatched(reference.encode)
+decode_sum = dispatched(reference.decode_sum)

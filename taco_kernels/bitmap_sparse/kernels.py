@@ -67,18 +67,12 @@ def prefetch(where, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def bits_of(words):
-    """Whether each bit of int32[32] is set, [32, 32]."""
-    return ((words[:, None] >> tl.arange(0, LANES)[None, :]) & 1) != 0
-
-
-@triton.jit
 def ranks(words, INTERPRET: tl.constexpr):
-    """Of a bitmap row int32[32]: its bits, and how many lie before each of them, [32, 32]."""
+    """Of a bitmap row int32[32]: how many bits lie before each of its own, [32, 32]."""
     size = bits_set(words, INTERPRET)
     before = tl.cumsum(size, axis=0) - size
     below = (1 << tl.arange(0, LANES)) - 1
-    return tl.sum(size, axis=0), before[:, None] + bits_set(words[:, None] & below[None, :], INTERPRET)
+    return before[:, None] + bits_set(words[:, None] & below[None, :], INTERPRET)
 
 
 @triton.jit
@@ -113,19 +107,15 @@ def sent_values(
     others = tl.load(words + first * LANES + index, mask=index < (row - first) * LANES, other=0)
     start = tl.load(starts + row // TILE_ROWS) + tl.sum(bits_set(others, INTERPRET), axis=0)
     exponent = tl.load(exponents + row).to(tl.int32)
-    _, rank = ranks(bitmap, INTERPRET)
+    rank = ranks(bitmap, INTERPRET)
     # the others load the next value that is there, cheaper than a mask; the bitmap lies behind the last one
     code = tl.load(values + start + rank).to(tl.int32)
-    if BITS < 32:
-        step = tl.where(exponent == 255, float("nan"), step_of(exponent, BITS, FLOOR))
-        SIGN: tl.constexpr = 2 ** (BITS - 1)
-        code = ((code & (2 * SIGN - 1)) ^ SIGN) | 0x4B000000  # 2^23 and the code plus SIGN
-        value = code.to(tl.float32, bitcast=True) - (8388608.0 + SIGN)
-        value = tl.where(bits_of(bitmap), value, 0.0) * step  # exact, as if added in one
-    else:
-        value = tl.where(bits_of(bitmap), code.to(tl.float32, bitcast=True), 0.0)
-        value = tl.where(exponent == 255, float("nan"), value)
-    return value
+    step = tl.where(exponent == 255, float("nan"), step_of(exponent, BITS, FLOOR))
+    SIGN: tl.constexpr = 2 ** (BITS - 1)
+    code = ((code & (2 * SIGN - 1)) ^ SIGN) | 0x4B000000  # 2^23 and the code plus SIGN
+    value = code.to(tl.float32, bitcast=True) - (8388608.0 + SIGN)
+    present = ((bitmap[:, None] >> tl.arange(0, LANES)[None, :]) & 1) != 0
+    return tl.where(present, value, 0.0) * step  # exact, as if added in one
 
 
 @triton.jit

@@ -19,7 +19,7 @@ ZEROS, ZEROING = 16, 64
 """Zeros a lane that a program writes at a time behind the last code; most programs that do so."""
 SUM_ROWS = 4
 """Rows, a warp each, of a program that adds 16-bit values up."""
-UNROLLED = {8: 4, 16: 8, 32: 4}
+UNROLLED = {8: 4, 16: 8}
 """By bits of a value, most senders that a kernel of their own adds up: more would spill."""
 
 
@@ -27,7 +27,7 @@ def _parts(
     wires: torch.Tensor, layout: BitmapLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values, words, starts and exponents of wires as typed views."""
-    values = wires.view({8: torch.int8, 16: torch.int16, 32: torch.int32}[layout.bits])
+    values = wires.view(torch.int8 if layout.bits == 8 else torch.int16)
     words, starts = (wires[:, at:].view(torch.int32) for at in (layout.words_at, layout.starts_at))
     return values, words, starts, wires[:, layout.exponents_at :]
 

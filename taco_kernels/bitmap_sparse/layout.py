@@ -2,11 +2,11 @@
 
 A shard of ``numel`` values is rows of 1024. Its wire is::
 
-    values, capacity of 8, 16 or 32 bits, in order | bitmap, one bit a value
+    values, capacity of 8 or 16 bits, in order | bitmap, one bit a value
     | an int32 start every 4 rows: how many values come before these | a uint8 exponent a row
 
-each part padded with zeros to a multiple of 64 bytes, and the values to their capacity. 8- and 16-bit values
-are integers on their row's power-of-two grid, 32-bit ones are fp32.
+each part padded with zeros to a multiple of 64 bytes, and the values to their capacity. Values are integers
+on their row's power-of-two grid.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.common.sizes import aligned, ceil_div, described
+from taco_kernels.common.sizes import aligned, ceil_div, check_choice, described
 
 ALIGNMENT = 64
 WIDTH = 1024
@@ -30,7 +30,7 @@ class BitmapLayout:
     share: float
     """Largest share of the values that is sent, in (0, 1]."""
     bits: int = 16
-    """Bits of a value: 8, 16 or 32."""
+    """Bits of a value: 8 or 16."""
 
     def __post_init__(self) -> None:
         if self.numel < 1:
@@ -39,8 +39,7 @@ class BitmapLayout:
             raise ValueError(f"share={self.share} must lie in (0, 1]")
         if self.capacity >= 2**31 - 2**20:
             raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^20 cannot be counted")
-        if self.bits not in (8, 16, 32):
-            raise ValueError(f"bits={self.bits} must be 8, 16 or 32")
+        check_choice("bits", self.bits, (8, 16))
 
     @property
     def capacity(self) -> int:

@@ -130,28 +130,22 @@ def limit_of(threshold, exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
     At or above a threshold is above the number before it. Half a step and less rounds to 0, ties to even.
     Nothing exceeds a NaN, the limit of rows that have one or an infinity.
     """
-    limit = threshold - 1
-    if BITS < 32:
-        limit = tl.maximum(limit, (grid_exponent(exponent, FLOOR) + 1 - BITS) << 23)
+    limit = tl.maximum(threshold - 1, (grid_exponent(exponent, FLOOR) + 1 - BITS) << 23)
     return tl.where(exponent == 255, 0x7FFFFFFF, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def code_of(value, inverse, BITS: tl.constexpr):
-    """int32 with the code in its lowest BITS bits: those of MAGIC plus the code, or of the value itself."""
-    if BITS < 32:
-        LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
-        value = tl.minimum(tl.maximum(value * inverse + MAGIC, MAGIC - LARGEST), MAGIC + LARGEST)
+    """int32 with the code in its lowest BITS bits: those of MAGIC plus the code."""
+    LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+    value = tl.minimum(tl.maximum(value * inverse + MAGIC, MAGIC - LARGEST), MAGIC + LARGEST)
     return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def sent_of(code, step, BITS: tl.constexpr):
+def sent_of(code, step):
     """fp32 that a code of ``code_of`` stands for."""
-    value = code.to(tl.float32, bitcast=True)
-    if BITS < 32:
-        value = (value - MAGIC) * step
-    return value
+    return (code.to(tl.float32, bitcast=True) - MAGIC) * step
 
 
 @triton.jit
@@ -164,37 +158,39 @@ def put_codes(
         put_code(values, codes[w], vote, at, lane, INTERPRET)
 
 
-@triton.constexpr_function
-def put_back_assembly(bits):
-    """Add a code of ``code_of``, $2, times $3, to what lies at $1, where $4 is set."""
-    lines = ["{", ".reg .pred p;", ".reg .b32 t;", ".reg .f32 r, v;", "setp.ne.u32 p, $4, 0;"]
-    if bits < 32:  # exact: the value was split without rounding; not as it was split, lest 32 are kept
-        lines += ["sub.s32 t, $2, 0x4B400000;", "cvt.rn.f32.s32 v, t;", "@p ld.global.f32 r, [$1];"]
-        lines += ["fma.rn.f32 r, v, $3, r;"]
-    else:
-        lines += ["mov.b32 r, $2;"]
-    return "\n".join([*lines, "@p st.global.f32 [$1], r;", "mov.b32 $0, 0;", "}"])
+# Add a code of ``code_of``, $2, times $3, to what lies at $1, where $4 is set. Exact: the value was split
+# without rounding; not as it was split, lest 32 are kept.
+PUT_BACK = tl.constexpr(
+    """{
+.reg .pred p;
+.reg .b32 t;
+.reg .f32 r, v;
+setp.ne.u32 p, $4, 0;
+sub.s32 t, $2, 0x4B400000;
+cvt.rn.f32.s32 v, t;
+@p ld.global.f32 r, [$1];
+fma.rn.f32 r, v, $3, r;
+@p st.global.f32 [$1], r;
+mov.b32 $0, 0;
+}"""
+)
 
 
 @triton.jit
-def put_back(pointers, code, step, flag, BITS: tl.constexpr, INTERPRET: tl.constexpr):
+def put_back(pointers, code, step, flag, INTERPRET: tl.constexpr):
     """What was not sent after all into the remainder, where ``flag`` is set."""
     if INTERPRET:
-        value = code.to(tl.float32, bitcast=True)
-        if BITS < 32:
-            value = tl.load(pointers, mask=flag, other=0.0) + (value - MAGIC) * step
+        value = tl.load(pointers, mask=flag, other=0.0) + sent_of(code, step)
         tl.store(pointers, value, mask=flag)
     else:
-        text: tl.constexpr = put_back_assembly(BITS)
         inputs = (pointers.to(tl.int64), code, step, flag.to(tl.int32))
-        tl.inline_asm_elementwise(text, "=r,l,r,f,r", inputs, tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(PUT_BACK, "=r,l,r,f,r", inputs, tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def put_what_fits(
     values, codes, word, place, lane, rest_at, step, capacity,
-    KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    KEEP_REMAINDER: tl.constexpr, WORDS: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """``put_codes`` below ``capacity``; what has no room goes back into the remainder. Returns the words."""
     fit = tl.zeros([R * LANES], tl.int32)
@@ -207,7 +203,7 @@ def put_what_fits(
         fit = tl.where(lane == w, ballot(sent, lane, R, INTERPRET), fit)
         if KEEP_REMAINDER:
             back = member & (at >= capacity)
-            put_back(rest_at + w * LANES, codes[w], step, back, BITS, INTERPRET)
+            put_back(rest_at + w * LANES, codes[w], step, back, INTERPRET)
     return fit
 
 
@@ -286,7 +282,7 @@ def pack_kernel(
             value = found[w].to(tl.float32, bitcast=True)
             code = (code_of(value, inverse, BITS),)
             if KEEP_REMAINDER:
-                rest = value - sent_of(code[0], step, BITS)  # exact
+                rest = value - sent_of(code[0], step)  # exact
                 rest = tl.where(tl.abs(value) > limit, rest, value)
                 put(rest_at + w * LANES, rest, left, w * LANES, INTERPRET)
             if w == 0:
@@ -305,7 +301,7 @@ def pack_kernel(
         )
         if reached > capacity:
             word = put_what_fits(values, codes, word, place, lane, rest_at, step, capacity,
-                                 KEEP_REMAINDER, BITS, WORDS, R, INTERPRET)  # fmt: skip
+                                 KEEP_REMAINDER, WORDS, R, INTERPRET)  # fmt: skip
             tl.store(words_at, word, mask=there)
         else:
             put_codes(values, codes, word, place, lane, WORDS, R, INTERPRET)

@@ -12,7 +12,7 @@ from taco_kernels.common.magnitudes import (
     threshold_bits,
 )
 
-_CODES = {8: torch.int8, 16: torch.int16, 32: torch.float32}
+_CODES = {8: torch.int8, 16: torch.int16}
 
 
 def encode(
@@ -20,7 +20,7 @@ def encode(
 ) -> torch.Tensor:
     """Pack the values of x at or above their shard's threshold, at most ``layout.capacity``, in order.
 
-    8 and 16 bits: q = rint(x / step), step = 2^(e - 125 - bits) for the exponent e of the row's largest
+    q = rint(x / step), step = 2^(e - 125 - bits) for the exponent e of the row's largest
     magnitude, |q| < 2^(bits - 1); a value with q = 0 is not sent. Nothing of a row with a NaN or infinity is
     sent but its exponent, 255.
 
@@ -45,14 +45,11 @@ def encode(
     exponents = bits.amax(2) >> 23
     keep = (bits >= threshold_bits(thresholds)[:, None, None]) & (exponents != NON_FINITE)[..., None]
     e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)[..., None]
-    if layout.bits < 32:
-        scaled = torch.where(keep, values * power_of_two(252 + layout.bits - e), 0.0)
-        largest = 2 ** (layout.bits - 1) - 1
-        codes = scaled.round().clamp(-largest, largest).to(_CODES[layout.bits])
-        keep &= codes != 0
-        sent = codes * power_of_two(e + 2 - layout.bits)
-    else:
-        codes = sent = values
+    scaled = torch.where(keep, values * power_of_two(252 + layout.bits - e), 0.0)
+    largest = 2 ** (layout.bits - 1) - 1
+    codes = scaled.round().clamp(-largest, largest).to(_CODES[layout.bits])
+    keep &= codes != 0
+    sent = codes * power_of_two(e + 2 - layout.bits)
     keep = keep.view(shards, width)
     position = keep.cumsum(1) - 1
     keep = keep & (position < layout.capacity)
@@ -98,9 +95,8 @@ def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
         values = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)
         values[member] = codes[: int(member.sum())].float()
         values = values.view(layout.rows, WIDTH)
-        if layout.bits < 32:
-            e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)
-            values = values * power_of_two(e + 2 - layout.bits)[:, None]
+        e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)
+        values = values * power_of_two(e + 2 - layout.bits)[:, None]
         values = values.masked_fill((exponents == NON_FINITE)[:, None], torch.nan)
         total += values.view(-1)
     return total[: layout.numel]

@@ -4,7 +4,12 @@ The statistics take one pass over the tensor, the normalisation none: it happens
 stores. The codec of the values is ``taco_kernels.taco``'s, without its transform.
 """
 
+from taco_kernels.channel_norm import reference
 from taco_kernels.channel_norm.layout import ChannelNormLayout
-from taco_kernels.channel_norm.ops import decode, encode
+from taco_kernels.common.dispatch import dispatched
 
 __all__ = ["ChannelNormLayout", "decode", "encode"]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+encode = dispatched(reference.encode)
+decode = dispatched(reference.decode)

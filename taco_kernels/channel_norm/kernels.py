@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from taco_kernels.common.constants import as_tensor
 from taco_kernels.taco.tensor import load_tile, store_tile
 from taco_kernels.taco.wire import decode_groups, encode_groups
 
@@ -37,7 +38,7 @@ def part_counts(at, tokens, tiles, T: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def statistics_kernel(
     partials, statistics, inverses, tokens, tiles, channels, T: tl.constexpr, K: tl.constexpr,
-    B: tl.constexpr, SCALED: tl.constexpr,
+    B: tl.constexpr,
 ):  # fmt: skip
     """B channels' statistics, bf16, and fp32 inverses of the second, from the tiles' partial ones."""
     column = tl.program_id(0) * B + tl.arange(0, B)
@@ -53,24 +54,23 @@ def statistics_kernel(
     every = tl.full((), 1.0, tl.float32) * tokens
     centre = (total / every).to(tl.bfloat16)
     tl.store(statistics + column, centre, mask=inside)
-    if SCALED:
-        squares = tl.zeros([B], tl.float32)
-        at = 0
-        while at < tiles:
-            tile, count = part_counts(at, tokens, tiles, T, K)
-            mask = (tile < tiles)[:, None] & inside[None, :]
-            place = partials + tile.to(tl.int64)[:, None] * 2 * channels + column[None, :]
-            apart = tl.load(place, mask=mask, other=0.0) - centre.to(tl.float32)[None, :]
-            apart = tl.where(mask, apart, 0.0)
-            own = tl.load(place + channels, mask=mask, other=0.0)
-            squares += tl.sum(own + apart * apart * count[:, None], axis=0)
-            at += K
-        rms = tl.sqrt_rn(squares / every).to(tl.bfloat16)
-        tl.store(statistics + channels + column, rms, mask=inside)
-        rms = rms.to(tl.float32)
-        one = tl.full([B], 1.0, tl.float32)
-        inverse = tl.where(rms == 0.0, 0.0, tl.div_rn(one, rms))
-        tl.store(inverses + column, inverse, mask=inside)
+    squares = tl.zeros([B], tl.float32)
+    at = 0
+    while at < tiles:
+        tile, count = part_counts(at, tokens, tiles, T, K)
+        mask = (tile < tiles)[:, None] & inside[None, :]
+        place = partials + tile.to(tl.int64)[:, None] * 2 * channels + column[None, :]
+        apart = tl.load(place, mask=mask, other=0.0) - centre.to(tl.float32)[None, :]
+        apart = tl.where(mask, apart, 0.0)
+        own = tl.load(place + channels, mask=mask, other=0.0)
+        squares += tl.sum(own + apart * apart * count[:, None], axis=0)
+        at += K
+    rms = tl.sqrt_rn(squares / every).to(tl.bfloat16)
+    tl.store(statistics + channels + column, rms, mask=inside)
+    rms = rms.to(tl.float32)
+    one = tl.full([B], 1.0, tl.float32)
+    inverse = tl.where(rms == 0.0, 0.0, tl.div_rn(one, rms))
+    tl.store(inverses + column, inverse, mask=inside)
 
 
 @triton.jit
@@ -81,62 +81,27 @@ def channels_of(first, width, C: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(
-    x, statistics, inverses, out, first, groups, width,
-    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Normalise and encode groups first..., R of them."""
-    numel = tl.full((), C.G, tl.int64) * groups
-    channel = channels_of(first, width, C)
-    z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, C).to(tl.float32)
-    z = z - tl.load(statistics + channel).to(tl.float32)
-    if SCALED:
-        z = z * tl.load(inverses + channel)
-    encode_groups(z, out, first, groups, C)
-
-
-@triton.jit
 def encode_kernel(
-    x, statistics, inverses, out, groups, width,
-    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
+    x, statistics, inverses, out, groups, width, FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """out = wire of (x - mean) / rms. Persistent programs, R groups a step."""
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
-        first = tl.program_id(0) * C.R
-        encode_tile(x, statistics, inverses, out, first, groups, width, SCALED, FLAGS, C)
-    else:
-        tiles = tl.cdiv(groups, C.R)
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
-            first = tile * C.R
-            encode_tile(x, statistics, inverses, out, first, groups, width, SCALED, FLAGS, C)
-
-
-@triton.jit
-def decode_tile(
-    wire, statistics, x, first, groups, width,
-    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Decode groups first..., R of them, and put their channels back."""
     numel = tl.full((), C.G, tl.int64) * groups
-    channel = channels_of(first, width, C)
-    z = decode_groups(wire, first, groups, 0, C)
-    mean = tl.load(statistics + channel).to(tl.float32)
-    if SCALED:
-        z = z * tl.load(statistics + width * C.G + channel).to(tl.float32)
-    store_tile(x, z + mean, first, numel, (1, 1, 0, 0), FLAGS, C)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+        first = as_tensor(tile) * C.R
+        channel = channels_of(first, width, C)
+        z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, C).to(tl.float32)
+        z = (z - tl.load(statistics + channel).to(tl.float32)) * tl.load(inverses + channel)
+        encode_groups(z, out, first, groups, C)
 
 
 @triton.jit
-def decode_kernel(
-    wire, statistics, x, groups, width,
-    SCALED: tl.constexpr, FLAGS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def decode_kernel(wire, statistics, x, groups, width, FLAGS: tl.constexpr, C: tl.constexpr):
     """x = q * step * rms + mean. Persistent programs, R groups a step."""
-    if C.INTERPRET:
-        first = tl.program_id(0) * C.R
-        decode_tile(wire, statistics, x, first, groups, width, SCALED, FLAGS, C)
-    else:
-        tiles = tl.cdiv(groups, C.R)
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
-            first = tile * C.R
-            decode_tile(wire, statistics, x, first, groups, width, SCALED, FLAGS, C)
+    numel = tl.full((), C.G, tl.int64) * groups
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+        first = as_tensor(tile) * C.R
+        channel = channels_of(first, width, C)
+        z = decode_groups(wire, first, groups, 0, C)
+        mean = tl.load(statistics + channel).to(tl.float32)
+        z = z * tl.load(statistics + width * C.G + channel).to(tl.float32)
+        store_tile(x, z + mean, first, numel, (1, 1, 0, 0), FLAGS, C)

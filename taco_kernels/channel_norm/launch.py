@@ -20,8 +20,8 @@ TUNING = {"encode": Tuning(4096, 4, 1, 40, registers=80), "decode": Tuning(2048,
 """No pipeline over tiles: it would hold the statistics of every value in shared memory, too."""
 
 
-def _statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torch.Tensor:
-    """Fill ``found``, bf16 [rows * channels], from a contiguous x; fp32 [channels]: 1 / rms where scaled."""
+def _statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Fill ``found``, bf16 [rows * channels], from a contiguous x; fp32 [channels]: 1 / rms."""
     tokens, channels = x.shape
     tiles = ceil_div(tokens, TILE_TOKENS)
     partials = torch.empty((tiles, 2, channels), dtype=torch.float32, device=x.device)
@@ -43,7 +43,6 @@ def _statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torch.Ten
         T=TILE_TOKENS,
         K=TILES,
         B=JOINED_CHANNELS,
-        SCALED=scaled,
         num_warps=4,
     )
     return inverses
@@ -55,9 +54,7 @@ def _constants(operation: str, layout: ChannelNormLayout, x: torch.Tensor) -> tu
     spec = spec_of(config, device, tuning)
     groups = layout.numel // config.group_size
     check_groups(groups)
-    constants = dict(
-        SCALED=layout.scaled, FLAGS=make_flags(False, False, tuning.stages), C=spec, **tuning.options
-    )
+    constants = dict(FLAGS=make_flags(False, False, tuning.stages), C=spec, **tuning.options)
     grid = device.grid(ceil_div(groups, spec.R.value), tuning)
     return grid, (groups, layout.channels // config.group_size), constants
 
@@ -68,7 +65,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     x = x.contiguous()
     wire = torch.empty(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     found = wire[layout.statistics_at :].view(torch.bfloat16)
-    inverses = _statistics(x, found, layout.scaled)
+    inverses = _statistics(x, found)
     grid, fixed, constants = _constants("encode", layout, x)
     start(encode_kernel, grid, (x, found, inverses, wire), fixed, **constants)
     return wire

@@ -2,7 +2,7 @@
 
 ::
 
-    codec's wire | mean of every channel, bf16 | root mean square of every channel, bf16 (scaled alone)
+    codec's wire | mean of every channel, bf16 | root mean square of every channel, bf16
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ class ChannelNormLayout:
     channels: int
     config: CodecConfig
     """Of the values, without the Hadamard transform: it would mix the channels again."""
-    scaled: bool = True
-    """Channels are divided by their root mean square; else only their mean is taken off."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.channels < 1:
@@ -45,14 +43,9 @@ class ChannelNormLayout:
         return self.config.wire_bytes(self.numel)
 
     @property
-    def rows(self) -> int:
-        """Statistics of a channel."""
-        return 1 + self.scaled
-
-    @property
     def wire_bytes(self) -> int:
         """Exact bytes of the message."""
-        return self.statistics_at + 2 * self.rows * self.channels
+        return self.statistics_at + 4 * self.channels
 
     def check_values(self, x: torch.Tensor) -> None:
         """Raise ValueError unless ``x`` is [tokens, channels]."""

@@ -15,16 +15,14 @@ from taco_kernels.channel_norm.layout import ChannelNormLayout
 from taco_kernels.taco import reference
 
 
-def statistics(x: torch.Tensor, scaled: bool) -> torch.Tensor:
-    """bf16 ``[1 + scaled, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
+def statistics(x: torch.Tensor) -> torch.Tensor:
+    """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
 
     About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
     all that there is.
     """
     variance, mean = torch.var_mean(x.float(), dim=0, correction=0)
     sent = mean.bfloat16()
-    if not scaled:
-        return sent[None]
     return torch.stack([sent, (variance + (mean - sent.float()).square()).sqrt().bfloat16()])
 
 
@@ -40,10 +38,8 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
         ValueError: x is not of the layout's shape.
     """
     layout.check_values(x)
-    found = statistics(x, layout.scaled)
-    z = x.float() - found[0].float()
-    if layout.scaled:
-        z = z * inverse(found[1])
+    found = statistics(x)
+    z = (x.float() - found[0].float()) * inverse(found[1])
     payload = reference.encode(z, layout.config)[0]
     return torch.cat([payload, found.view(torch.uint8).flatten()])
 
@@ -55,9 +51,8 @@ def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) ->
         ValueError: wire is not uint8 ``[wire_bytes]``.
     """
     layout.check_wire(wire)
-    found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(layout.rows, -1).float()
+    found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(2, -1).float()
     shape = (layout.tokens, layout.channels)
     payload = wire[None, : layout.statistics_at]
     z = reference.decode(payload, layout.config, shape, torch.float32)
-    x = z * found[1] + found[0] if layout.scaled else z + found[0]
-    return x.to(dtype)
+    return (z * found[1] + found[0]).to(dtype)

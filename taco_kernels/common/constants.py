@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Self
 
+import triton
 import triton.language as tl
 
 
@@ -34,3 +35,9 @@ class Constants:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (type(self) is type(other) and self._text == other._text)
+
+
+@triton.jit
+def as_tensor(number):
+    """The variable of a ``tl.range``, which is an int under the interpreter, as int32."""
+    return tl.full((), 0, tl.int32) + number

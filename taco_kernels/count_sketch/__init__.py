@@ -4,8 +4,9 @@
 (arXiv 2402.07529), TAGC (arXiv 2504.05638).
 """
 
+from taco_kernels.common.dispatch import dispatched
+from taco_kernels.count_sketch import reference
 from taco_kernels.count_sketch.layout import EXACT_LOAD, Layout, SketchConfig
-from taco_kernels.count_sketch.ops import combine, decode, encode, pack, row_exponents
 from taco_kernels.count_sketch.reference import Decoded
 from taco_kernels.count_sketch.selection import candidates, choose
 
@@ -22,3 +23,10 @@ __all__ = [
     "pack",
     "row_exponents",
 ]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+row_exponents = dispatched(reference.row_exponents)
+encode = dispatched(reference.encode)
+combine = dispatched(reference.combine)
+decode = dispatched(reference.decode)
+pack = reference.pack

@@ -5,14 +5,9 @@ summed without leaving its domain, and weight differences. Fused Triton kernels 
 plain-torch definition in ``reference.py`` on CPU tensors; both use the wire format of ``layout.py``.
 """
 
+from taco_kernels.common.dispatch import dispatched
+from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.layout import BITS, GROUP_SIZES, GroupFormat
-from taco_kernels.sdp4bit.ops import (
-    add_dequantized,
-    quantize,
-    quantize_difference,
-    sum_dequantize,
-    sum_requantize,
-)
 
 __all__ = [
     "BITS",
@@ -24,3 +19,10 @@ __all__ = [
     "sum_dequantize",
     "sum_requantize",
 ]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+quantize = dispatched(reference.quantize)
+quantize_difference = dispatched(reference.quantize_difference)
+sum_dequantize = dispatched(reference.sum_dequantize)
+sum_requantize = dispatched(reference.sum_requantize)
+add_dequantized = dispatched(reference.add_dequantized)

@@ -7,6 +7,7 @@ Rows are split into tiles. Where tiles are many and small, each has a program; w
 import triton
 import triton.language as tl
 
+from taco_kernels.common.constants import as_tensor
 from taco_kernels.sdp4bit.blocks import BLOCK, rotated_blocks, sum_blocks
 from taco_kernels.sdp4bit.groups import decoded_groups, rotated, rotation_matrix, write_groups
 
@@ -35,24 +36,6 @@ def row_and_group(tile, groups, C: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(
-    x, out, tile, numel, groups, inner, outer_stride, inner_stride, out_stride, matrix,
-    TAIL: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """Groups of one row of x, to the wire."""
-    row, first = row_and_group(tile, groups, C)
-    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
-    if C.HADAMARD:
-        mask = inside(first, numel, C.RH, H.POINT, TAIL, C)
-        h = rotated(tl.load(at(x, start, first, C.RH, H.POINT, C), mask=mask, other=0.0), matrix, H)
-        h = tl.reshape(h, [C.R, C.G])
-    else:
-        mask = inside(first, numel, C.R, C.G, TAIL, C)
-        h = tl.load(at(x, start, first, C.R, C.G, C), mask=mask, other=0.0).to(tl.float32)
-    write_groups(h, out + row.to(tl.int64) * out_stride, first, groups, C)
-
-
-@triton.jit
 def quantize_kernel(
     x, out, numel, groups, rows, inner, outer_stride, inner_stride, out_stride,
     TAIL: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
@@ -60,18 +43,19 @@ def quantize_kernel(
     """out[row] = wire of x's row: step = max|h| / qmax, q = round(h / step), h = WHT(x / 32) or x."""
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = rotation_matrix(1.0 / H.BLOCK, H, dot_type)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
-        quantize_tile(
-            x, out, tl.program_id(0), numel, groups, inner, outer_stride, inner_stride, out_stride, matrix,
-            TAIL, C, H,
-        )  # fmt: skip
-    else:
-        tiles = tl.cdiv(groups, C.R) * rows
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            quantize_tile(
-                x, out, tile, numel, groups, inner, outer_stride, inner_stride, out_stride, matrix,
-                TAIL, C, H,
-            )  # fmt: skip
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(groups, C.R) * rows, tl.num_programs(0), num_stages=STAGES
+    ):
+        row, first = row_and_group(as_tensor(tile), groups, C)
+        start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+        if C.HADAMARD:
+            mask = inside(first, numel, C.RH, H.POINT, TAIL, C)
+            h = rotated(tl.load(at(x, start, first, C.RH, H.POINT, C), mask=mask, other=0.0), matrix, H)
+            h = tl.reshape(h, [C.R, C.G])
+        else:
+            mask = inside(first, numel, C.R, C.G, TAIL, C)
+            h = tl.load(at(x, start, first, C.R, C.G, C), mask=mask, other=0.0).to(tl.float32)
+        write_groups(h, out + row.to(tl.int64) * out_stride, first, groups, C)
 
 
 @triton.jit
@@ -128,27 +112,17 @@ def requantize_kernel(
 
 
 @triton.jit
-def add_tile(
-    wires, weights, tile, numel, groups, wire_stride, weight_stride, TAIL: tl.constexpr, C: tl.constexpr
-):
-    """Groups of one row of weights."""
-    row, first = row_and_group(tile, groups, C)
-    change = decoded_groups(wires + row.to(tl.int64) * wire_stride, first, groups, C)
-    pointers = at(weights, row.to(tl.int64) * weight_stride, first, C.R, C.G, C)
-    mask = inside(first, numel, C.R, C.G, TAIL, C)
-    updated = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + change
-    tl.store(pointers, updated.to(weights.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def add_kernel(
     wires, weights, numel, groups, rows, wire_stride, weight_stride,
     TAIL: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """weights[row] += q * step."""
-    if C.INTERPRET:
-        add_tile(wires, weights, tl.program_id(0), numel, groups, wire_stride, weight_stride, TAIL, C)
-    else:
-        tiles = tl.cdiv(groups, C.R) * rows
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-            add_tile(wires, weights, tile, numel, groups, wire_stride, weight_stride, TAIL, C)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(groups, C.R) * rows, tl.num_programs(0), num_stages=STAGES
+    ):
+        row, first = row_and_group(as_tensor(tile), groups, C)
+        change = decoded_groups(wires + row.to(tl.int64) * wire_stride, first, groups, C)
+        pointers = at(weights, row.to(tl.int64) * weight_stride, first, C.R, C.G, C)
+        mask = inside(first, numel, C.R, C.G, TAIL, C)
+        updated = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + change
+        tl.store(pointers, updated.to(weights.dtype.element_ty), mask=mask)

@@ -75,10 +75,7 @@ def _plan_all_reduce(lane, config, config_out, numel, dtype, layout) -> Plan:
 
 
 def reduce_scatter(
-    lane: Lane,
-    x: torch.Tensor,
-    config: CodecConfig,
-    out: torch.Tensor | None = None,
+    lane: Lane, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum x over the ranks and return this rank's slice of the first dimension, which W divides.
 
@@ -88,25 +85,12 @@ def reduce_scatter(
     if x.shape[0] % lane.world_size:
         raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {lane.world_size} ranks")
     out = _output(out, (x.shape[0] // lane.world_size, *x.shape[1:]), x)
-    like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_reduce_scatter, config, *like)(x, out)
-
-
-def _plan_reduce_scatter(lane, config, numel, dtype, layout) -> Plan:
-    shard = numel // lane.world_size
-    groups = config.chunk_numel(shard) // config.group_size
-    tail = shard % config.group_size != 0
-    rows = None if tail and layout else launch.rows_of(layout, config.group_size)
-    tiles = ceil_div(groups * config.group_size, tile_of(config))
-    message = (numel, shard, shard, groups)
-    return _prepare(reduce_scatter_kernel, lane, tiles, 1, message, rows, tail, dtype, config)
+    like = x.numel() // lane.world_size, x.dtype, launch.layout_of(x)
+    return _plan(lane, _plan_shards, reduce_scatter_kernel, config, *like)(x, out)
 
 
 def all_gather(
-    lane: Lane,
-    x: torch.Tensor,
-    config: CodecConfig,
-    out: torch.Tensor | None = None,
+    lane: Lane, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Every rank's x, encoded and decoded, one after the other along the first dimension.
 
@@ -143,44 +127,22 @@ def _all_gather(lane, x, layout, shape, dtype, config, out, encoded: bool) -> to
     lane.check()
     out = _output(out, (lane.world_size * shape[0], *shape[1:]), x, dtype)
     shard = out.numel() // lane.world_size
-    return _plan(lane, _plan_all_gather, config, shard, dtype, layout, encoded)(x, out)
+    return _plan(lane, _plan_shards, all_gather_kernel, config, shard, dtype, layout, encoded)(x, out)
 
 
-def _plan_all_gather(lane, config, shard, dtype, layout, encoded) -> Plan:
+def _plan_shards(lane, kernel, config, shard, dtype, layout, encoded=None) -> Plan:
+    """Of the two whose pieces are slices of ``shard`` values."""
     groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
-    rows = launch.rows_of(layout, config.group_size)
+    copied = tail and layout and kernel is reduce_scatter_kernel  # pieces of it that are no whole groups
+    rows = None if copied else launch.rows_of(layout, config.group_size)
     tiles = ceil_div(groups * config.group_size, tile_of(config))
     message = (lane.world_size * shard, shard, shard, groups)
-    return _prepare(all_gather_kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
-
-
-def all_reduce_stores(
-    numel: int, config: CodecConfig, world_size: int, config_out: CodecConfig | None = None
-) -> dict[str, int]:
-    """Bytes that a rank stores in its peers' memory in an all-reduce, by the exchange that they stand for.
-
-    Args:
-        numel: values of the tensor.
-        config, world_size, config_out: as for the call.
-    """
-    hops = {"all_to_all": config, "all_gather": config_out or config}
-    piece = config.chunk_numel(numel, world_size)
-    return {name: (world_size - 1) * _tile_bytes(piece, hop) for name, hop in hops.items()}
-
-
-def reduce_scatter_stores(numel: int, config: CodecConfig, world_size: int) -> dict[str, int]:
-    """As ``all_reduce_stores``, for a reduce-scatter of ``numel`` values."""
-    return {"all_to_all": (world_size - 1) * _tile_bytes(numel // world_size, config)}
-
-
-def all_gather_stores(numel: int, config: CodecConfig, world_size: int) -> dict[str, int]:
-    """As ``all_reduce_stores``, for an all-gather of ``numel`` values of each rank."""
-    return {"all_gather": (world_size - 1) * _tile_bytes(numel, config)}
+    return _prepare(kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
 
 
 @lru_cache(maxsize=1024)
-def _tile_bytes(numel: int, config: CodecConfig) -> int:
+def stored_bytes(numel: int, config: CodecConfig) -> int:
     """Bytes of the whole tiles that ``numel`` values travel in."""
     return ceil_div(numel, tile_of(config)) * tile_bytes(config)
 
@@ -218,18 +180,8 @@ def _prepare(
     )
     steps = ceil_div(tiles, lane.programs // splits)
     programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
-    fixed = (
-        to_wire,
-        from_wire,
-        lane.table,
-        lane.steps,
-        lane.memory,
-        lane.rank,
-        lane.error_address,
-        lane.timeout_ns,
-        *message,
-        *rows[:4],
-    )
+    own = lane.table, lane.steps, lane.memory, lane.rank, lane.error_address, lane.timeout_ns
+    fixed = to_wire, from_wire, *own, *message, *rows[:4]
     return Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
 
@@ -244,13 +196,8 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
 
     tile = tile_of(config)
     full = spec(config, tile)
-    constants = dict(
-        FLAGS=make_flags(strided, tail, 1),
-        OUT_FLAGS=make_flags(False, tail, 1),
-        C=full,
-        E=exchange(*shape),
-        **OPTIONS,
-    )
+    constants = dict(FLAGS=make_flags(strided, tail, 1), OUT_FLAGS=make_flags(False, tail, 1))
+    constants |= dict(C=full, E=exchange(*shape), **OPTIONS)
     if kernel is two_shot_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)

@@ -149,19 +149,13 @@ class SymmetricGroup:
         return collectives.all_reduce(self.lane(), x, config, out, config_out)
 
     def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        config: CodecConfig,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``collectives.reduce_scatter``."""
         return collectives.reduce_scatter(self.lane(), x, config, out)
 
     def all_gather(
-        self,
-        x: torch.Tensor,
-        config: CodecConfig,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``collectives.all_gather``."""
         return collectives.all_gather(self.lane(), x, config, out)
@@ -180,13 +174,18 @@ class SymmetricGroup:
     def all_reduce_stores(
         self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None
     ) -> dict[str, int]:
-        """See ``collectives.all_reduce_stores``."""
-        return collectives.all_reduce_stores(x.numel(), config, self.world_size, config_out)
+        """Bytes that a rank stores in its peers' memory in this call, by the exchange that they stand for."""
+        piece = config.chunk_numel(x.numel(), self.world_size)
+        hops = {"all_to_all": config, "all_gather": config_out or config}
+        return {name: self._stored(piece, hop) for name, hop in hops.items()}
 
     def reduce_scatter_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
-        """See ``collectives.reduce_scatter_stores``."""
-        return collectives.reduce_scatter_stores(x.numel(), config, self.world_size)
+        """See ``all_reduce_stores``."""
+        return {"all_to_all": self._stored(x.numel() // self.world_size, config)}
 
     def all_gather_stores(self, shape: Sequence[int], config: CodecConfig) -> dict[str, int]:
-        """See ``collectives.all_gather_stores``; ``shape`` is one rank's."""
-        return collectives.all_gather_stores(torch.Size(shape).numel(), config, self.world_size)
+        """See ``all_reduce_stores``; ``shape`` is one rank's."""
+        return {"all_gather": self._stored(torch.Size(shape).numel(), config)}
+
+    def _stored(self, numel: int, config: CodecConfig) -> int:
+        return (self.world_size - 1) * collectives.stored_bytes(numel, config)

@@ -1,7 +1,8 @@
 """TACO's codec (arXiv 2604.24088): groups of values, transformed, scaled, rounded to fp8 or integers."""
 
+from taco_kernels.common.dispatch import dispatched
+from taco_kernels.taco import reference
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
-from taco_kernels.taco.ops import decode, decode_sum, decode_sum_encode, encode
 
 __all__ = [
     "FORMATS",
@@ -13,3 +14,9 @@ __all__ = [
     "decode_sum_encode",
     "encode",
 ]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+encode = dispatched(reference.encode)
+decode = dispatched(reference.decode)
+decode_sum = dispatched(reference.decode_sum)
+decode_sum_encode = dispatched(reference.decode_sum_encode)

@@ -6,25 +6,11 @@ Sums are taken in the Hadamard domain, in the order of the senders.
 import triton
 import triton.language as tl
 
+from taco_kernels.common.constants import as_tensor
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
 from taco_kernels.taco.tensor import load_tile, store_tile
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_step, load_values
-
-
-@triton.jit
-def encode_tile(x, out, tile, numel, groups, out_stride, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Encode tile number ``tile``: R groups of one chunk."""
-    tiles = tl.cdiv(groups, C.R)
-    chunk = tile // tiles
-    first = (tile % tiles) * C.R
-    group = chunk * groups + first
-    h = load_tile(x, group, numel, rows, FLAGS, C)
-    if C.HADAMARD:
-        h = unshuffle(transform(h, matrix, C), C)
-    else:
-        h = h.to(tl.float32)
-    encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
 
 
 @triton.jit
@@ -36,26 +22,16 @@ def encode_kernel(
     rows = (run, inner, stride_outer, stride_inner)
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = sylvester(C, 1.0 / C.G, True, dot_type)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
-        encode_tile(x, out, tl.program_id(0), numel, groups, out_stride, rows, matrix, FLAGS, C)
-    else:
-        tiles = tl.cdiv(groups, C.R) * chunks
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
-            encode_tile(x, out, tile, numel, groups, out_stride, rows, matrix, FLAGS, C)
-
-
-@triton.jit
-def decode_tile(
-    wires, x, tile, numel, groups, wire_stride, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr
-):
-    """Decode tile number ``tile``: R groups of one chunk."""
-    tiles = tl.cdiv(groups, C.R)
-    chunk = tile // tiles
-    first = (tile % tiles) * C.R
-    group = chunk * groups + first
-    h = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, matrix, C)
-    end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
-    store_tile(x, h, group, end, rows, FLAGS, C)
+    per_chunk = tl.cdiv(groups, C.R)
+    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+        tile = as_tensor(number)
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
+        h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
+        if C.HADAMARD:
+            h = unshuffle(transform(h, matrix, C), C)
+        else:
+            h = h.to(tl.float32)
+        encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
 
 
 @triton.jit
@@ -66,12 +42,14 @@ def decode_kernel(
     """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
-        decode_tile(wires, x, tl.program_id(0), numel, groups, wire_stride, rows, matrix, FLAGS, C)
-    else:
-        tiles = tl.cdiv(groups, C.R) * chunks
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=FLAGS.STAGES):
-            decode_tile(wires, x, tile, numel, groups, wire_stride, rows, matrix, FLAGS, C)
+    per_chunk = tl.cdiv(groups, C.R)
+    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+        tile = as_tensor(number)
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
+        group = chunk * groups + first
+        h = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, matrix, C)
+        end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
+        store_tile(x, h, group, end, rows, FLAGS, C)
 
 
 @triton.jit
@@ -123,18 +101,6 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
 
 
 @triton.jit
-def decode_sum_tile(
-    wires, x, first, numel, groups, wire_stride, rows, matrix, W: tl.constexpr, FLAGS: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Groups first, first + 1, ... first + R - 1."""
-    h = sum_senders(wires, wire_stride, first, groups, W, C)
-    if C.HADAMARD:
-        h = unshuffle(transform(shuffle(h, C), matrix, C), C)
-    store_tile(x, h, first, numel, rows, FLAGS, C)
-
-
-@triton.jit
 def decode_sum_kernel(
     wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
     FLAGS: tl.constexpr, C: tl.constexpr,
@@ -142,14 +108,12 @@ def decode_sum_kernel(
     """x = WHT(sum of q * step). Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.bfloat16)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a tile
-        first = tl.program_id(0) * C.R
-        decode_sum_tile(wires, x, first, numel, groups, wire_stride, rows, matrix, W, FLAGS, C)
-    else:
-        for tile in tl.range(
-            tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
-        ):
-            decode_sum_tile(wires, x, tile * C.R, numel, groups, wire_stride, rows, matrix, W, FLAGS, C)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+        first = as_tensor(tile) * C.R
+        h = sum_senders(wires, wire_stride, first, groups, W, C)
+        if C.HADAMARD:
+            h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+        store_tile(x, h, first, numel, rows, FLAGS, C)
 
 
 @triton.jit

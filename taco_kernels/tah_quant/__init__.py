@@ -1,7 +1,8 @@
 """TAH-Quant: pipeline activations in 3 and 4 bits (arXiv 2506.01352). Needs torch and triton alone."""
 
+from taco_kernels.common.dispatch import dispatched
+from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TRANSFORMS, Layout, TahConfig, layout_of
-from taco_kernels.tah_quant.ops import decode, encode
 
 __all__ = [
     "ALLOCATIONS",
@@ -13,3 +14,7 @@ __all__ = [
     "encode",
     "layout_of",
 ]
+
+# Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
+encode = dispatched(reference.encode)
+decode = dispatched(reference.decode)

@@ -10,47 +10,20 @@ that element alone gets.
 import triton
 import triton.language as tl
 
+from taco_kernels.common.constants import as_tensor
 from taco_kernels.common.hadamard import sylvester, transform, unshuffle
 from taco_kernels.tah_quant.rows import identity
 from taco_kernels.tah_quant.tiles import (
     fetch,
     fetch_slots,
-    load_bits,
     load_nibbles,
     nibble_words,
     put_rows,
-    signed,
     signed_halves,
-    store_bits,
     store_words,
     tile_pointers,
 )
 from taco_kernels.tah_quant.values import encoded
-
-
-@triton.jit
-def encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, C: tl.constexpr):
-    """Encode tiles first...; ``counts`` is (tiles, tiles of a row, channels)."""
-    tiles, per_row, channels = counts
-    pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
-    y = tl.load(pointers, mask=mask, other=0.0)
-    chosen, pivot, total, weighted, pair, codes = encoded(y, matrices, C)
-    if C.EXTRA > 0:
-        put_rows(sums, first, total.to(tl.int32, bitcast=True), tiles, C)
-        put_rows(sums + tiles, first, weighted.to(tl.int32, bitcast=True), tiles, C)
-    if C.TRANSFORM:
-        put_rows(pivots, first, tl.where(chosen, pivot + 128, 0).to(tl.uint8), tiles, C)
-    put_rows(scales, first, pair, tiles, C)
-    if C.LOW + C.EXTRA <= 4:
-        a, b = nibble_words(codes, C)
-        store_words(a, b, base, first, tiles, 16, C.EXTRA, C.LOW, C)
-        if C.EXTRA > 0:
-            store_words(a, b, extra, first, tiles, 1, 0, C.EXTRA, C)
-    else:
-        codes = (codes >> C.SHIFT) & C.LEVELS
-        store_bits(codes >> C.EXTRA, base, first, tiles, 16, C.LOW, C)
-        if C.EXTRA > 0:
-            store_bits(codes & (2**C.EXTRA - 1), extra, first, tiles, 1, C.EXTRA, C)
 
 
 @triton.jit
@@ -60,14 +33,22 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
     matrices = (0, 0)
     if C.TRANSFORM:
         matrices = (sylvester(C, 1.0, True, dot_type), identity(C, dot_type))
-    counts = (tiles, per_row, channels)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a step
-        first = tl.program_id(0) * C.R
-        encode_tiles(x, base, extra, scales, pivots, sums, first, counts, matrices, C)
-    else:
-        blocks = tl.cdiv(tiles, C.R)
-        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
-            encode_tiles(x, base, extra, scales, pivots, sums, block * C.R, counts, matrices, C)
+    blocks = tl.cdiv(tiles, C.R)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
+        first = as_tensor(block) * C.R
+        pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
+        y = tl.load(pointers, mask=mask, other=0.0)
+        chosen, pivot, total, weighted, pair, codes = encoded(y, matrices, C)
+        if C.EXTRA > 0:
+            put_rows(sums, first, total.to(tl.int32, bitcast=True), tiles, C)
+            put_rows(sums + tiles, first, weighted.to(tl.int32, bitcast=True), tiles, C)
+        if C.TRANSFORM:
+            put_rows(pivots, first, tl.where(chosen, pivot + 128, 0).to(tl.uint8), tiles, C)
+        put_rows(scales, first, pair, tiles, C)
+        a, b = nibble_words(codes, C)
+        store_words(a, b, base, first, tiles, 16, C.EXTRA, C.LOW, C)
+        if C.EXTRA > 0:
+            store_words(a, b, extra, first, tiles, 1, 0, C.EXTRA, C)
 
 
 @triton.jit
@@ -98,52 +79,11 @@ def load_values(base, extra, pivots, slots, first, counts, C: tl.constexpr):
         pivot = tl.where(byte >= 128, byte & 127, 0)
     if C.EXTRA > 0:
         slot = fetch_slots(slots, first, tiles, per_unit, C)
-    if C.LOW + C.EXTRA <= 4:
-        a, b = load_nibbles(base, row, inside, tiles, C.EXTRA, C.LOW, True, C)
-        if C.EXTRA > 0:
-            c, d = load_nibbles(extra, slot, inside & (slot >= 0), high_tiles, 0, C.EXTRA, False, C)
-            a, b = a | c, b | d
-        values = signed_halves(a, b, pivot, C)
-    else:
-        codes = load_bits(base, row, inside, tiles, C.LOW, C) << C.EXTRA
-        if C.EXTRA > 0:
-            codes = codes | load_bits(extra, slot, inside & (slot >= 0), high_tiles, C.EXTRA, C)
-        values = signed(codes.to(tl.float16), pivot, C)
-    return values
-
-
-@triton.jit
-def decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices, C: tl.constexpr):
-    """Decode tiles first...; ``counts`` is (tiles, high tiles, tiles of a unit, of a row, channels)."""
-    tiles, high_tiles, per_unit, per_row, channels = counts
-    matrix, unit = matrices
-    values = load_values(base, extra, pivots, slots, first, (tiles, high_tiles, per_unit), C)
-    row = first + tl.arange(0, C.R)
-    inside = row < tiles
-    pair = fetch(scales + row, inside, C)
-    step = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    a, b = load_nibbles(base, row, inside, tiles, C.EXTRA, C.LOW, True, C)
     if C.EXTRA > 0:
-        middle = zero + step * ((2**C.EXTRA - 1) * 0.5)
-        zero = tl.where(fetch_slots(slots, first, tiles, per_unit, C) >= 0, zero, middle)
-    if C.TRANSFORM:
-        byte = fetch(pivots + row, inside, C)
-        chosen = byte >= 128
-        # of a chosen tile the first product counts for nothing, of another the second
-        y = unshuffle(transform(values, unit, C), C)
-        own, own_zero = tl.where(chosen, 0.0, step), tl.where(chosen, 0.0, zero)
-        own, own_zero = tl.broadcast_to(own[:, None], y.shape), tl.broadcast_to(own_zero[:, None], y.shape)
-        rotated = unshuffle(transform(values, matrix, C), C)
-        factor = tl.broadcast_to(tl.where(chosen, step * (1 / C.G**0.5), 0.0)[:, None], y.shape)
-        y = tl.fma(rotated, factor, tl.fma(y, own, own_zero))
-        column = tl.arange(0, C.G)[None, :]
-        place = (tl.where(chosen, byte & 127, 4 * C.G)[:, None] - (column & ~15)).to(tl.float32)
-        constant = tl.broadcast_to((zero * C.G**0.5)[:, None], y.shape)
-        y = tl.fma(equal(place, (column & 15).to(tl.float32), C), constant, y)
-    else:
-        y = tl.fma(values.to(tl.float32), step[:, None], zero[:, None])
-    pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
-    tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)
+        c, d = load_nibbles(extra, slot, inside & (slot >= 0), high_tiles, 0, C.EXTRA, False, C)
+        a, b = a | c, b | d
+    return signed_halves(a, b, pivot, C)
 
 
 @triton.jit
@@ -155,11 +95,37 @@ def decode_kernel(
     matrices = (0, 0)
     if C.TRANSFORM:
         matrices = (sylvester(C, 1.0, True, tl.float16), identity(C, tl.float16))
-    counts = (tiles, high_tiles, per_unit, per_row, channels)
-    if C.INTERPRET:  # no loops over run-time bounds there: one program a step
-        first = tl.program_id(0) * C.R
-        decode_tiles(x, base, extra, scales, pivots, slots, first, counts, matrices, C)
-    else:
-        blocks = tl.cdiv(tiles, C.R)
-        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
-            decode_tiles(x, base, extra, scales, pivots, slots, block * C.R, counts, matrices, C)
+    matrix, unit = matrices
+    blocks = tl.cdiv(tiles, C.R)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=C.STAGES):
+        first = as_tensor(block) * C.R
+        values = load_values(base, extra, pivots, slots, first, (tiles, high_tiles, per_unit), C)
+        row = first + tl.arange(0, C.R)
+        inside = row < tiles
+        pair = fetch(scales + row, inside, C)
+        step = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if C.EXTRA > 0:
+            middle = zero + step * ((2**C.EXTRA - 1) * 0.5)
+            zero = tl.where(fetch_slots(slots, first, tiles, per_unit, C) >= 0, zero, middle)
+        if C.TRANSFORM:
+            byte = fetch(pivots + row, inside, C)
+            chosen = byte >= 128
+            # of a chosen tile the first product counts for nothing, of another the second
+            y = unshuffle(transform(values, unit, C), C)
+            own, own_zero = tl.where(chosen, 0.0, step), tl.where(chosen, 0.0, zero)
+            own, own_zero = (
+                tl.broadcast_to(own[:, None], y.shape),
+                tl.broadcast_to(own_zero[:, None], y.shape),
+            )
+            rotated = unshuffle(transform(values, matrix, C), C)
+            factor = tl.broadcast_to(tl.where(chosen, step * (1 / C.G**0.5), 0.0)[:, None], y.shape)
+            y = tl.fma(rotated, factor, tl.fma(y, own, own_zero))
+            column = tl.arange(0, C.G)[None, :]
+            place = (tl.where(chosen, byte & 127, 4 * C.G)[:, None] - (column & ~15)).to(tl.float32)
+            constant = tl.broadcast_to((zero * C.G**0.5)[:, None], y.shape)
+            y = tl.fma(equal(place, (column & 15).to(tl.float32), C), constant, y)
+        else:
+            y = tl.fma(values.to(tl.float32), step[:, None], zero[:, None])
+        pointers, mask = tile_pointers(x, first, tiles, per_row, channels, C)
+        tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)

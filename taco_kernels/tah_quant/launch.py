@@ -67,7 +67,7 @@ def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: Layout, spec) -> None:
-    """Choose the high units by ``sums`` fp32[2 * tiles], write their widths and their planes of ``extra``."""
+    """Choose the high units by ``sums`` fp32[2 * tiles], write their widths and their part of ``extra``."""
     keys = sums
     if layout.by_token:
         keys = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
@@ -82,9 +82,8 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
             T=padded,
             C=spec,
         )
-    # tiles with one extra plane are moved where they are chosen
-    words = [layout.config.tile_size * bits // 32 for bits in layout.extra_planes]
-    moved = words[0] if len(words) == 1 and layout.high_tiles and not layout.by_token else 0
+    words = layout.config.tile_size * layout.config.extra_bits // 32
+    moved = 0 if layout.by_token or not layout.high_tiles else words  # tiles, where they are chosen
     slots = torch.empty(0 if moved else layout.units, dtype=torch.int32, device=wire.device)
     counts = (
         layout.population,
@@ -103,7 +102,7 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
             _part(wire, layout, "widths", torch.int32),
             keys if moved else slots,
             extra.view(torch.int32) if moved else keys,
-            _part(wire, layout, "extra0", torch.int32) if moved else keys,
+            _part(wire, layout, "extra", torch.int32) if moved else keys,
         ),
         (counts, layout.units),
         N=held,
@@ -115,22 +114,18 @@ def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: 
     )
     if moved or not layout.high_tiles:
         return
-    at = 0
-    for i, plane in enumerate(words):
-        size = layout.tiles * plane * 4
-        start(
-            compact_kernel,
-            (ceil_div(layout.tiles, MOVED),),
-            (extra[at : at + size].view(torch.int32), _part(wire, layout, f"extra{i}", torch.int32), slots),
-            (layout.tiles, layout.tiles_per_unit),
-            P=plane,
-            R=MOVED,
-        )
-        at += size
+    start(
+        compact_kernel,
+        (ceil_div(layout.tiles, MOVED),),
+        (extra.view(torch.int32), _part(wire, layout, "extra", torch.int32), slots),
+        (layout.tiles, layout.tiles_per_unit),
+        P=words,
+        R=MOVED,
+    )
 
 
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
-    """reference.encode in four kernels (tokens) or two (tiles; three with several extra planes)."""
+    """reference.encode in four kernels (tokens) or two (tiles)."""
     layout = layout_of(config, tuple(x.shape))
     whole = all(size % ALIGNMENT == 0 for size in layout.sizes.values())
     make = torch.empty if whole else torch.zeros  # zeros: the sections' padding
@@ -186,7 +181,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
         (
             x,
             wire,
-            _part(wire, layout, "extra0"),
+            _part(wire, layout, "extra"),
             _part(wire, layout, "scales", torch.int32),
             _part(wire, layout, "pivots"),
             slots,

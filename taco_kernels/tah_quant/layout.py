@@ -4,9 +4,9 @@ A tensor [.., samples, channels] is tokens x samples rows of ``channels`` values
 ``tile_size`` consecutive channels, the last one zero padded. The wire is these sections, each padded to a
 multiple of 16 bytes::
 
-    base planes | extra planes | scales | pivots uint8 | widths
+    base planes | extra plane | scales | pivots uint8 | widths
 
-Base planes hold ``low_bits`` of every code, extra planes the other ``high_bits - low_bits`` of the codes of
+Base planes hold ``low_bits`` of every code, the extra plane the other ``high_bits - low_bits`` of those of
 high tiles, in the order of their slots. A plane holds ``b`` bits of every code: 16 codes fill ``2b`` bytes,
 byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low bits. A tile's scales are its
 step and its zero point, fp16. Its byte of pivots is the element that became element 0, plus 128 if the tile
@@ -37,7 +37,7 @@ class TahConfig:
     tile_size: int = 64
     """Consecutive channels that share a scale and a zero point."""
     high_bits: int = 4
-    """Bits of the codes of high units, 2 to 8."""
+    """Bits of the codes of high units, 2 to 4."""
     low_bits: int = 3
     """Bits of the codes of the others, 2 to ``high_bits``."""
     high_ratio: float = 0.8
@@ -54,9 +54,9 @@ class TahConfig:
             ("transform", TRANSFORMS),
         ):
             check_choice(name, getattr(self, name), allowed)
-        if not 2 <= self.low_bits <= self.high_bits <= 8:
+        if not 2 <= self.low_bits <= self.high_bits <= 4:
             raise ValueError(
-                f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 8, the low "
+                f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 4, the low "
                 "ones not above the high ones"
             )
         if not 0 <= self.high_ratio <= 1:
@@ -75,7 +75,7 @@ class TahConfig:
 
 def planes_of(bits: int) -> tuple[int, ...]:
     """Widths of the planes that make up ``bits``, for the low bits of the code first: 3 -> (2, 1)."""
-    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+    return tuple(width for width in (4, 2, 1) if bits & width)
 
 
 def high_count(units: int, ratio: float) -> int:
@@ -177,16 +177,11 @@ class Layout:
         return planes_of(self.config.low_bits)
 
     @cached_property
-    def extra_planes(self) -> tuple[int, ...]:
-        """Bits of each extra plane."""
-        return planes_of(self.config.extra_bits)
-
-    @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of each section, without padding, in the order of the wire."""
         size, tiles, config = self.config.tile_size, self.tiles, self.config
         sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(self.base_planes)}
-        sizes |= {f"extra{i}": self.high_tiles * size * bits // 8 for i, bits in enumerate(self.extra_planes)}
+        sizes["extra"] = self.high_tiles * size * config.extra_bits // 8
         sizes["scales"] = 4 * tiles
         sizes["pivots"] = tiles if config.transform != "none" else 0
         sizes["widths"] = 4 * self.words * self.populations if config.extra_bits else 0

@@ -176,11 +176,10 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         chosen = choose_high(entropy(tiles, layout), layout)
         section(wire, "widths", layout).copy_(pack_widths(chosen, layout))
         slots = tile_slots(chosen, layout)
-        extra = pack(codes & (2**config.extra_bits - 1), layout.extra_planes)
-        for i, plane in enumerate(extra):
-            compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
-            compact[slots] = plane
-            section(wire, f"extra{i}", layout).copy_(compact[:-1].flatten())
+        (plane,) = pack(codes & (2**config.extra_bits - 1), (config.extra_bits,))
+        compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
+        compact[slots] = plane
+        section(wire, "extra", layout).copy_(compact[:-1].flatten())
     return wire
 
 
@@ -188,18 +187,18 @@ def code_values(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch
     """Codes fp32[tiles, T], those of low tiles with zeros for the dropped bits, and which tiles are low."""
     size, extra_bits = layout.config.tile_size, layout.config.extra_bits
 
-    def planes(kind: str, widths: Sequence[int]) -> torch.Tensor:
-        parts = [section(wire, f"{kind}{i}", layout) for i in range(len(widths))]
+    def planes(names: Sequence[str], widths: Sequence[int]) -> torch.Tensor:
+        parts = [section(wire, name, layout) for name in names]
         tiles = [part.view(-1, size * bits // 8) for part, bits in zip(parts, widths, strict=True)]
         return unpack(tiles, widths).float()
 
-    codes = planes("base", layout.base_planes)
+    codes = planes([f"base{i}" for i in range(len(layout.base_planes))], layout.base_planes)
     if not extra_bits:
         return codes, torch.zeros(layout.tiles, dtype=torch.bool, device=wire.device)
     slots = tile_slots(unpack_widths(section(wire, "widths", layout), layout), layout)
     rest = codes.new_zeros(layout.high_tiles + 1, size)
     if layout.high_tiles:
-        rest[:-1] = planes("extra", layout.extra_planes)
+        rest[:-1] = planes(["extra"], (extra_bits,))
     return codes * 2**extra_bits + rest[slots], slots == layout.high_tiles
 
 

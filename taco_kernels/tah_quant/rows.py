@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+SHIFT = tl.constexpr(16)
+"""Where a code lies in an fp32 number that is a power of two more."""
+
 
 @triton.jit
 def odd(x):
@@ -83,7 +86,7 @@ def grid_of(low, high, total, C: tl.constexpr):
     2^(23 - SHIFT) + 1/2 - zero / step.
     """
     LEVELS: tl.constexpr = C.LEVELS * 1.0
-    START: tl.constexpr = 2.0 ** (23 - C.SHIFT) + 0.5
+    START: tl.constexpr = 2.0 ** (23 - SHIFT) + 0.5
     if C.INTERPRET:
         fits = total < 2.0**100
         zero_bits = round_down_fp16(tl.where(fits, low, 0.0))

@@ -27,8 +27,6 @@ class Spec(Constants):
     """Bits that a high code has more."""
     LEVELS: tl.constexpr
     """Largest code."""
-    SHIFT: tl.constexpr
-    """Where a code lies in an fp32 number that is a power of two more (encode.py)."""
     TRANSFORM: tl.constexpr
     """Pivot and Hadamard transform."""
     BY_TOKEN: tl.constexpr
@@ -55,7 +53,6 @@ def spec_of(layout: Layout, tiles: int, stages: int, interpret: bool) -> Spec:
         LOW=config.low_bits,
         EXTRA=config.extra_bits,
         LEVELS=config.levels,
-        SHIFT=15 if config.high_bits == 8 else 16,
         TRANSFORM=config.transform != "none",
         BY_TOKEN=layout.by_token,
         LONG=layout.tiles_per_unit >= tiles,

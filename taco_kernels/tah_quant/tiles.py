@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.packing import sixteen_joined, sixteen_of
-from taco_kernels.common.planes import pack, store_plane, unpack
-from taco_kernels.tah_quant.rows import odd
+from taco_kernels.tah_quant.rows import SHIFT, odd
 
 
 @triton.jit
@@ -122,10 +121,10 @@ def gather():
 def nibble_words(c, C: tl.constexpr):
     """Two int32[R, G / 16]: codes [R, G] below 16 as the first and second half of their 4-bit plane.
 
-    ``c`` has them at bit SHIFT and nothing else in that byte.
+    ``c`` has them at bit rows.SHIFT and nothing else in that byte.
     """
     if C.INTERPRET:
-        c = (c >> C.SHIFT) & 15
+        c = (c >> SHIFT) & 15
         low, high = tl.split(tl.permute(tl.reshape(c, [C.R, C.G // 16, 2, 8]), [0, 1, 3, 2]))
         low, high = tl.split(tl.reshape(low | (high << 4), [C.R, C.G // 16, 2, 2, 2]))
         low, high = tl.split(low | (high << 8))
@@ -176,7 +175,8 @@ def halves():
 def signed_halves(a, b, pivot, C: tl.constexpr):
     """fp16[R, G]: codes of nibble words, negative where pivot[R, 1] & column has odd parity."""
     if C.INTERPRET:
-        codes = signed(from_nibble_words(a, b, C).to(tl.float16), pivot, C)
+        codes = from_nibble_words(a, b, C).to(tl.float16)
+        codes = tl.where(odd(pivot & tl.arange(0, C.G)[None, :]) == 1, -codes, codes)
     else:
         text: tl.constexpr = halves()
         registers: tl.constexpr = "=h," * 16 + "r,r,r,r"
@@ -185,12 +185,6 @@ def signed_halves(a, b, pivot, C: tl.constexpr):
         codes = tl.inline_asm_elementwise(text, registers, (a, b, pivot, block), kinds, is_pure=True, pack=1)
         codes = sixteen_joined(*codes, C)
     return codes
-
-
-@triton.jit
-def signed(x, pivot, C: tl.constexpr):
-    """x[R, G], negative where pivot[R, 1] & column has odd parity."""
-    return tl.where(odd(pivot & tl.arange(0, C.G)[None, :]) == 1, -x, x)
 
 
 @triton.jit
@@ -271,49 +265,6 @@ def load_nibbles(
         c, d = spread_ones(load_words(wire, at, mask, 1, tl.int16, KNOWN, C), BIT)
         a, b = a | c, b | d
     return a, b
-
-
-@triton.jit
-def store_bits(codes, out, first, tiles, padding, BITS: tl.constexpr, C: tl.constexpr):
-    """store_words for codes [R, G] of up to 8 bits."""
-    if BITS & 8:
-        store_plane(out, codes.to(tl.uint8), first, tiles, C.G, C)
-    if BITS & 4:
-        store_plane(out, pack(codes & 15, 4, C), first, tiles, C.G // 2, C)
-        out += section_bytes(tiles, C.G // 2, padding)
-        codes = codes >> 4
-    if BITS & 2:
-        store_plane(out, pack(codes & 3, 2, C), first, tiles, C.G // 4, C)
-        out += section_bytes(tiles, C.G // 4, padding)
-        codes = codes >> 2
-    if BITS & 1:
-        store_plane(out, pack(codes & 1, 1, C), first, tiles, C.G // 8, C)
-
-
-@triton.jit
-def load_plane_at(plane, at, mask, P: tl.constexpr, C: tl.constexpr):
-    """uint8[R, P]: tiles ``at`` of a plane of P bytes a tile; zeros where masked."""
-    where = at.to(tl.int64)[:, None] * P + tl.arange(0, P)[None, :]
-    return tl.load(plane + where, mask=mask[:, None], other=0)
-
-
-@triton.jit
-def load_bits(wire, at, mask, tiles, BITS: tl.constexpr, C: tl.constexpr):
-    """int32[R, G] codes of BITS bits of tiles ``at`` of planes of ``tiles`` tiles."""
-    codes = tl.zeros([C.R, C.G], tl.int32)
-    if BITS & 8:
-        codes = load_plane_at(wire, at, mask, C.G, C).to(tl.int32)
-    if BITS & 4:
-        codes = unpack(load_plane_at(wire, at, mask, C.G // 2, C), 4, C).to(tl.int32)
-        wire += section_bytes(tiles, C.G // 2, 16)
-    if BITS & 2:
-        plane = unpack(load_plane_at(wire, at, mask, C.G // 4, C), 2, C).to(tl.int32)
-        codes = codes | (plane << (BITS & 4))
-        wire += section_bytes(tiles, C.G // 4, 16)
-    if BITS & 1:
-        plane = unpack(load_plane_at(wire, at, mask, C.G // 8, C), 1, C).to(tl.int32)
-        codes = codes | (plane << (BITS & 6))
-    return codes
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def mixed(rotated, plain, pivot, chosen, C: tl.constexpr):
 def encoded(y, matrices, C: tl.constexpr):
     """Of tiles y[R, G]: their (chosen, pivot, total, weighted, pair) [R], and codes int32[R, G].
 
-    A code lies at bit SHIFT of its number: 2^(23 - SHIFT) + code + fraction in fp32.
+    A code lies at bit rows.SHIFT of its number: 2^(23 - SHIFT) + code + fraction in fp32.
     """
     matrix, unit = matrices
     if C.INTERPRET or not C.TRANSFORM:

@@ -24,7 +24,7 @@ CODECS = {
     "int8, weights alone": Setup(settings={"weights": "int8"}),
     "two codecs, plain DDP": Setup(settings={"compression": "int5/int6"}, distributed_optimizer=False),
     "sees shapes": Setup(
-        settings={"compression": "tah-quant:high=8,low=8", "weights": "tah-quant", "error_feedback": "fp32"}
+        settings={"compression": "tah-quant:low=4", "weights": "tah-quant", "error_feedback": "fp32"}
     ),
 }
 

@@ -57,7 +57,7 @@ SETTINGS = {
     "auto": {"compression": "auto"},
     "taco": {"compression": "taco"},
     "sdp4bit": {"compression": "sdp4bit"},
-    "misfit": {"compression": "int4:normalize=center"},
+    "misfit": {"compression": "int4:normalize=standardize"},
 }
 """Of ``PipelineParallelConfig``."""
 EXACT = ("none", "identity", "forward alone", "warm-up")
@@ -211,7 +211,7 @@ def test_ambiguous_batches_are_refused(results) -> None:
 def test_messages_that_do_not_fit_are_refused(results) -> None:
     """In one line, at both ends: nobody waits for a message that is not sent."""
     for rank in results:
-        line = "--pp-compression int4:normalize=center does not fit messages of [32, 2, 64]"
+        line = "--pp-compression int4:normalize=standardize does not fit messages of [32, 2, 64]"
         assert rank["misfit"].startswith(line) and "\n" not in rank["misfit"]
 
 

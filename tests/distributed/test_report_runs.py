@@ -39,6 +39,10 @@ def test_the_probe_has_its_own_entry_in_the_log_line() -> None:
     run = pretrain(*flags, exact=True, train_iters="1")
     (line,) = re.findall(r"communication +1/.*", run.output)
     report = json.loads((run.report / "report.json").read_text())
+    settings = report["settings"]
+    assert settings["compression"]["tensor_parallel"]["compression"] == "taco"
+    assert settings["compression"]["tensor_parallel"]["min_mb"] == 0
+    assert settings["megatron"]["tensor_model_parallel_size"] == 2 and settings["megatron"]["seed"]
     rows = [row for rank in report["ledger_by_rank"] for row in rank if row["phase"] == "train"]
     probed, others = (
         sum(row["sent_bytes"] for row in rows if (row["kind"] == "probe") == wanted) / 2 / 1e6

@@ -13,8 +13,8 @@ from tests.unit.test_pipeline_codecs import early_activations
 SPECS = (
     "int4:group=64,scales=single,normalize=standardize",
     "int4:group=32,normalize=standardize",
-    "int4:group=64,normalize=center",
-    "int5:normalize=center",
+    "int4:group=64,normalize=standardize",
+    "int5:normalize=standardize",
 )
 
 

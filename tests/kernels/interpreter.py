@@ -26,6 +26,8 @@ def output_interpreted(file: str, *arguments: str) -> str:
 def speed_up() -> None:
     """Spare the interpreter what takes most of the time of a kernel on a small tensor. No result changes.
 
+    And let loops run to a bound that the kernel computes, which lies in an array of one element.
+
     It patches triton.language anew for each device function; builds types, shapes and a table of numpy's
     types again for each value; and computes overflow checks that only debug mode looks at.
     """
@@ -33,11 +35,25 @@ def speed_up() -> None:
 
     from triton.runtime import interpreter
 
+    _count_by_tensors()
     _patch_language_once()
     _remember_types()
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _count_by_tensors() -> None:
+    """Let numbers that kernels compute be bounds of their loops."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def _patch_language_once() -> None:

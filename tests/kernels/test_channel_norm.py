@@ -15,12 +15,12 @@ from tests.kernels.interpreter import output_interpreted
 from tests.kernels.wires.taco import difference
 
 CASES = (
-    # tokens, channels, format, group size, scales, scaled, dtype
-    (130, 96, "int4", 32, "signed", True, torch.bfloat16),
-    (1, 64, "int8", 64, "single", True, torch.float32),
-    (77, 256, "int6", 128, "single", True, torch.float16),
-    (65, 32, "int5", 32, "signed", False, torch.float32),
-    (300, 64, "int8", 64, "single", True, torch.float32),
+    # tokens, channels, format, group size, scales, dtype
+    (130, 96, "int4", 32, "signed", torch.bfloat16),
+    (1, 64, "int8", 64, "single", torch.float32),
+    (77, 256, "int6", 128, "single", torch.float16),
+    (65, 32, "int5", 32, "signed", torch.float32),
+    (300, 64, "int8", 64, "single", torch.float32),
 )
 
 
@@ -36,9 +36,9 @@ def message(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> t
 
 def layout_of(case: tuple) -> ChannelNormLayout:
     """The layout of one of CASES."""
-    tokens, channels, format, group_size, scales, scaled, _ = case
+    tokens, channels, format, group_size, scales, _ = case
     config = CodecConfig(format, group_size, scales, hadamard=False)
-    return ChannelNormLayout(tokens, channels, config, scaled)
+    return ChannelNormLayout(tokens, channels, config)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -49,8 +49,7 @@ def test_channels_come_back_within_their_own_step(case: tuple) -> None:
     assert wire.shape == (layout.wire_bytes,) and layout.statistics_at % 16 == 0
     y = channel_norm.decode(wire, layout, torch.float32)
     exact = x.double()
-    spread = (exact - exact.mean(0)).square().mean(0).sqrt()
-    size = spread if layout.scaled else torch.full_like(spread, float(spread.max()))
+    size = (exact - exact.mean(0)).square().mean(0).sqrt()
     steps = {8: 127, 6: 31, 5: 15, 4: 7}[layout.config.bits]
     bound = 0.51 / steps
     widest = ((exact - exact.mean(0)) / size.clamp(min=1e-9)).abs().max()
@@ -65,7 +64,7 @@ def test_channels_come_back_within_their_own_step(case: tuple) -> None:
 def test_channels_alike_do_not_spoil_their_group(ratio: float) -> None:
     """fp32 channels whose mean is thousands of times their spread, or all there is: what the mean's rounding
     leaves is in the spread that they are divided by."""
-    layout = layout_of((515, 32, "int4", 32, "signed", True, None))
+    layout = layout_of((515, 32, "int4", 32, "signed", None))
     g = torch.Generator().manual_seed(3)
     x = torch.randn(515, 32, generator=g)
     x[:, :4] = torch.tensor([0.1, 37.7, -5.3, 1e4]) * (1 + ratio * x[:, :4])
@@ -77,7 +76,7 @@ def test_channels_alike_do_not_spoil_their_group(ratio: float) -> None:
 
 def test_what_is_not_finite_stays_in_its_channel() -> None:
     """A NaN or infinity spoils its own groups in every token, and nothing becomes finite."""
-    layout = layout_of((40, 96, "int4", 32, "signed", True, None))
+    layout = layout_of((40, 96, "int4", 32, "signed", None))
     for value in (math.nan, math.inf, -math.inf):
         x = message(40, 96)
         x[7, 40] = value
@@ -105,9 +104,9 @@ def test_kernels_reproduce_the_reference() -> None:
     assert output_interpreted(__file__) == f"{len(CASES)} cases"
 
 
-def right_statistics(x: torch.Tensor, found: torch.Tensor, scaled: bool) -> torch.Tensor:
+def right_statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """launch._statistics by the reference."""
-    rows = reference.statistics(x, scaled)
+    rows = reference.statistics(x)
     found.copy_(rows.view(-1))
     return reference.inverse(rows[-1])
 
@@ -126,11 +125,12 @@ def main() -> None:
         exact, wire = reference.encode(x, layout), launch.encode(x, layout)
         assert exact.shape == wire.shape
         found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
-        found, right = found.view(layout.rows, -1), right.view(layout.rows, -1)
+        found, right = found.view(2, -1), right.view(2, -1)
         torch.testing.assert_close(found[0], right[0], rtol=2**-7, atol=1e-6 * float(right.abs().max()))
-        if layout.scaled:  # about the mean that was sent
-            apart = (x.double() - found[0].double()).square().mean(0).sqrt().float()
-            torch.testing.assert_close(found[1], apart, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
+        apart = (
+            (x.double() - found[0].double()).square().mean(0).sqrt().float()
+        )  # about the mean that was sent
+        torch.testing.assert_close(found[1], apart, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
         y = launch.decode(exact, layout, case[-1])
         expected = reference.decode(exact, layout, case[-1])
         ulp = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[case[-1]]
@@ -147,7 +147,7 @@ def main() -> None:
         assert torch.equal(exact[layout.statistics_at :], wire[layout.statistics_at :])
     x = message(40, 96)
     x[7, 40] = math.nan
-    layout = layout_of((40, 96, "int4", 32, "signed", True, None))
+    layout = layout_of((40, 96, "int4", 32, "signed", None))
     y = launch.decode(launch.encode(x, layout), layout, torch.float32)
     assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
     print(f"{len(CASES)} cases")

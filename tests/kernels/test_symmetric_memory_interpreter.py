@@ -53,8 +53,7 @@ def test_many_steps_have_the_bits_of_the_codec_kernels() -> None:
 
 
 def use_python_flags() -> None:
-    """Replace signals.py's functions, and let the interpreter loop over run-time bounds."""
-    from triton.runtime import interpreter
+    """Replace signals.py's functions."""
 
     from taco_kernels.symmetric_memory import all_gather, all_reduce, reduce_scatter, ring
 
@@ -80,13 +79,6 @@ def use_python_flags() -> None:
 
     for module in (all_reduce, reduce_scatter, all_gather):
         module.publish, module.wait = publish, wait
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 class Case(NamedTuple):

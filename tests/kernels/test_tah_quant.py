@@ -11,8 +11,8 @@ SHAPES = ((32, 2, 64), (64, 3, 192), (7, 3, 100), (300, 1, 64), (5,), (3, 130), 
 CONFIGS = (
     TahConfig(),
     TahConfig(allocation="tile"),
-    TahConfig(tile_size=32, high_bits=6, low_bits=3, high_ratio=0.5),
-    TahConfig(tile_size=128, high_bits=8, low_bits=2, allocation="tile"),
+    TahConfig(tile_size=32, high_bits=4, low_bits=2, high_ratio=0.5),
+    TahConfig(tile_size=128, high_bits=3, low_bits=2, allocation="tile"),
     TahConfig(high_bits=4, low_bits=4),
     TahConfig(transform="none"),
     TahConfig(high_ratio=1.0),
@@ -185,7 +185,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 def test_wrong_settings_and_wires_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tile_size=48 is not supported; choose one of 32, 64, 128"):
         TahConfig(tile_size=48)
-    with pytest.raises(ValueError, match="low_bits=5 and high_bits=4 must lie between 2 and 8"):
+    with pytest.raises(ValueError, match="low_bits=5 and high_bits=4 must lie between 2 and 4"):
         TahConfig(low_bits=5)
     with pytest.raises(ValueError, match=r"high_ratio=1\.5 must lie between 0 and 1"):
         TahConfig(high_ratio=1.5)

@@ -11,14 +11,14 @@ MORE = (
     "int6:scales=single",
     "int5/int6",
     "int4:group=32,normalize=standardize",
-    "int6:group=64,normalize=center",
+    "int6:group=64,normalize=standardize",
     "int6:group=32,scales=single,hadamard=off",
     "taco:format=int8,scales=single,group=64",
     "taco:format=fp8-e5m2",
     "sdp4bit:intra=4,group=2048,hadamard=off",
     "sdp4bit:intra=4,inter=8",
     "tah-quant:allocation=tile,tile=32",
-    "tah-quant:transform=none,high=8,low=2",
+    "tah-quant:transform=none,low=2",
 )
 SPECS = sorted({*CODECS.names(), *MORE})
 SHAPES = [(1,), (5,), (128,), (1000,), (7, 3), (3, 2, 96), (6, 1, 257)]

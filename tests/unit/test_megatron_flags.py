@@ -22,6 +22,7 @@ TABLE = Path(__file__).parents[1] / "data" / "megatron_flags_used.tsv"
 
 # Flags whose value is not a plain number, string or choice: (command-line words, parsed value).
 SPECIAL_VALUES: dict[str, tuple[list[str], Any]] = {
+    "--transformer-impl": (["transformer_engine"], "transformer_engine"),  # local is our default
     "--attention-backend": (["unfused"], AttnBackend.unfused),
     "--no-rope-freq": (["([0]*3+[1]*1)*2"], [0, 0, 0, 1, 0, 0, 0, 1]),
     "--tokenizer-type": (["HuggingFaceTokenizer"], "HuggingFaceTokenizer"),

@@ -23,8 +23,8 @@ from taco_kernels.taco import CodecConfig
 class IntCodec(GroupedCodec):
     """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group.
 
-    With ``normalize`` each row is a message of tokens: every channel is centred (and divided by its root mean
-    square) over the row's tokens first, whose statistics travel along, bf16. Early in training nearly all of
+    With ``normalize`` each row is a message of tokens: every channel is centred and divided by its root mean
+    square over the row's tokens first, whose statistics travel along, bf16. Early in training nearly all of
     what a pipeline stage sends is a mean that the tokens share.
     """
 
@@ -40,15 +40,15 @@ class IntCodec(GroupedCodec):
     """Rotate each group first, so that one outlier does not decide its grid; by default on, and off with
     normalize."""
 
-    normalize: Literal["none", "center", "standardize"] = "none"
-    """What is done to each channel over a message's tokens before it is encoded: center = subtract the mean,
-    standardize = divide by the root mean square as well. For messages between pipeline stages."""
+    normalize: Literal["none", "standardize"] = "none"
+    """What is done to each channel over a message's tokens before it is encoded: standardize = subtract the
+    mean and divide by the root mean square. For messages between pipeline stages."""
 
     def __post_init__(self) -> None:
         if self.scales == "dual":
             raise ValueError("scales=dual belongs to taco; give taco:format=int8, or scales=signed")
-        if self.normalize not in ("none", "center", "standardize"):
-            raise ValueError(f"normalize={self.normalize} must be none, center or standardize")
+        if self.normalize not in ("none", "standardize"):
+            raise ValueError(f"normalize={self.normalize} must be none or standardize")
         if self.normalize != "none" and self.hadamard:
             raise ValueError("normalize works on channels, which the transform mixes; drop hadamard=on")
         if self.hadamard == (self.normalize == "none"):
@@ -98,5 +98,4 @@ class IntCodec(GroupedCodec):
         """Of a message of normalised channels; None of an empty one, and without ``normalize``."""
         if not self.sees_shape or not math.prod(shape):
             return None
-        scaled = self.normalize == "standardize"
-        return ChannelNormLayout(math.prod(shape[:-1]), shape[-1], self.config, scaled)
+        return ChannelNormLayout(math.prod(shape[:-1]), shape[-1], self.config)

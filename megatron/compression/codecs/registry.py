@@ -40,6 +40,8 @@ class Registry:
         self.what, self._entry_points, self._modules = what, entry_points, modules
         self._entries: dict[str, tuple[type, dict[str, Any]]] = {}
         self._loaded = False
+        self._lasting: set[str] = set()
+        """Names that every process knows; those of a module that somebody has imported are not among them."""
 
     def register(self, name: str, **fixed: Any) -> Callable[[type], type]:
         """A decorator that enters a frozen dataclass under ``name``.
@@ -109,7 +111,8 @@ class Registry:
         self._load()
         text, taken = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
         for name, (cls, fixed) in self._entries.items():
-            if type(entry) is cls and all(getattr(entry, key) == value for key, value in fixed.items()):
+            same = type(entry) is cls and all(getattr(entry, key) == value for key, value in fixed.items())
+            if same and name in self._lasting:
                 text, taken = name, fixed
                 break
         changed = [
@@ -140,9 +143,15 @@ class Registry:
         for package in map(importlib.import_module, self._modules):
             for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
                 importlib.import_module(module.name)
-        for point in importlib.metadata.entry_points(group=self._entry_points):
+        points = importlib.metadata.entry_points(group=self._entry_points)
+        for point in points:
             if point.name not in self._entries:
                 self.register(point.name)(point.load())
+        self._lasting = {
+            name
+            for name, (cls, _) in self._entries.items()
+            if cls.__module__.startswith(self._modules) or name in {point.name for point in points}
+        }
 
 
 CODECS = Registry("codec", "megatron_taco.codecs", ("megatron.compression.codecs",))
@@ -217,8 +226,8 @@ def describe(registry: Registry = CODECS) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
+    if isinstance(value, bool) or value is None:
+        return {True: "on", False: "off", None: "auto"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -226,7 +235,7 @@ def _value(where: str, kind: Any, text: str) -> Any:
     """``text`` as a field's type says."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kinds = [one for one in typing.get_args(kind) if one is not type(None)]
-        if text == "None":
+        if text == "auto":
             return None
         (kind,) = kinds
     try:

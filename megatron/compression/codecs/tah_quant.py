@@ -21,7 +21,7 @@ class TahQuantCodec(Codec):
     """Consecutive channels that share a scale and a zero point: 32, 64 or 128."""
 
     high: int = 4
-    """Bits of activations of high entropy, 2 to 8."""
+    """Bits of activations of high entropy, 2 to 4."""
 
     low: int = 3
     """Bits of the others, 2 to high."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.compression import patches
 from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
 
 NEGLIGIBLE = 4096
@@ -87,12 +88,13 @@ class BackendAudit:
             original = dist.ProcessGroup.__dict__.get(name)
             if original is not None:  # another version of torch
                 self._originals[name] = original
-                setattr(dist.ProcessGroup, name, self._counting(original, operation, position))
+                counting = self._counting(original, operation, position)
+                patches.put(dist.ProcessGroup, name, counting, "counts what is given to the backend")
 
     def stop(self) -> None:
         """Leave ``ProcessGroup`` as it was."""
         for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
+            patches.put(dist.ProcessGroup, name, original, "has been counted")
         if self._originals:
             self._known = self._in_ledger()
             self._known.subtract(self._before)

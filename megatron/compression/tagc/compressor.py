@@ -22,7 +22,7 @@ DENSEST, SPARSEST = 0.5, 0.98
 """Sparsities between which the sketch is smaller than the gradients and larger than its index."""
 WARMUP_SHARE, LONGEST_WARMUP = 0.2, 1000
 """Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the paper."""
-BITS = {"packed": (8, 16, 32), "sketch": (16, 32)}
+BITS = {"packed": (8, 16), "sketch": (16, 32)}
 """By wire."""
 
 
@@ -43,7 +43,7 @@ class Tagc(GradientCompressor):
     joined by +, or all. The others go uncompressed, and so do biases and norms."""
 
     bits: int = 16
-    """Bits of a packed value (8, 16, 32) or of a cell of the sketch (16, 32): precision of what is sent,
+    """Bits of a packed value (8, 16) or of a cell of the sketch (16, 32): precision of what is sent,
     counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback keeps the
     rest."""
 
