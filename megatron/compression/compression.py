@@ -72,8 +72,7 @@ class Compression:
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
 
-        Raises:
-            CompressionConfigError: a layer communicates in a way that is not covered.
+        Raises: CompressionConfigError: a layer communicates in a way that is not covered.
         """
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch)
@@ -121,10 +120,8 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
     Args:
         chunks: the model chunks of this pipeline stage, built by megatron-core and not wrapped.
-
-    Returns:
-        Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel; ``step`` is
-        to be called behind each iteration.
+    Returns: Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel;
+    ``step`` is to be called behind each iteration.
     """
     patches.make_torch_adam_resumable()
     compression = Compression(config, **options)

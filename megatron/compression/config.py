@@ -95,8 +95,7 @@ class CompressionConfig:
     def check(self, args: Namespace) -> None:
         """Refuse what cannot be honoured together with Megatron's flags.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         self.tensor_parallel.check(args)
         self.pipeline_parallel.check(args)

@@ -18,23 +18,18 @@ SAMPLE_BLOCKS, SAMPLE_BLOCK = 16, 65_536
 """What is read of a large file: as many blocks, evenly spread, of as many entries."""
 
 
-def _read_file(flag: str, path: str) -> None:
-    if not os.path.isfile(path):
-        raise InputError(f"{flag} {path}: no such file")
-
-
 def check_datasets(args: Namespace) -> None:
     """Check every dataset named on the command line.
 
-    Raises:
-        InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin shorter
-            than its index says.
+    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
+    shorter than its index says.
     """
     if args.mock_data:
         return
     for name in ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"):
-        if getattr(args, name, None):
-            _read_file("--" + name.replace("_", "-"), getattr(args, name))
+        path = getattr(args, name, None)
+        if path and not os.path.isfile(path):
+            raise InputError(f"--{name.replace('_', '-')} {path}: no such file")
     prefixes, one_split = _prefixes(args)
     if not prefixes:
         raise InputError("no training data: give --data-path PREFIX, or --mock-data for made-up data")
@@ -49,9 +44,7 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
 
     Args:
         vocabulary: ids of the tokenizer; ``--vocab-size`` may name more.
-
-    Raises:
-        InputError: an id that the tokenizer does not have.
+    Raises: InputError: an id that the tokenizer does not have.
     """
     if args.mock_data:
         return
@@ -89,9 +82,7 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
 
     Args:
         split: shares of training, validation and test, such as "99,1,0".
-
-    Raises:
-        InputError: naming the share.
+    Raises: InputError: naming the share.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -114,39 +105,32 @@ def check_indexed_dataset(prefix: str) -> int:
     for each document. The sequences lie one behind the other, and the last one ends the .bin file. Of
     large indexes a sample is read.
 
-    Returns:
-        The number of sequences.
-
-    Raises:
-        InputError: naming the file and what to do.
+    Returns: The number of sequences.
+    Raises: InputError: naming the file and what to do.
     """
     from megatron.core.datasets.indexed_dataset import DType
 
-    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    index, data, what = Path(prefix + ".idx"), Path(prefix + ".bin"), f"--data-path {prefix}"
     for path in (index, data):
         if not path.is_file():
-            raise InputError(
-                f"--data-path {prefix}: {path} does not exist (give the path without .bin or .idx)"
-            )
+            raise InputError(f"{what}: {path} does not exist (give the path without .bin or .idx)")
     with index.open("rb") as stream:
         header = stream.read(_INDEX_HEADER.size)
         if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
-            raise InputError(f"--data-path {prefix}: {index} is not an index of a Megatron dataset: {_AGAIN}")
+            raise InputError(f"{what}: {index} is not an index of a Megatron dataset: {_AGAIN}")
         _, version, code, sequences, documents = _INDEX_HEADER.unpack(header)
         if version != 1 or code not in {member.value for member in DType}:
-            raise InputError(f"--data-path {prefix}: {index} has an unknown version or token type: {_AGAIN}")
+            raise InputError(f"{what}: {index} has an unknown version or token type: {_AGAIN}")
         needed = _INDEX_HEADER.size + sequences * (4 + 8) + documents * 8
         size = index.stat().st_size
         if size < needed:
-            raise InputError(
-                f"--data-path {prefix}: {index} is truncated, {size} of {needed} bytes: {_AGAIN}"
-            )
+            raise InputError(f"{what}: {index} is truncated, {size} of {needed} bytes: {_AGAIN}")
         if sequences == 0:
-            raise InputError(f"--data-path {prefix}: the dataset is empty: give it documents")
-    expected = _check_sequences(index, sequences, documents, DType.size(code), f"--data-path {prefix}")
+            raise InputError(f"{what}: the dataset is empty: give it documents")
+    expected = _check_sequences(index, sequences, documents, DType.size(code), what)
     size = data.stat().st_size
     if size < expected:
-        raise InputError(f"--data-path {prefix}: {data} is truncated, {size} of {expected} bytes: {_AGAIN}")
+        raise InputError(f"{what}: {data} is truncated, {size} of {expected} bytes: {_AGAIN}")
     return sequences
 
 
@@ -158,8 +142,7 @@ def _check_sequences(index: Path, sequences: int, documents: int, item: int, wha
     borders = np.memmap(index, np.int64, "r", header + 12 * sequences, (documents,))
     for block in _blocks(sequences):
         ends = offsets[block] + lengths[block].astype(np.int64) * item
-        wrong = offsets[0] != 0 or (lengths[block] < 0).any() or (ends[:-1] != offsets[block][1:]).any()
-        if wrong:
+        if offsets[0] != 0 or (lengths[block] < 0).any() or (ends[:-1] != offsets[block][1:]).any():
             raise InputError(f"{what}: the lengths and the offsets in {index} do not agree: {_AGAIN}")
     if documents == 0 or borders[0] != 0 or borders[-1] != sequences:
         raise InputError(f"{what}: the documents in {index} do not cover its {sequences} sequences: {_AGAIN}")

@@ -24,13 +24,19 @@ class Dimension:
     """Settings of one dimension; subclasses are frozen dataclasses of plain values."""
 
     compression: str
+    backward: str | None
     idle: ClassVar[str]
     """What is said where there is one rank, and so nothing to compress."""
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
         """Of one direction and the other; None: left to another setting."""
-        raise NotImplementedError
+        return self.compression, self.backward
+
+    @property
+    def forward_codec(self) -> Codec | None:
+        """Of the activations; None: uncompressed."""
+        return codec_of(self.compression)
 
     @property
     def enabled(self) -> bool:

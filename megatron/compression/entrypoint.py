@@ -33,9 +33,8 @@ def parse_arguments(
 ) -> Namespace:
     """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
 
-    Raises:
-        InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
-            Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
+    Raises: InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
+    Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
     patches.after_validating_arguments(preflight.check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
@@ -172,9 +171,8 @@ def forward_step(data_iterator, model):
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
     """Build the configs from `args`, train, write the report, and leave the process groups.
 
-    Raises:
-        SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
-            --exit-signal-handler), after the same clean ending.
+    Raises: SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
+    --exit-signal-handler), after the same clean ending.
     """
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     setup.enable(args, model_config)

@@ -43,8 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
 def require_extra(module: str, extra: str, needed_by: str) -> None:
     """Check that a package which comes with an extra of this project is installed.
 
-    Raises:
-        InputError: it is not.
+    Raises: InputError: it is not.
     """
     if importlib.util.find_spec(module) is None:
         raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")

@@ -13,8 +13,7 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
     loaders' workers. With --exit-signal-handler these ignore the signal that ends them when the interpreter
     does: the process would wait for them forever.
 
-    Raises:
-        SystemExit: where Megatron leaves early on every rank, with the same status.
+    Raises: SystemExit: where Megatron leaves early on every rank, with the same status.
     """
     left_early, status = False, None
     try:

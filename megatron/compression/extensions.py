@@ -23,8 +23,7 @@ def missing_extension_overrides(args: Namespace) -> list[str]:
 
     Call it after validation and before the configs are built.
 
-    Returns:
-        One line for each value that changed, for the log.
+    Returns: One line for each value that changed, for the log.
     """
     if args.transformer_impl != "local":
         return []

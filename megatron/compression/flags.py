@@ -95,8 +95,7 @@ def _options(flag: str, field: dataclasses.Field) -> dict[str, Any]:
 def resolve(args: Namespace) -> CompressionConfig:
     """What the parsed flags say. Pure: nothing is written into ``args``.
 
-    Raises:
-        CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
+    Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
     parts: dict[str, dict[str, Any]] = {}
     for flag, path in _FIELDS.items():

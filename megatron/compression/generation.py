@@ -22,9 +22,7 @@ def next_token_logits(
         model: a GPT model in evaluation mode, wrapped or not, that ends on this rank.
         tokens: ids ``[b, s]``.
         ledger: counts the all-gather of the logits (the layers count theirs).
-
-    Returns:
-        fp32 ``[b, v]``, padding of the vocabulary included.
+    Returns: fp32 ``[b, v]``, padding of the vocabulary included.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     own = model(tokens, positions, None)[:, -1].float().contiguous()
@@ -52,9 +50,7 @@ def generate_greedily(
         vocabulary: ids from here on are padding and never chosen.
         group: the tensor-parallel group; all its ranks call this and get the same tokens.
         end: id that ends the text, itself included.
-
-    Returns:
-        The new tokens.
+    Returns: The new tokens.
     """
     model.eval()
     device = next(model.parameters()).device

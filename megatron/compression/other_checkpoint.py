@@ -40,16 +40,14 @@ def differing_flags(args: Namespace) -> list[str]:
     Returns: "--hidden-size is 64 in the checkpoint, 32 here" and so on; empty where it keeps no arguments.
     """
     from megatron.core.dist_checkpointing import load_common_state_dict
-    from megatron.training.checkpointing import (
-        get_checkpoint_name,
-        get_checkpoint_tracker_filename,
-        read_metadata,
-    )
+    from megatron.training import checkpointing
 
     folder = args.load or args.pretrained_checkpoint
     try:
-        iteration, release = read_metadata(get_checkpoint_tracker_filename(folder))
-        name = get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+        iteration, release = checkpointing.read_metadata(
+            checkpointing.get_checkpoint_tracker_filename(folder)
+        )
+        name = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
         saved = load_common_state_dict(name)["args"]
     except Exception:  # a legacy or damaged checkpoint: the caller has Megatron's own message
         return []

@@ -44,8 +44,7 @@ def find_megatron_core() -> tuple[str, Path] | None:
 def check_megatron_core(found: tuple[str, Path] | None) -> None:
     """Require a megatron-core of the series: symbols of it are replaced by name.
 
-    Raises:
-        InputError: another series, or none.
+    Raises: InputError: another series, or none.
     """
     if found is None or not found[0].startswith(f"{MEGATRON_CORE_SERIES}."):
         there = f"{found[0]} is in {found[1]}" if found else "none is installed"
@@ -75,8 +74,7 @@ _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llam
 def check_tokenizer(args: Namespace) -> None:
     """Check that the tokenizer is named and that its files are there.
 
-    Raises:
-        InputError: with the flag.
+    Raises: InputError: with the flag.
     """
     kind, model = args.tokenizer_type, args.tokenizer_model
     if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
@@ -103,16 +101,14 @@ def check_tokenizer(args: Namespace) -> None:
 def check_checkpoints(args: Namespace) -> None:
     """Check the folder to load from, and what saving in the background needs.
 
-    Raises:
-        InputError: --load names a folder that is not there or is empty, without which Megatron would start
-            from random weights; nvidia_resiliency_ext is missing.
+    Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
+    start from random weights; nvidia_resiliency_ext is missing.
     """
     load = args.load
-    if load and load != args.save and not args.pretrained_checkpoint and "://" not in load:
-        if not os.path.isdir(load):
-            raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
-        if not os.listdir(load):
-            raise InputError(f"--load {load}: the folder is empty; name a run's --save folder, or drop it")
+    wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
+    if wanted and not (os.path.isdir(load) and os.listdir(load)):
+        what = "the folder is empty" if os.path.isdir(load) else "no such folder"
+        raise InputError(f"--load {load}: {what}; name a run's --save folder, or drop it")
     asynchronous = args.async_save and getattr(args, "async_strategy", "nvrx") == "nvrx"
     if asynchronous and importlib.util.find_spec("nvidia_resiliency_ext") is None:
         raise InputError(
@@ -130,12 +126,10 @@ def check_transformer_engine(transformer_impl: str) -> None:
         )
 
 
-# What megatron-core's local layers would ignore, or end in a trace: argument -> (value without it, flag).
+# What megatron-core's local layers would ignore, or end in a trace: argument -> its flag.
 _NEEDS_TRANSFORMER_ENGINE = {
-    "fp8": (None, "--fp8-format"),
-    "fp4": (None, "--fp4-format"),
-    "use_precision_aware_optimizer": (False, "--use-precision-aware-optimizer"),
-    "tp_comm_overlap": (False, "--tp-comm-overlap"),
+    **{"fp8": "--fp8-format", "fp4": "--fp4-format", "tp_comm_overlap": "--tp-comm-overlap"},
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
 }
 
 
@@ -143,8 +137,8 @@ def check_local_layers(args: Namespace) -> None:
     """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
     if args.transformer_impl != "local":
         return
-    for name, (off, flag) in _NEEDS_TRANSFORMER_ENGINE.items():
-        if getattr(args, name, off) != off:
+    for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
+        if getattr(args, name, None):
             add = "--transformer-impl transformer_engine"
             raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
     backend = getattr(getattr(args, "attention_backend", None), "name", None)

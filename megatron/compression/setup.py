@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
+from megatron.core import parallel_state
 from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
@@ -62,12 +63,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
 
     Args:
         model_config: the model that Megatron is to build; None where ``pretrain`` gets a model provider.
-
-    Returns:
-        What was put into the run.
-
-    Raises:
-        CompressionConfigError: a setting that cannot be honoured.
+    Returns: What was put into the run.
+    Raises: CompressionConfigError: a setting that cannot be honoured.
     """
     config = flags.resolve(args)
     preflight.check_evaluation(args)
@@ -166,8 +163,6 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
 
 def _groups() -> dict:
     """This rank's process groups by dimension, for the audit."""
-    from megatron.core import parallel_state
-
     return {
         "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
         "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -35,7 +35,6 @@ def share_gpus_if_asked(args: Namespace) -> list[str]:
     """``--share-gpus``: change Megatron's ``args.local_rank``, the device that it takes.
 
     Returns: a line for the log, or none where nothing changes.
-
     Raises: InputError where it is asked for and nobody says how many ranks the host has.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -26,7 +26,6 @@ def install(training: bool = True) -> bool:
     Args:
         training: Megatron's own training loop as well; False leaves megatron.training alone, for loops over
             megatron-core.
-
     Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
     """
     global _active, _training

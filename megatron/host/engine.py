@@ -53,10 +53,6 @@ def _without_cuda(initialize):
     return functools.partial(initialize, allow_no_cuda=True)
 
 
-def _skip_warm_up(tp_size=None) -> None:
-    """For set_jit_fusion_options."""
-
-
 def install_core() -> None:
     """Replace megatron-core's symbols."""
     _load("megatron.core.transformer")
@@ -83,6 +79,6 @@ def install() -> None:
     replace(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
     # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
     # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
-    put(training, "set_jit_fusion_options", _skip_warm_up, "nothing is compiled")
+    put(training, "set_jit_fusion_options", lambda tp_size=None: None, "nothing is compiled")
     replace(training, "build_pretraining_data_loader", (), _with_own_generator)
     install_core()

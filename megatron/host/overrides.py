@@ -31,18 +31,12 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
             setattr(args, name, value)
             said.append(f"running without CUDA: {flag} ({reason})")
     if args.cuda_graph_impl != "none":
-        _leave_out_cuda_graphs(args)
+        from megatron.core.transformer.enums import InferenceCudaGraphScope
+
+        args.cuda_graph_impl, args.cuda_graph_modules, args.te_rng_tracker = "none", [], False
+        args.inference_cuda_graph_scope = InferenceCudaGraphScope.none
         said.append("running without CUDA: --cuda-graph-impl none")
     if args.profile and not args.use_pytorch_profiler:
         args.profile = False
         said.append("running without CUDA: no --profile (Nsight follows CUDA; --use-pytorch-profiler works)")
     return said
-
-
-def _leave_out_cuda_graphs(args: Namespace) -> None:
-    from megatron.core.transformer.enums import InferenceCudaGraphScope
-
-    args.cuda_graph_impl = "none"
-    args.cuda_graph_modules = []
-    args.inference_cuda_graph_scope = InferenceCudaGraphScope.none
-    args.te_rng_tracker = False

@@ -9,8 +9,7 @@ from megatron.compression.errors import CompressionConfigError
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
     """Refuse a checkpoint of another function: the sync fraction and the ranks are part of the model.
 
-    Raises:
-        CompressionConfigError: another fraction, or with one below 1 another tensor-parallel size.
+    Raises: CompressionConfigError: another fraction, or with one below 1 another tensor-parallel size.
     """
     if not _is_another_function(checkpoint_args, args):
         return

@@ -46,8 +46,7 @@ class CaatNetConfig:
     def shared_channels(self, hidden_size: int) -> int:
         """How many of ``hidden_size`` channels are summed, the first ones.
 
-        Raises:
-            CompressionConfigError: none.
+        Raises: CompressionConfigError: none.
         """
         shared = int(hidden_size * self.sync_fraction)
         if shared == 0:
@@ -68,8 +67,7 @@ class CaatNetConfig:
     def check(self, args: Namespace, chunks: int = 1) -> None:
         """Refuse what would compute another function or a wrong gradient.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.enabled:
             return

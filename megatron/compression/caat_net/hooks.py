@@ -38,9 +38,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
 
     Args:
         chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
-
-    Raises:
-        CompressionConfigError: a tensor-parallel layer that has no site.
+    Raises: CompressionConfigError: a tensor-parallel layer that has no site.
     """
     for path, module in chunk.named_modules():
         ordinary = _ORDINARY.get(type(module), type(module))

@@ -160,9 +160,7 @@ def partial_row_parallel_linear(
         shared_channels: k, 1 to ``h_out``.
         handover: shared with the column-parallel layer that comes next, whose weight gradient is deferred
             until then.
-
-    Returns:
-        ``[s, b, h_out]``, bias included: the private channels are scaled with it.
+    Returns: ``[s, b, h_out]``, bias included: the private channels are scaled with it.
     """
     exchange, gradient = InputGradientExchange(), _FinishedLater()
     if handover is not None:

@@ -49,9 +49,7 @@ class Registry:
         Args:
             name: in specs; what ``--...-compression`` takes.
             fixed: values of fields that the name stands for (``bits=6`` of ``int6``): no settings then.
-
-        Raises:
-            CompressionConfigError: another class has the name.
+        Raises: CompressionConfigError: another class has the name.
         """
 
         def enter(cls: type) -> type:
@@ -83,8 +81,7 @@ class Registry:
     def parse(self, text: str) -> Any:
         """The instance that a spec describes.
 
-        Raises:
-            CompressionConfigError: an unknown name or setting, or a value that the class refuses.
+        Raises: CompressionConfigError: an unknown name or setting, or a value that the class refuses.
         """
         name, _, settings = text.partition(":")
         found = self.entry(name)
@@ -173,8 +170,7 @@ register_gradient_compressor = GRADIENT_COMPRESSORS.register
 def parse_codec(text: str):
     """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
 
-    Raises:
-        CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
+    Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
     """
     from megatron.compression.codecs.base import Codec
     from megatron.compression.codecs.two_hops import TwoHops

@@ -15,9 +15,7 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work
     Args:
         x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
         codec: its second hop encodes.
-
-    Returns:
-        ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
+    Returns: ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
     """
     if transport.world_size == 1 or x.numel() == 0:
         return Work.completed(x.reshape(transport.world_size * x.shape[0], *x.shape[1:]))

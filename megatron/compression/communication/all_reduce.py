@@ -22,9 +22,7 @@ def all_reduce(
         x: any shape and stride; bf16, fp16 or fp32. Left as it is.
         codec: its first hop encodes the pieces, its second the sums.
         out: where to put the result: contiguous, of ``x``'s shape and dtype.
-
-    Returns:
-        ``wait`` gives the sum, of ``x``'s shape and dtype.
+    Returns: ``wait`` gives the sum, of ``x``'s shape and dtype.
     """
     if transport.world_size == 1 or x.numel() == 0:
         return Work.completed(x if out is None else out.copy_(x))

@@ -24,10 +24,8 @@ class BoundedRun:
         new = _of_all_ranks(self.bound.decide(group), parallel_state.get_pipeline_model_parallel_group())
         self.bound.tripped.update(new)
         for (site, traffic), error in sorted(new.items()):
-            _say(
-                f"{site} {traffic} has a relative error of {error:.4g}, past --compression-error-bound "
-                f"{self.bound.bound:g}; it goes uncompressed after iteration {iteration}"
-            )
+            past = f"has a relative error of {error:.4g}, past --compression-error-bound {self.bound.bound:g}"
+            _say(f"{site} {traffic} {past}; it goes uncompressed after iteration {iteration}")
 
     def restore(self, saved: Sequence[Sequence] | None) -> None:
         """Continue with the decisions of the run that wrote a checkpoint."""

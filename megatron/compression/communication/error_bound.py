@@ -68,9 +68,7 @@ class ErrorBound:
 
         Args:
             group: the tensor- and data-parallel ranks of this pipeline stage; None for this rank alone.
-
-        Returns:
-            What was taken out just now, with its error.
+        Returns: What was taken out just now, with its error.
         """
         measures, self._measures = self._measures, {}
         if not measures:

@@ -16,12 +16,8 @@ def reduce_scatter(
         x: ``[W * n, ...]``, bf16, fp16 or fp32.
         codec: its first hop encodes.
         out: where to put the result, contiguous.
-
-    Returns:
-        ``wait`` gives ``[n, ...]`` of ``x``'s dtype.
-
-    Raises:
-        ValueError: the first dimension does not divide by the world size.
+    Returns: ``wait`` gives ``[n, ...]`` of ``x``'s dtype.
+    Raises: ValueError: the first dimension does not divide by the world size.
     """
     world_size = transport.world_size
     if x.shape[0] % world_size:

@@ -144,12 +144,7 @@ class CommSite:
             bound.measure(self.name, traffic, tensor, codec)
 
     def _probed(
-        self,
-        work: Work,
-        traffic: str,
-        operation: str,
-        exact_input: Callable[[], torch.Tensor],
-        exact: Callable[[torch.Tensor, dist.ProcessGroup], Work],
+        self, work: Work, traffic: str, operation: str, exact_input: Callable, exact: Callable[..., Work]
     ) -> Work:
         """Let the error probe compare the result with the exact one, when it is due."""
         run = self.run

@@ -49,8 +49,7 @@ class TorchTransport:
     def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to send row r of uint8 ``[W, bytes]`` to rank r.
 
-        Returns:
-            uint8 ``[W, bytes]``, row r from rank r once the handle has been waited for.
+        Returns: uint8 ``[W, bytes]``, row r from rank r once the handle has been waited for.
         """
         received = torch.empty_like(payloads)
         self._report("all_to_all", payloads.numel())

@@ -38,12 +38,8 @@ class Transports:
 
         Args:
             groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
-
-        Returns:
-            A line for the log for each group that had not been decided before.
-
-        Raises:
-            TransportError: symmetric memory was asked for and cannot be had.
+        Returns: A line for the log for each group that had not been decided before.
+        Raises: TransportError: symmetric memory was asked for and cannot be had.
         """
         lines: list[str] = []
         wanted: list[list[int]] = []

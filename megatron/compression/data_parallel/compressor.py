@@ -197,8 +197,7 @@ class CodecGradients(GradientCompressor):
 def parse_gradient_compressor(text: str) -> GradientCompressor:
     """What a spec of ``--dp-compression`` names: a gradient compressor, or a codec.
 
-    Raises:
-        CompressionConfigError: an unknown name or setting, or a value that it refuses.
+    Raises: CompressionConfigError: an unknown name or setting, or a value that it refuses.
     """
     name = text.partition(":")[0]
     if GRADIENT_COMPRESSORS.entry(name) is None and ("/" in text or CODECS.entry(name) is not None):

@@ -120,8 +120,7 @@ class DataParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would leave traffic uncompressed without a word, or break training.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.enabled:
             return

@@ -96,8 +96,7 @@ def parse_error_feedback(text: str) -> Callable[[], ErrorFeedback | None]:
     """What makes the memories that ``--dp-error-feedback`` asks for: none, fp32, or int8, the last two with
     ``:average=A``.
 
-    Raises:
-        CompressionConfigError: something else.
+    Raises: CompressionConfigError: something else.
     """
     kind, _, setting = text.partition(":")
     name, _, value = setting.partition("=")

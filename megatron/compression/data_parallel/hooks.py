@@ -75,12 +75,8 @@ class Gradients:
 
         Args:
             chunks: model chunks, wrapped by DDP.
-
-        Returns:
-            The same chunks.
-
-        Raises:
-            TypeError: another wrapper than Megatron's DistributedDataParallel.
+        Returns: The same chunks.
+        Raises: TypeError: another wrapper than Megatron's DistributedDataParallel.
         """
         if not self.config.enabled:
             return chunks

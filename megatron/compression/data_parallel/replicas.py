@@ -54,9 +54,7 @@ def replicated_ranges(
 
     Args:
         gradients: leave out those whose gradients differ until CAAT-Net sums them, which comes later.
-
-    Returns:
-        (start, end), counted from ``first``.
+    Returns: (start, end), counted from ``first``.
     """
     ranges = []
     for span in spans:

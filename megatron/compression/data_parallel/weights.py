@@ -78,8 +78,7 @@ def copy_masters(optimizer) -> bool:
     Stands for ``DistributedOptimizer._copy_main_params_to_model_params``. Every bucket of the optimizer takes
     part on every rank, also where a rank's shard holds no parameter.
 
-    Returns:
-        False where no bucket is compressed now: Megatron's own copy is to run.
+    Returns: False where no bucket is compressed now: Megatron's own copy is to run.
     """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     attached = {id(bucket): getattr(bucket, ATTRIBUTE) for bucket in buckets if hasattr(bucket, ATTRIBUTE)}

@@ -30,8 +30,7 @@ _FIXED = {
 def model_from_config(config: dict[str, Any]) -> DenseModel:
     """Read the keys of a config.json, of transformers 4 or 5.
 
-    Raises:
-        ModelError: another model type, or a setting that the model here does not have; names the key.
+    Raises: ModelError: another model type, or a setting that the model here does not have; names the key.
     """
     family = config.get("model_type")
     if family not in ARCHITECTURES:
@@ -110,8 +109,7 @@ def config_from_model(model: DenseModel, dtype: str) -> dict[str, Any]:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder.
 
-    Raises:
-        ModelError: there is none.
+    Raises: ModelError: there is none.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

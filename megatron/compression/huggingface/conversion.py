@@ -12,14 +12,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.compression.huggingface import mapping
 from megatron.compression.huggingface.files import TensorReader, TensorWriter
-from megatron.compression.huggingface.mapping import (
-    hugging_face_names,
-    pad_vocabulary,
-    rule_for,
-    shard,
-    unshard,
-)
 from megatron.compression.huggingface.models import DenseModel, ModelError
 
 
@@ -34,20 +28,18 @@ def import_weights(
     Args:
         chunks: the GPT model chunks of this pipeline stage, not wrapped.
         reader: the files; tensors are cast to the parameter's dtype.
-
-    Raises:
-        ModelError: the files hold other tensors than the model has, or another shape.
+    Raises: ModelError: the files hold other tensors than the model has, or another shape.
     """
-    expected = set(hugging_face_names(model))
+    expected = set(mapping.hugging_face_names(model))
     if unknown := sorted(reader.names() - expected - {"lm_head.weight"}):
         raise ModelError(f"{reader.folder} has tensors that a {model.family} model has not: {unknown[:5]}")
     rank, world_size = groups.tp.rank(), groups.tp.size()
     for name, parameter in _named_parameters(chunks):
-        rule = rule_for(name, model)
+        rule = mapping.rule_for(name, model)
         full = rule.merge(*(reader.read(source) for source in rule.sources))
         if rule.partition == "vocabulary":
-            full = pad_vocabulary(full, parameter.shape[0] * world_size)
-        part = shard(full, rule.partition, rank, world_size)
+            full = mapping.pad_vocabulary(full, parameter.shape[0] * world_size)
+        part = mapping.shard(full, rule.partition, rank, world_size)
         if part.shape != parameter.shape:
             raise ModelError(
                 f"{', '.join(rule.sources)}: {list(part.shape)} on this rank, but {name} is "
@@ -74,7 +66,7 @@ def export_weights(
     """
     rank, world_size = groups.tp.rank(), groups.tp.size()
     for name, parameter in _named_parameters(chunks):
-        rule = rule_for(name, model)
+        rule = mapping.rule_for(name, model)
         if name == "output_layer.weight" and model.tied:
             continue  # a later stage's copy of the embedding
         parts = [parameter.data]
@@ -83,18 +75,17 @@ def export_weights(
             dist.gather(parameter.data.contiguous(), parts, group=groups.tp, group_dst=0)
         if rank != 0:
             continue
-        for source, tensor in zip(rule.sources, rule.split(unshard(parts, rule.partition)), strict=True):
+        for source, tensor in zip(
+            rule.sources, rule.split(mapping.unshard(parts, rule.partition)), strict=True
+        ):
             writer.add(source, tensor if dtype is None else tensor.to(dtype))
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters with the global number of their layer in the name."""
     for chunk in chunks:
-        numbers = {
-            path: module.layer_number - 1
-            for path, module in chunk.named_modules()
-            if isinstance(module, TransformerLayer)
-        }
+        layers = ((p, m) for p, m in chunk.named_modules() if isinstance(m, TransformerLayer))
+        numbers = {path: module.layer_number - 1 for path, module in layers}
         for name, parameter in chunk.named_parameters():
             layer = re.match(r"decoder\.layers\.\d+", name)
             if layer:

@@ -18,9 +18,7 @@ class TensorReader:
 
     Args:
         folder: holds model.safetensors, or several files and their index.
-
-    Raises:
-        ModelError: neither is there.
+    Raises: ModelError: neither is there.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -46,8 +44,7 @@ class TensorReader:
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU, in the file's dtype.
 
-        Raises:
-            ModelError: there is none of that name.
+        Raises: ModelError: there is none of that name.
         """
         if name not in self.files:
             raise ModelError(

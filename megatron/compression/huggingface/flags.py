@@ -37,8 +37,7 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 def find_model(name: str) -> DenseModel:
     """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder.
 
-    Raises:
-        ModelError: neither.
+    Raises: ModelError: neither.
     """
     if name in MODELS:
         return MODELS[name]
@@ -68,11 +67,8 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     A flag that the user gives is left out of the expansion. So is ``--padded-vocab-size`` where the user
     gives ``--vocab-size`` or ``--make-vocab-size-divisible-by``: Megatron then pads as it always does.
 
-    Returns:
-        The whole command line without the program's name, and the part that was added.
-
-    Raises:
-        ModelError: no model, an unknown one, or a switch that the model does not set.
+    Returns: The whole command line without the program's name, and the part that was added.
+    Raises: ModelError: no model, an unknown one, or a switch that the model does not set.
     """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     reader.add_argument("--qwen-model")

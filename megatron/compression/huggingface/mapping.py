@@ -35,8 +35,7 @@ def split_qkv(qkv: torch.Tensor, heads: int, groups: int) -> tuple[torch.Tensor,
 def pad_vocabulary(table: torch.Tensor, rows: int) -> torch.Tensor:
     """Append rows of zeros up to ``rows``.
 
-    Raises:
-        ModelError: the table has more rows than that.
+    Raises: ModelError: the table has more rows than that.
     """
     if table.shape[0] > rows:
         have = f"the model has {table.shape[0]} tokens, --padded-vocab-size only {rows}"
@@ -118,8 +117,7 @@ def _layer_rules(model: DenseModel, layer: str) -> dict[str, Rule]:
 def rule_for(name: str, model: DenseModel) -> Rule:
     """How the Megatron parameter ``name`` is made: as ``named_parameters`` has it, layers numbered globally.
 
-    Raises:
-        ModelError: the model has no such parameter.
+    Raises: ModelError: the model has no such parameter.
     """
     embedding = "model.embed_tokens.weight"
     output = embedding if model.tied else "lm_head.weight"

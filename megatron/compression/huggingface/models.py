@@ -159,8 +159,7 @@ _REQUIRED = {
 def model_from_args(args: Namespace) -> DenseModel:
     """The model that Megatron's arguments describe, those saved in a checkpoint for example.
 
-    Raises:
-        ModelError: it is none of these families, and which argument says so.
+    Raises: ModelError: it is none of these families, and which argument says so.
     """
     for name, (wanted, flag) in _REQUIRED.items():
         found = getattr(args, name, wanted)

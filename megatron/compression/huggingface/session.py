@@ -69,9 +69,7 @@ def conversion_session(
     Args:
         model, dtype: what to build, and of what the parameters are.
         flags: further Megatron flags: parallel sizes, ``--seq-length``, ``--transformer-impl``, ...
-
-    Raises:
-        ModelError: a dtype that Megatron cannot hold.
+    Raises: ModelError: a dtype that Megatron cannot hold.
     """
     if dtype not in PRECISION_FLAGS:
         raise ModelError(f"weights of {dtype} are not covered; --dtype is bfloat16, float16 or float32")
@@ -101,8 +99,7 @@ def conversion_session(
 def newest_iteration(load: str) -> Path:
     """The folder of a checkpoint's newest iteration.
 
-    Raises:
-        ModelError: there is no checkpoint.
+    Raises: ModelError: there is no checkpoint.
     """
     tracker = Path(load) / TRACKER
     if not tracker.is_file():

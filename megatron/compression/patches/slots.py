@@ -27,8 +27,7 @@ def fill_rope_slot(rotary: Callable) -> bool:
     Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
     ``--apply-rope-fusion`` is refused. It is read at each call. Packed sequences have a slot of their own.
 
-    Returns:
-        Whether ``rotary`` is in the slot.
+    Returns: Whether ``rotary`` is in the slot.
     """
     from megatron.core.models.common.embeddings import rope_utils
 

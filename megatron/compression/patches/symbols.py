@@ -22,9 +22,7 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
     Args:
         parameters: parameters that the function must have; empty for functions written in C.
         wrap: takes the original and returns the replacement.
-
-    Raises:
-        PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
+    Raises: PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
     """
     where, patch = _where(owner, name), f"{wrap.__module__}.{wrap.__qualname__}"
     original = getattr(owner, name, None)
@@ -72,9 +70,7 @@ def put(owner: Any, name: str, value: Any, why: str) -> None:
 
     Args:
         value: a function, a class or a constant that does not need the one before.
-
-    Raises:
-        PatchError: there is no such attribute.
+    Raises: PatchError: there is no such attribute.
     """
     if not hasattr(owner, name):
         where = _where(owner, name)
@@ -89,8 +85,7 @@ def change_class(instance: Any, cls: type) -> None:
     Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before they are
     built.
 
-    Raises:
-        PatchError: the classes are not related so, or one of those between them has state of its own.
+    Raises: PatchError: the classes are not related so, or one of those between them has state of its own.
     """
     current = type(instance)
     if cls is current:

@@ -114,8 +114,7 @@ def on_training_end(*after: Callable[[], None]) -> None:
     exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, behind which only Megatron's
     own last call runs. Not reached: errors.
 
-    Raises:
-        PatchError: ``pretrain`` or ``train`` do not end with that call.
+    Raises: PatchError: ``pretrain`` or ``train`` do not end with that call.
     """
     from megatron.training import one_logger_utils, training
 

@@ -54,15 +54,6 @@ class PipelineParallelConfig(Dimension):
             )
 
     @property
-    def specs(self) -> tuple[str | None, str | None]:
-        return self.compression, self.backward
-
-    @property
-    def forward_codec(self) -> Codec | None:
-        """Of the activations; None: uncompressed."""
-        return codec_of(self.compression)
-
-    @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
         if self.backward is None:
@@ -79,8 +70,7 @@ class PipelineParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would end the first iteration, or leave messages silently uncompressed.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.enabled:
             return
@@ -111,8 +101,7 @@ class PipelineParallelConfig(Dimension):
 def message_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
     """Bytes of the payload of a message ``[tokens, samples, channels]``, the same at both ends.
 
-    Raises:
-        CompressionConfigError: the codec cannot encode this shape.
+    Raises: CompressionConfigError: the codec cannot encode this shape.
     """
     try:
         return codec.payload_bytes(shape)

@@ -80,9 +80,8 @@ class PipelineExchange:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
         """Take the place of ``P2PCommunicator._communicate`` with its arguments and results.
 
-        Raises:
-            CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a
-                codec that cannot encode them.
+        Raises: CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a
+        codec that cannot encode them.
         """
         refuse_ambiguous_batch(communicator)
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
@@ -215,8 +214,7 @@ def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> N
     There a rank's next and previous stage are one peer, which takes messages in the order of its receives,
     not in that of the sends: activations and gradients would silently change places.
 
-    Raises:
-        CompressionConfigError: that set-up.
+    Raises: CompressionConfigError: that set-up.
     """
     virtual = communicator.virtual_pipeline_model_parallel_size is not None
     if communicator.config.batch_p2p_comm and virtual and communicator.pp_group.size() == 2:

@@ -1,6 +1,7 @@
 """Two runs side by side: did it help, and what did it cost."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.compression.communication.ledger import DIMENSIONS
@@ -12,8 +13,7 @@ from megatron.compression.report.summary import evaluations, loss_of, training_r
 def load_report(directory: Path) -> dict:
     """A finished run's report.json.
 
-    Raises:
-        OSError, ValueError: there is none, or it is damaged.
+    Raises: OSError, ValueError: there is none, or it is damaged.
     """
     return json.loads((directory / REPORT_FILE).read_text())
 
@@ -25,19 +25,13 @@ def compare(baseline: dict, run: dict) -> list[dict[str, str]]:
     """
     old, new = baseline["summary"], run["summary"]
     pair = old["milliseconds_per_iteration"], new["milliseconds_per_iteration"]
-    rows = [_row("time of an iteration (ms)", pair, ".1f", _speed)]
+    rows = [_row("time of an iteration (ms)", pair, ".1f", lambda old, new: f"{old / new:.2f}x as fast")]
     for name in (*DIMENSIONS, "all"):
         sent = [(summary["dimensions"].get(name) or {}).get("sent") for summary in (old, new)]
         rows.append(_row(f"bytes sent, {name} (MB)", [_mb(value) for value in sent], ".3f", _fewer))
-    for name, of in (
-        ("training", training_rows),
-        ("validation", lambda report: evaluations(report, "valid")),
-        ("test", lambda report: evaluations(report, "test")),
-    ):
-        losses = [
-            {row["iteration"]: loss_of(row) for row in of(report) if row["losses"]}
-            for report in (baseline, run)
-        ]
+    for name, split in (("training", None), ("validation", "valid"), ("test", "test")):
+        histories = [evaluations(one, split) if split else training_rows(one) for one in (baseline, run)]
+        losses = [{row["iteration"]: loss_of(row) for row in rows if row["losses"]} for rows in histories]
         if both := losses[0].keys() & losses[1].keys():
             last = max(both)
             pair = losses[0][last], losses[1][last]
@@ -59,22 +53,22 @@ MEMORY = {
 def different_settings(baseline: dict, run: dict) -> list[str]:
     """``name: there -> here`` for every setting that the two runs do not share."""
     there, here = _flat(baseline["settings"]), _flat(run["settings"])
-    names = [*there, *(name for name in here if name not in there)]
-    return [
-        f"{name}: {there.get(name, '-')} -> {here.get(name, '-')}"
-        for name in names
-        if there.get(name) != here.get(name)
-    ]
+    differing = [name for name in there | here if there.get(name) != here.get(name)]
+    return [f"{name}: {there.get(name, '-')} -> {here.get(name, '-')}" for name in differing]
 
 
 def comparison_markdown(baseline: dict, run: dict) -> list[str]:
     """The lines of a comparison's section."""
-    lines = ["| | baseline | this run | change |", "|---|---|---|---|"]
-    for row in compare(baseline, run):
-        lines.append(f"| {row['name']} | {row['baseline']} | {row['run']} | {row['change']} |")
+    lines = table(("", "baseline", "this run", "change"), *(row.values() for row in compare(baseline, run)))
     if differing := different_settings(baseline, run):
         lines += ["", f"Settings that differ: {'; '.join(differing)}."]
     return lines
+
+
+def table(*rows: Iterable[str]) -> list[str]:
+    """Markdown of rows of cells, the first of which is the header."""
+    lines = [" | ".join(("", *row, "")).strip() for row in rows]
+    return [lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]]
 
 
 def _row(name: str, pair, form: str, change) -> dict[str, str] | None:
@@ -82,13 +76,8 @@ def _row(name: str, pair, form: str, change) -> dict[str, str] | None:
     if old is None and new is None:
         return None
     shown = ["-" if value is None else format(value, form) for value in pair]
-    known = old is not None and new is not None and old > 0 and new > 0
-    text = change(old, new) if known else "-"
+    text = change(old, new) if (old or 0) > 0 and (new or 0) > 0 else "-"
     return {"name": name, "baseline": shown[0], "run": shown[1], "change": text}
-
-
-def _speed(old: float, new: float) -> str:
-    return f"{old / new:.2f}x as fast"
 
 
 def _fewer(old: float, new: float) -> str:

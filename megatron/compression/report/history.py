@@ -15,10 +15,8 @@ def check_report_directory(directory: str | None, resuming: bool, baseline: str 
 
     Args:
         resuming: whether an earlier part of this run may be there.
-
-    Raises:
-        CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
-            history; the baseline holds no report.
+    Raises: CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
+    history; the baseline holds no report.
     """
     if baseline is not None and not (Path(baseline) / REPORT_FILE).is_file():
         raise CompressionConfigError(
@@ -58,8 +56,7 @@ class History:
     def append(self, row: dict) -> None:
         """Add a row.
 
-        Raises:
-            OSError: it could not be written; it is kept, and written with the next one.
+        Raises: OSError: it could not be written; it is kept, and written with the next one.
         """
         if self.directory is None:
             return

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC
-from megatron.compression.report.compare import MEMORY, compare, comparison_markdown, load_report
+from megatron.compression.report.compare import MEMORY, compare, comparison_markdown, load_report, table
 from megatron.compression.report.history import REPORT_FILE
 from megatron.compression.report.memory import largest
 from megatron.compression.report.plots import draw_report
@@ -17,9 +17,7 @@ def write_report(report: dict, directory: Path, baseline: Path | None = None) ->
     Args:
         report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
             ``errors``, and ``memory_by_rank``.
-
-    Returns:
-        Lines for the log: what could not be done.
+    Returns: Lines for the log: what could not be done.
     """
     directory.mkdir(parents=True, exist_ok=True)
     report = {**report, "memory": largest(report.get("memory_by_rank", []))}
@@ -54,37 +52,37 @@ def _markdown(report: dict, baseline: dict | None, pictures: list[str], why_none
     lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]
     lines += _dimensions(summary) + _traffic(summary)
     lines += ["## Time, memory, loss", "", *_figures(summary)]
-    if report["errors"]:
-        lines += ["", "## Error", "", "| site | traffic | relative L2 error | samples |", "|---|---|---|---|"]
-        for row in report["errors"]:
-            error = f"{row['relative_error']:.5f}"
-            lines.append(f"| {row['site']} | {row['traffic']} | {error} | {row['samples']} |")
+    if errors := report["errors"]:
+        cells = ((e["site"], e["traffic"], f"{e['relative_error']:.5f}", str(e["samples"])) for e in errors)
+        lines += ["", "## Error", "", *table(("site", "traffic", "relative L2 error", "samples"), *cells)]
     lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
     lines += ["", "## Words", "", *_words(report)]
     lines += ["", "## Settings", "", "```json", json.dumps(report["settings"], indent=1), "```", ""]
     return "\n".join(lines)
 
 
+_BYTES = ("sent (MB)", "uncompressed (MB)", "ratio")
+
+
 def _dimensions(summary: dict) -> list[str]:
-    lines = ["| dimension | sent (MB) | uncompressed (MB) | ratio | share of all |", "|---|---|---|---|---|"]
     everything = summary["dimensions"].get("all", {}).get("sent", 0.0)
-    for name, row in summary["dimensions"].items():
-        lines.append(f"| {name} | {_bytes(row)} | {row['sent'] / everything:.1%} |")
-    return [*lines, ""]
+    rows = summary["dimensions"].items()
+    cells = ((name, *_bytes(row), f"{row['sent'] / everything:.1%}") for name, row in rows)
+    return [*table(("dimension", *_BYTES, "share of all"), *cells), ""]
 
 
 def _traffic(summary: dict) -> list[str]:
-    lines = ["| traffic | sent (MB) | uncompressed (MB) | ratio |", "|---|---|---|---|"]
+    cells = []
     for traffic, total in summary["bytes_per_iteration"].items():
-        lines.append(f"| {traffic} | {_bytes(total)} |")
-        if traffic in summary["bytes_between_nodes"]:
-            lines.append(f"| {traffic}, between nodes | {_bytes(summary['bytes_between_nodes'][traffic])} |")
-    return [*lines, ""]
+        cells.append((traffic, *_bytes(total)))
+        if crossed := summary["bytes_between_nodes"].get(traffic):
+            cells.append((f"{traffic}, between nodes", *_bytes(crossed)))
+    return [*table(("traffic", *_BYTES), *cells), ""]
 
 
-def _bytes(pair: dict[str, float]) -> str:
+def _bytes(pair: dict[str, float]) -> tuple[str, str, str]:
     ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
-    return f"{pair['sent'] / 1e6:.3f} | {pair['uncompressed'] / 1e6:.3f} | {ratio}"
+    return f"{pair['sent'] / 1e6:.3f}", f"{pair['uncompressed'] / 1e6:.3f}", ratio
 
 
 def _figures(summary: dict) -> list[str]:
@@ -92,10 +90,12 @@ def _figures(summary: dict) -> list[str]:
     lines = [f"Time of an iteration: {time:.1f} ms (median).", ""] if time is not None else []
     for name, peak in summary["peak_memory_bytes"].items():
         lines += [f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).", ""]
-    lines += ["| loss | first | last |", "|---|---|---|"]
-    lines.append(f"| training | {_cell(summary['first_loss'])} | {_cell(summary['last_loss'])} |")
-    first, last = summary["first_validation_loss"], summary["validation_loss"]
-    return [*lines, f"| validation | {_cell(first)} | {_cell(last)} |"]
+    losses = {
+        "training": ("first_loss", "last_loss"),
+        "validation": ("first_validation_loss", "validation_loss"),
+    }
+    cells = ((name, *(_cell(summary[key]) for key in keys)) for name, keys in losses.items())
+    return [*lines, *table(("loss", "first", "last"), *cells)]
 
 
 def _words(report: dict) -> list[str]:
@@ -118,12 +118,9 @@ def _words(report: dict) -> list[str]:
             f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Their time is in "
             "the iterations'; --log-interval says how often it measures."
         )
-    own = report.get("bytes_of_a_report", 0)
-    return [
-        *lines,
-        f"- Not counted: this report's own all-reduce ({own:,} bytes each log interval) and Megatron's "
-        "scalar reductions (logged loss, gradient norm, overflow checks).",
-    ]
+    own = f"{report.get('bytes_of_a_report', 0):,} bytes each log interval"
+    scalars = "Megatron's scalar reductions (logged loss, gradient norm, overflow checks)"
+    return [*lines, f"- Not counted: this report's own all-reduce ({own}) and {scalars}."]
 
 
 def _cell(value: float | None) -> str:

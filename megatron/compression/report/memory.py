@@ -8,10 +8,9 @@ import torch
 def peak_memory() -> dict[str, int]:
     """Bytes of this rank since it started.
 
-    Returns:
-        On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is taken on the
-        device now: NCCL's and symmetric memory and the CUDA context too, and every process on that device.
-        Elsewhere ``resident``, the peak of the process.
+    Returns: On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is taken on the
+    device now: NCCL's and symmetric memory and the CUDA context too, and every process on that device.
+    Elsewhere ``resident``, the peak of the process.
     """
     if not torch.cuda.is_available():
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -151,9 +151,8 @@ class Reporter:
     def _reduce(self) -> tuple[dict, dict, list[torch.Tensor]]:
         """Everything that ranks sum at a log interval, in one all-reduce.
 
-        Returns:
-            Bytes an iteration by traffic and kind; by traffic, what of them is known to have crossed nodes;
-            the diagnostics' readings.
+        Returns: Bytes an iteration by traffic and kind; by traffic, what of them is known to have crossed
+        nodes; the diagnostics' readings.
         """
         totals = _flat_totals(self.ledger)
         difference = [now - before for now, before in zip(totals, self._logged_totals, strict=True)]

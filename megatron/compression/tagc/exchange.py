@@ -18,10 +18,8 @@ def start_to_owners(
         payloads: uint8, by rank of the group.
         exact_bytes: how much of each payload is uncompressed.
         link: the group: None = all ranks, intra = this node's, inter = those with this rank's index.
-
-    Returns:
-        uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle. What goes to one rank has
-        the same size from every rank.
+    Returns: uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle. What goes to one rank has
+    the same size from every rank.
     """
     topology = bucket.topology
     group = {None: topology.group, INTRA: topology.intra, INTER: topology.inter}[link]

@@ -27,8 +27,7 @@ Segment = tuple[int, int]
 def parse_layers(text: str) -> frozenset[str]:
     """``mlp+embedding`` or ``all`` as names of LAYERS; all of them mean every matrix, also of other layers.
 
-    Raises:
-        ValueError: something else.
+    Raises: ValueError: something else.
     """
     if text == "all":
         return frozenset(LAYERS)

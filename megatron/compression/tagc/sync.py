@@ -144,13 +144,8 @@ class TagcGradientSync:
 
     def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum):
         """Add up the own share, uint8 ``[S, bytes]``: sums ``of`` some; exact values are of ``dtype``."""
-        if self.bucket.sharded:
-            return self._finish_shard(received, exact_bytes, dtype, of)
-        return self._gather_sums(received, of)
-
-    def _finish_shard(
-        self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum
-    ) -> torch.Tensor:
+        if not self.bucket.sharded:
+            return self._gather_sums(received, of)
         bucket, rank = self.bucket, self.bucket.topology.rank
         share = self.shares[rank]
         if share.exact:

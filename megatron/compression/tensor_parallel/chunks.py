@@ -21,9 +21,7 @@ def product_in_chunks(
         matrix: ``[n, h]``.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
         chunks: pieces of the sequence, each a message of its own; 1 sends the product whole.
-
-    Returns:
-        A handle; ``wait`` gives ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
+    Returns: A handle; ``wait`` gives ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
     """
     start = site.reduce_scatter if sequence_parallel else site.all_reduce
     if chunks == 1:

@@ -86,9 +86,7 @@ def column_parallel_linear(
         sequence_parallel: whether ``x`` is a slice of the sequence.
         handover: shared with the row-parallel layer that takes this layer's output.
         chunks: pieces of the sequence in which the input gradient is computed and summed.
-
-    Returns:
-        ``[s, b, h_out / W]``.
+    Returns: ``[s, b, h_out / W]``.
     """
     exchange, gradient = InputGradientExchange(), None
     if torch.is_grad_enabled():

@@ -86,15 +86,6 @@ class TensorParallelConfig(Dimension):
             )
 
     @property
-    def specs(self) -> tuple[str | None, str | None]:
-        return self.compression, self.backward
-
-    @property
-    def forward_codec(self) -> Codec | None:
-        """Of the activations; None: uncompressed."""
-        return codec_of(self.compression)
-
-    @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
         return self.forward_codec if self.backward is None else codec_of(self.backward)
@@ -110,8 +101,7 @@ class TensorParallelConfig(Dimension):
     def check(self, args: Namespace) -> None:
         """Refuse what would leave some of the traffic silently uncompressed.
 
-        Raises:
-            CompressionConfigError: with the flag, the reason and the fix.
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.enabled:
             return
@@ -156,8 +146,7 @@ class TensorParallelConfig(Dimension):
 def parse_layers(text: str) -> frozenset[int | str] | None:
     """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
 
-    Raises:
-        CompressionConfigError: something else than numbers, ranges, embedding, output.
+    Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.
     """
     if text == "all":
         return None

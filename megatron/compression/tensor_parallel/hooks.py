@@ -53,12 +53,8 @@ def attach(
     Args:
         model: the chunks of this pipeline stage, before they are wrapped.
         broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it.
-
-    Returns:
-        The same chunks. (Collective over all ranks of the job where compression is on.)
-
-    Raises:
-        CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
+    Returns: The same chunks. (Collective over all ranks of the job where compression is on.)
+    Raises: CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
     """
     for chunk in model:
         _attach_chunk(chunk, config, run, broadcasts_batch)

@@ -88,12 +88,10 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
         if has_backward(input, weight):
-            if sequence_parallel:
-                if weight.requires_grad:
-                    self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
-                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes)
-            else:
-                self.site.count_uncompressed("tp.backward", "all_reduce", nbytes)
+            if sequence_parallel and weight.requires_grad:
+                self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
+            operation = "reduce_scatter" if sequence_parallel else "all_reduce"
+            self.site.count_uncompressed("tp.backward", operation, nbytes)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -116,8 +114,8 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
         rows = self.weight[local_ids] if self.deterministic_mode else F.embedding(local_ids, self.weight)
         rows = rows.masked_fill(elsewhere[..., None], 0)
         if self.reduce_scatter_embeddings:
-            rows = rows.transpose(0, 1)
-        return _reduce(rows, self.site, self.reduce_scatter_embeddings)
+            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1), self.site)
+        return reduce_from_tensor_parallel_region(rows, self.site)
 
 
 class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
@@ -150,12 +148,6 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
         embeddings = scatter_to_sequence_parallel_region(embeddings, self.site)
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
-
-
-def _reduce(partial_sum: torch.Tensor, site: CommSite, sequence_parallel: bool) -> torch.Tensor:
-    if sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(partial_sum, site)
-    return reduce_from_tensor_parallel_region(partial_sum, site)
 
 
 def _compresses_reduction(site: CommSite, sequence_parallel: bool, nbytes: int) -> bool:

@@ -50,9 +50,7 @@ def row_parallel_linear(
         chunks: pieces of the sequence, each a message of its own.
         handover: shared with the column-parallel layer before this one, whose exchange the weight gradient
             then runs behind.
-
-    Returns:
-        ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
+    Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
     """
     made = handover.take() if handover is not None else None
     gradient = None

@@ -54,9 +54,7 @@ class SDPACoreAttention(MegatronModule):
 
     Attributes:
         on_exchange: told of every collective under context parallelism, see ``gather_sequence``.
-
-    Raises:
-        InputError: a setting that this attention does not have; the message names the flag to change.
+    Raises: InputError: a setting that this attention does not have; the message names the flag to change.
     """
 
     def __init__(
@@ -104,13 +102,9 @@ class SDPACoreAttention(MegatronModule):
                 allowed, or None. A mask given takes the place of the causal one. A row without any allowed
                 position gives finite numbers of no meaning (megatron-core: the mean of all values).
             attn_mask_type: None for the one given at construction.
-
-        Returns:
-            ``[sq, b, heads * head_dim]`` in the query's dtype.
-
-        Raises:
-            InputError: an argument that this attention does not take, or one that none of the kernels of
-                ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
+        Returns: ``[sq, b, heads * head_dim]`` in the query's dtype.
+        Raises: InputError: an argument that this attention does not take, or one that none of the kernels of
+        ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
         """
         if packed_seq_params is not None:
             raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")

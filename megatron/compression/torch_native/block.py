@@ -20,9 +20,7 @@ def block_spec(
     Args:
         layer_spec: of every layer of this stage; changed in place for ``--attention-backend local``, which
             megatron-core's model builder honours for bare layer specs alone.
-
-    Returns:
-        A ``GPTModelConfig.transformer_layer_spec``.
+    Returns: A ``GPTModelConfig.transformer_layer_spec``.
     """
     if transformer.attention_backend is AttnBackend.local:
         layer_spec.submodules.self_attention.submodules.core_attention = DotProductAttention

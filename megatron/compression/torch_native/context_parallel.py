@@ -61,9 +61,7 @@ def gather_sequence(
 
     Args:
         key, value: ``[s / W, b, groups, head_dim]``, this rank's chunks; head_dim may differ.
-
-    Returns:
-        ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks in the tensors' dtype.
+    Returns: ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks in the tensors' dtype.
     """
     widths = [key.size(-1), value.size(-1)]
     return _Gather.apply(torch.cat([key, value], dim=-1), group, on_exchange).split(widths, dim=-1)

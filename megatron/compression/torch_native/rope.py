@@ -60,7 +60,6 @@ def fill_rope_fusion_slot() -> bool:
 
     Packed sequences are not covered. Call it before a ``TransformerConfig`` is built: that checks the slot.
 
-    Returns:
-        Whether our function is in the slot.
+    Returns: Whether our function is in the slot.
     """
     return patches.fill_rope_slot(rotary)
