@@ -66,8 +66,8 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron.compression.arguments import add_compression_arguments, compression_config_from_args
     from megatron.compression.extensions import missing_extension_overrides
+    from megatron.compression.flags import add_flags, resolve
 
     results = {}
     for name, words in lines.items():
@@ -75,11 +75,11 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
         processes, nodes = (int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes"))
         os.environ["WORLD_SIZE"] = str(processes * nodes)
         sys.argv = ["pretrain_gpt.py", *flags]
-        args = parse_args(add_compression_arguments)
+        args = parse_args(add_flags)
         validate_args(args)
         missing_extension_overrides(args)
         args.padded_vocab_size = args.vocab_size
-        compression = compression_config_from_args(args)
+        compression = resolve(args)
         transformer = gpt_config_from_args(args).transformer
         results[name] = {
             "parameters": parameters(args),
@@ -377,7 +377,7 @@ def test_gpt3_trains_on_real_text(dataset):
 
 
 def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
-    output = train(tmp_path, LLAMA3, "--taco", "--taco-min-message-mb", "0")
+    output = train(tmp_path, LLAMA3, "--taco", "--tp-compression-min-mb", "0")
     check_training(output)
     assert re.search(rf"communication +{ITERATIONS}/ +{ITERATIONS} \|.*tp\.forward", output)
 

@@ -15,7 +15,7 @@ host.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from megatron.compression.arguments import add_compression_arguments  # noqa: E402
+from megatron.compression.flags import add_flags  # noqa: E402
 from megatron.compression.huggingface.flags import add_qwen_arguments, expand  # noqa: E402
 from megatron.compression.huggingface.models import MODELS, model_from_args  # noqa: E402
 from tests.distributed.launch import environment, start_as_torchrun  # noqa: E402
@@ -50,13 +50,13 @@ def echo_torchrun(tmp_path) -> str:
 
 def test_every_model_has_a_full_size_command_line(echo_torchrun) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    parser = add_qwen_arguments(add_compression_arguments(parser))
+    parser = add_qwen_arguments(add_flags(parser))
     for name in MODELS:
         words = run_script(echo_torchrun, "--lr", "2e-4", QWEN_MODEL=name).splitlines()
         program = words.index(str(ROOT / "pretrain_qwen.py"))
         args = parser.parse_args(expand(words[program + 1 :])[0])
         assert model_from_args(args) == MODELS[name]
-        assert args.taco and args.sequence_parallel and args.tensor_model_parallel_size == 4
+        assert args.taco is not None and args.sequence_parallel and args.tensor_model_parallel_size == 4
         assert args.lr == 2e-4, "what follows the script's name wins"
         assert args.save == args.load == f"checkpoints/qwen{name}"
 
@@ -66,7 +66,7 @@ def test_compression_is_a_variable(echo_torchrun) -> None:
     for variables, words in (
         ({"COMPRESSION": ""}, set()),
         ({"COMPRESSION": "--compression-3d"}, {"--compression-3d"}),
-        ({"TINY": "1"}, {"--taco", "--taco-min-message-mb"}),
+        ({"TINY": "1"}, {"--taco", "--tp-compression-min-mb"}),
     ):
         printed = run_script(echo_torchrun, **variables).splitlines()
         assert {word for word in printed if "compression" in word or "taco" in word[:6]} == words
