@@ -11,16 +11,26 @@ import triton.language as tl
 
 
 @triton.jit
+def odd(x):
+    """int32: parity of the bits of numbers below 256."""
+    x = x ^ (x >> 4)
+    x = x ^ (x >> 2)
+    return (x ^ (x >> 1)) & 1
+
+
+@triton.jit
+def shuffled(column):
+    """The numbers of columns in the order of ``shuffle``, of groups of 64 and more."""
+    return (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
+
+
+@triton.jit
 def sylvester(C: tl.constexpr, VALUE: tl.constexpr, SHUFFLED: tl.constexpr, dtype: tl.constexpr):
     """dtype[POINT, POINT]: VALUE * (-1)^popcount(i & j), columns in the order of ``shuffle`` if SHUFFLED."""
     row, column = tl.arange(0, C.POINT)[:, None], tl.arange(0, C.POINT)[None, :]
     if SHUFFLED and C.POINT >= 64:
-        column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
-    parity = row & column
-    parity = parity ^ (parity >> 4)
-    parity = parity ^ (parity >> 2)
-    parity = parity ^ (parity >> 1)
-    return tl.where((parity & 1) == 1, -VALUE, VALUE).to(dtype)
+        column = shuffled(column)
+    return tl.where(odd(row & column) == 1, -VALUE, VALUE).to(dtype)
 
 
 @triton.jit

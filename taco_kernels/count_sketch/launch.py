@@ -141,12 +141,7 @@ def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
 
 
 def decode(
-    cells: torch.Tensor,
-    words: torch.Tensor,
-    exponents: torch.Tensor,
-    layout: Layout,
-    senders: int,
-    seed: int,
+    cells: torch.Tensor, words: torch.Tensor, exponents: torch.Tensor, layout: Layout, senders: int, seed: int
 ) -> Decoded:
     """See reference.decode. ``cells`` is used up."""
     device = cells.device

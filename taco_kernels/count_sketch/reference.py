@@ -159,12 +159,7 @@ def pack(cells: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tens
 
 
 def decode(
-    cells: torch.Tensor,
-    words: torch.Tensor,
-    exponents: torch.Tensor,
-    layout: Layout,
-    senders: int,
-    seed: int,
+    cells: torch.Tensor, words: torch.Tensor, exponents: torch.Tensor, layout: Layout, senders: int, seed: int
 ) -> Decoded:
     """Peel the sum of sketches.
 

@@ -51,7 +51,7 @@ def code(words, magic, SHIFT: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def add_nibbles(t, words, step, magic, B: tl.constexpr):
-    """t[q] + code q of each word * step, each rounded once; t: eight fp32[R, 4], step: fp32[R, 4]."""
+    """t[q] + code q of each word * step, each rounded once; t: eight fp32[N, 4], step: fp32[N, 4]."""
     t0, t1, t2, t3, t4, t5, t6, t7 = t
     t0 = tl.fma(code(words, magic, 0, B), step, t0)
     t1 = tl.fma(code(words, magic, 4, B), step, t1)
@@ -78,16 +78,16 @@ def add_bytes(t0, t1, t2, t3, words, step, magic, B: tl.constexpr):
 
 @triton.jit
 def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
-    """The eight sums fp32[R, 4] with the products of one sender's codes and steps added."""
-    block = first + tl.arange(0, B.R)
+    """The eight sums fp32[N, 4] with the products of one sender's codes and steps added."""
+    block = first + tl.arange(0, B.N)
     steps = (wire + tl.full((), B.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
-    step = tl.load(steps + block // B.BLOCKS, mask=block < blocks, other=0.0)
-    step = tl.broadcast_to(step[:, None], [B.R, 4])
+    step = tl.load(steps + block // (B.G // BLOCK), mask=block < blocks, other=0.0)
+    step = tl.broadcast_to(step[:, None], [B.N, 4])
     if B.BITS == 4:
-        t = add_nibbles(t, load_quads(wire, first, blocks, 16, 0, B.R), step, magic, B)
+        t = add_nibbles(t, load_quads(wire, first, blocks, 16, 0, B.N), step, magic, B)
     else:
         t0, t1, t2, t3, t4, t5, t6, t7 = t
-        low, high = load_quads(wire, first, blocks, 32, 0, B.R), load_quads(wire, first, blocks, 32, 16, B.R)
+        low, high = load_quads(wire, first, blocks, 32, 0, B.N), load_quads(wire, first, blocks, 32, 16, B.N)
         t0, t1, t2, t3 = add_bytes(t0, t1, t2, t3, low, step, magic, B)
         t4, t5, t6, t7 = add_bytes(t4, t5, t6, t7, high, step, magic, B)
         t = t0, t1, t2, t3, t4, t5, t6, t7
@@ -96,8 +96,8 @@ def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
 
 @triton.jit
 def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: tl.constexpr):
-    """fp32[R, 32]: sum over S senders of blocks first... of the row at ``wires``, in their order."""
-    zero = tl.zeros([B.R, 4], tl.float32)
+    """fp32[N, 32]: sum over S senders of blocks first... of the row at ``wires``, in their order."""
+    zero = tl.zeros([B.N, 4], tl.float32)
     t = (zero, zero, zero, zero, zero, zero, zero, zero)
     magic = magic_bits(groups)
     if S <= 8:  # unrolled, so that the senders' loads are in flight together
@@ -110,28 +110,28 @@ def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: 
             t = add_sender(t, wire, first, blocks, groups, magic, B)
     t0, t1, t2, t3, t4, t5, t6, t7 = t
     if B.BITS == 4:  # nibble 2k + p of word 2s + h is element 16s + 8p + 4h + k
-        low = tl.reshape(four_joined(t0, t2, t4, t6), [B.R, 2, 8])
-        high = tl.reshape(four_joined(t1, t3, t5, t7), [B.R, 2, 8])
+        low = tl.reshape(four_joined(t0, t2, t4, t6), [B.N, 2, 8])
+        high = tl.reshape(four_joined(t1, t3, t5, t7), [B.N, 2, 8])
         total = tl.permute(tl.join(low, high), [0, 1, 3, 2])
     else:  # byte k of word w of the second half is element 16 + 4w + k
-        low = tl.reshape(four_joined(t0, t1, t2, t3), [B.R, 16])
-        high = tl.reshape(four_joined(t4, t5, t6, t7), [B.R, 16])
+        low = tl.reshape(four_joined(t0, t1, t2, t3), [B.N, 16])
+        high = tl.reshape(four_joined(t4, t5, t6, t7), [B.N, 16])
         total = tl.permute(tl.join(low, high), [0, 2, 1])
-    return tl.reshape(total, [B.R, BLOCK])
+    return tl.reshape(total, [B.N, BLOCK])
 
 
 @triton.jit
 def butterfly(h, STRIDE: tl.constexpr, B: tl.constexpr):
-    """One stage: sums and differences of the values of h[R, 32] that are STRIDE apart."""
-    pairs = tl.permute(tl.reshape(h, [B.R, BLOCK // (2 * STRIDE), 2, STRIDE]), [0, 1, 3, 2])
+    """One stage: sums and differences of the values of h[N, 32] that are STRIDE apart."""
+    pairs = tl.permute(tl.reshape(h, [B.N, BLOCK // (2 * STRIDE), 2, STRIDE]), [0, 1, 3, 2])
     low, high = tl.split(pairs)
     pairs = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
-    return tl.reshape(pairs, [B.R, BLOCK])
+    return tl.reshape(pairs, [B.N, BLOCK])
 
 
 @triton.jit
 def rotated_blocks(h, B: tl.constexpr):
-    """WHT of h fp32[R, 32], without normalisation, in the order of additions of ``reference.hadamard``."""
+    """WHT of h fp32[N, 32], without normalisation, in the order of additions of ``reference.hadamard``."""
     for stage in tl.static_range(5):
         h = butterfly(h, 2**stage, B)
     return h

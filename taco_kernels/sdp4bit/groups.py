@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from taco_kernels.common.hadamard import transform, unshuffle
+from taco_kernels.common.hadamard import odd, shuffled, transform, unshuffle
 from taco_kernels.common.packing import store_groups
 from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
 
@@ -15,12 +15,8 @@ def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
     Columns are in the order of ``common.hadamard.shuffle``.
     """
     row, column = tl.arange(0, H.POINT)[:, None], tl.arange(0, H.POINT)[None, :]
-    column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
-    parity = row & column & (H.BLOCK - 1)
-    parity = parity ^ (parity >> 4)
-    parity = parity ^ (parity >> 2)
-    parity = parity ^ (parity >> 1)
-    value = tl.where((parity & 1) == 1, -VALUE, VALUE)
+    column = shuffled(column)
+    value = tl.where(odd(row & column & (H.BLOCK - 1)) == 1, -VALUE, VALUE)
     return tl.where((row // H.BLOCK) == (column // H.BLOCK), value, 0.0).to(dtype)
 
 

@@ -49,8 +49,8 @@ def quantize_kernel(
         row, first = row_and_group(as_tensor(tile), groups, C)
         start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
         if C.HADAMARD:
-            mask = inside(first, numel, C.RH, H.POINT, TAIL, C)
-            h = rotated(tl.load(at(x, start, first, C.RH, H.POINT, C), mask=mask, other=0.0), matrix, H)
+            mask = inside(first, numel, H.R, H.POINT, TAIL, C)
+            h = rotated(tl.load(at(x, start, first, H.R, H.POINT, C), mask=mask, other=0.0), matrix, H)
             h = tl.reshape(h, [C.R, C.G])
         else:
             mask = inside(first, numel, C.R, C.G, TAIL, C)
@@ -89,13 +89,13 @@ def sum_kernel(
     S: tl.constexpr, TAIL: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """out[row] = scale * WHT(sum over senders of q * step). A program takes R blocks of a row."""
-    first, row = tl.program_id(0) * B.R, tl.program_id(1).to(tl.int64)
-    h = sum_blocks(wires + row * row_stride, sender_stride, first, groups * B.BLOCKS, groups, S, B)
+    first, row = tl.program_id(0) * B.N, tl.program_id(1).to(tl.int64)
+    h = sum_blocks(wires + row * row_stride, sender_stride, first, groups * (B.G // BLOCK), groups, S, B)
     if B.HADAMARD:
         h = rotated_blocks(h, B)
     begin = first.to(tl.int64) * BLOCK
-    place = (tl.arange(0, B.R) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    inside = place if TAIL else (tl.arange(0, B.R) * BLOCK)[:, None]
+    place = (tl.arange(0, B.N) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = place if TAIL else (tl.arange(0, B.N) * BLOCK)[:, None]
     pointers = out + row * out_stride + begin + place
     tl.store(pointers, (h * scale).to(out.dtype.element_ty), mask=inside < numel - begin)
 
@@ -107,7 +107,9 @@ def requantize_kernel(
 ):  # fmt: skip
     """out[row] = wire, in format D, of the sum over senders of q * step. R blocks of a row a program."""
     first, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    h = sum_blocks(wires + row * row_stride, sender_stride, first * B.R, groups * B.BLOCKS, groups, S, B)
+    h = sum_blocks(
+        wires + row * row_stride, sender_stride, first * B.N, groups * (B.G // BLOCK), groups, S, B
+    )
     write_groups(tl.reshape(h, [D.R, D.G]), out + row * out_stride, first * D.R, out_groups, D)
 
 

@@ -15,7 +15,7 @@ from taco_kernels.sdp4bit.kernels import (
 )
 from taco_kernels.sdp4bit.layout import HADAMARD_POINTS, GroupFormat, check_rows, check_wires
 from taco_kernels.sdp4bit.reference import new_wires
-from taco_kernels.sdp4bit.spec import make_blocks, make_rotation, make_tile
+from taco_kernels.sdp4bit.spec import make_rotation, make_tile
 
 TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
     "quantize": Tuning(8192, 4, 4, 2),
@@ -106,7 +106,7 @@ def sum_dequantize(
     if out.numel() == 0:
         return out
     tuning, device = TUNING["sum_dequantize"], device_for(wires)
-    blocks = make_blocks(format, tuning.tile, device.interpret)
+    blocks = make_tile(format, tuning.tile, device.interpret)
     for begin in range(0, rows, MOST_ROWS):
         part = out[begin : begin + MOST_ROWS]
         start(
@@ -123,11 +123,7 @@ def sum_dequantize(
 
 
 def sum_requantize(
-    wires: torch.Tensor,
-    format: GroupFormat,
-    numel: int,
-    target: GroupFormat,
-    out: torch.Tensor | None = None,
+    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """reference.sum_requantize as one kernel."""
     if format.hadamard != target.hadamard:
@@ -143,7 +139,7 @@ def sum_requantize(
         return out
     tuning, device = TUNING["sum_requantize"], device_for(wires)
     values = max(tuning.tile, target.group_size)
-    source = make_blocks(format, values, device.interpret)
+    source = make_tile(format, values, device.interpret)
     result = make_tile(target, values, device.interpret)
     for begin in range(0, rows, MOST_ROWS):
         part = out[begin : begin + MOST_ROWS]

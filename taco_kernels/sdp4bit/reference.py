@@ -108,11 +108,7 @@ def sum_dequantize(
 
 
 def sum_requantize(
-    wires: torch.Tensor,
-    format: GroupFormat,
-    numel: int,
-    target: GroupFormat,
-    out: torch.Tensor | None = None,
+    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``.
 

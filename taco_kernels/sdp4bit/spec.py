@@ -18,11 +18,11 @@ class Tile(Constants):
     """One argument for all constants; what planes.py and unpacking.py read has their names."""
 
     R: tl.constexpr
-    """Groups a tile."""
+    """Groups a tile, if these are whole."""
     G: tl.constexpr
     """Values a group."""
-    RH: tl.constexpr
-    """Rows of POINT values a tile."""
+    N: tl.constexpr
+    """Blocks of HADAMARD_POINTS values a tile."""
     FORMAT: tl.constexpr
     BITS: tl.constexpr
     QMAX: tl.constexpr
@@ -47,28 +47,13 @@ class Rotation(Constants):
     INTERPRET: tl.constexpr
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Blocks(Constants):
-    """A tile as blocks of HADAMARD_POINTS values, for blocks.py."""
-
-    R: tl.constexpr
-    """Blocks a tile."""
-    BLOCKS: tl.constexpr
-    """Blocks a group."""
-    BITS: tl.constexpr
-    PAYLOAD: tl.constexpr
-    """Bytes of a group's codes."""
-    HADAMARD: tl.constexpr
-    INTERPRET: tl.constexpr
-
-
 @lru_cache
 def make_tile(format: GroupFormat, values: int, interpret: bool) -> Tile:
     """Constants of a tile of ``values`` values; cached, as launches hash and compare them."""
     return Tile.of(
         R=values // format.group_size,
         G=format.group_size,
-        RH=values // POINT,
+        N=values // HADAMARD_POINTS,
         FORMAT=f"int{format.bits}",
         BITS=format.bits,
         QMAX=float(format.qmax),
@@ -82,24 +67,5 @@ def make_tile(format: GroupFormat, values: int, interpret: bool) -> Tile:
 @lru_cache
 def make_rotation(values: int, interpret: bool) -> Rotation:
     """Constants of the rotation of a tile of ``values`` values."""
-    return Rotation.of(
-        R=values // POINT,
-        G=POINT,
-        POINT=POINT,
-        BLOCKS=1,
-        BLOCK=HADAMARD_POINTS,
-        INTERPRET=interpret,
-    )
-
-
-@lru_cache
-def make_blocks(format: GroupFormat, values: int, interpret: bool) -> Blocks:
-    """Constants of a tile of ``values`` values of a wire that is read block by block."""
-    return Blocks.of(
-        R=values // HADAMARD_POINTS,
-        BLOCKS=format.group_size // HADAMARD_POINTS,
-        BITS=format.bits,
-        PAYLOAD=format.group_size * format.bits // 8,
-        HADAMARD=format.hadamard,
-        INTERPRET=interpret,
-    )
+    R = values // POINT
+    return Rotation.of(R=R, G=POINT, POINT=POINT, BLOCKS=1, BLOCK=HADAMARD_POINTS, INTERPRET=interpret)

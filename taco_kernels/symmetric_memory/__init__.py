@@ -7,8 +7,4 @@ posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``ring.py
 from taco_kernels.symmetric_memory.group import SymmetricGroup, unavailable_reason
 from taco_kernels.symmetric_memory.lane import SymmetricMemoryError
 
-__all__ = [
-    "SymmetricGroup",
-    "SymmetricMemoryError",
-    "unavailable_reason",
-]
+__all__ = ["SymmetricGroup", "SymmetricMemoryError", "unavailable_reason"]

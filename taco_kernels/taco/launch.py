@@ -131,10 +131,7 @@ class Plan(NamedTuple):
 
 
 def encode(
-    x: torch.Tensor,
-    config: CodecConfig,
-    chunks: int = 1,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """reference.encode as one kernel."""
     given = None if out is None else wires_of(out)

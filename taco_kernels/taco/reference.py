@@ -131,10 +131,7 @@ def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor
 
 
 def encode(
-    x: torch.Tensor,
-    config: CodecConfig,
-    chunks: int = 1,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Encode x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order.
 

@@ -3,16 +3,10 @@
 import triton
 import triton.language as tl
 
+from taco_kernels.common.hadamard import shuffled
+
 SHIFT = tl.constexpr(16)
 """Where a code lies in an fp32 number that is a power of two more."""
-
-
-@triton.jit
-def odd(x):
-    """int32: parity of numbers below 256."""
-    x = x ^ (x >> 4)
-    x = x ^ (x >> 2)
-    return (x ^ (x >> 1)) & 1
 
 
 @triton.jit
@@ -20,7 +14,7 @@ def identity(C: tl.constexpr, dtype: tl.constexpr):
     """dtype[POINT, POINT]: ones on the diagonal, columns in the order of ``shuffle``."""
     row, column = tl.arange(0, C.POINT)[:, None], tl.arange(0, C.POINT)[None, :]
     if C.POINT >= 64:
-        column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
+        column = shuffled(column)
     return tl.where(row == column, 1.0, 0.0).to(dtype)
 
 

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from taco_kernels.common.hadamard import odd
 from taco_kernels.common.packing import sixteen_joined, sixteen_of
-from taco_kernels.tah_quant.rows import SHIFT, odd
+from taco_kernels.tah_quant.rows import SHIFT
 
 
 @triton.jit
@@ -81,12 +82,7 @@ def fetch(pointers, mask, C: tl.constexpr):
         BITS: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
         text: tl.constexpr = _fetch_assembly(BITS)
         values = tl.inline_asm_elementwise(
-            text,
-            "=r,l,r",
-            [pointers.to(tl.int64), mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            text, "=r,l,r", [pointers.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
         )
     return values
 

@@ -8,9 +8,9 @@ Hadamard transform flips the sign of its output j where i & j has odd parity: th
 import triton
 import triton.language as tl
 
-from taco_kernels.common.hadamard import transform, unshuffle
+from taco_kernels.common.hadamard import odd, transform, unshuffle
 from taco_kernels.common.packing import sixteen_joined, sixteen_of
-from taco_kernels.tah_quant.rows import grid_of, odd
+from taco_kernels.tah_quant.rows import grid_of
 
 LARGEST_SUM, SMALLEST_SUM = tl.constexpr(2.0**100), tl.constexpr(2.0**-100)
 
