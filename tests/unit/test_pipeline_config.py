@@ -34,7 +34,6 @@ def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
         ({}, (None, None)),
         ({"compression": "int8"}, ("int8", "int8")),
         ({"compression": "tah-quant"}, ("tah-quant", "int6:group=32,scales=single,hadamard=off")),
-        ({"compression": "int4:normalize=center"}, ("int4:normalize=center", "int4:hadamard=off")),
         ({"compression": "taco", "backward": "none"}, ("taco", None)),
         ({"backward": "sdp4bit"}, (None, "sdp4bit")),
         (
