@@ -31,6 +31,7 @@ class Compression:
     """Compression of one training run, in all its dimensions.
 
     Args:
+        config: what is compressed, and how; checked when it is made.
         iteration: the zero-based training iteration; None counts the calls of ``step``.
         train_iters: how long the run is, where it is known.
         say: prints a line; called on every rank.
@@ -120,8 +121,13 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
     Args:
         chunks: the model chunks of this pipeline stage, built by megatron-core and not wrapped.
-    Returns: Its ``attach_wrapped`` takes the chunks once they are wrapped by DistributedDataParallel;
-    ``step`` is to be called behind each iteration.
+        config: what is compressed, and how.
+        options: as ``Compression`` takes them.
+
+    Returns: the run's compression. Its ``attach_wrapped`` takes the chunks once they are wrapped by
+    DistributedDataParallel; ``step`` is to be called behind each iteration.
+
+    Raises: CompressionConfigError: a layer communicates in a way that is not covered.
     """
     patches.make_torch_adam_resumable()
     compression = Compression(config, **options)

@@ -84,7 +84,7 @@ def specs(page: Path) -> set[tuple[str, str]]:
         for dimension, spec in found
         if spec not in example
         and not re.match(r"\w+:[A-Z]|my_", spec)  # MODULE:CLASS, of the reader's own
-        and not re.search(r"=$|=,|[[\]<]|\.\.\.|:average=", spec)  # placeholders; --dp-error-feedback
+        and not re.search(r"=$|=,|[\[\]<]|\.\.\.|:average=", spec)  # placeholders; --dp-error-feedback
     }
 
 
