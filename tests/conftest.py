@@ -8,10 +8,10 @@ import pytest
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for each core, at most four; where there is a GPU, none but this one, as tests share it.
+    """A process more than cores, at most four; where there is a GPU, none but this one, as tests share it.
 
-    A test's own ranks mostly wait for one another: from one process they leave half of two cores idle.
+    A test's own ranks mostly wait for one another: from two processes they leave half of two cores idle.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return 0
-    return min(len(os.sched_getaffinity(0)), 4)
+    return min(len(os.sched_getaffinity(0)) + 1, 4)
