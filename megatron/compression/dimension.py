@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec, parse_codec
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, naming
 
 
-def codec_of(spec: str | None) -> Codec | None:
-    """The codec that a setting names; None: uncompressed."""
-    return None if spec in (None, "none") else parse_codec(spec)
+def codec_of(spec: str | None, flag: str) -> Codec | None:
+    """The codec that a flag's value names; None: uncompressed.
+
+    Raises: CompressionConfigError: there is none; the message names the flag.
+    """
+    with naming(flag):
+        return None if spec in (None, "none") else parse_codec(spec)
 
 
 def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
@@ -25,6 +29,8 @@ class Dimension:
 
     compression: str
     backward: str | None
+    flag: ClassVar[str]
+    """What ``compression`` is on the command line."""
     idle: ClassVar[str]
     """What is said where there is one rank, and so nothing to compress."""
 
@@ -36,7 +42,7 @@ class Dimension:
     @property
     def forward_codec(self) -> Codec | None:
         """Of the activations; None: uncompressed."""
-        return codec_of(self.compression)
+        return codec_of(self.compression, self.flag)
 
     @property
     def enabled(self) -> bool:

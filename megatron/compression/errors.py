@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import NoReturn
 
 FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
@@ -25,6 +26,16 @@ class InputError(ValueError):
 
 class CompressionConfigError(InputError):
     """A setting that cannot be honoured; the message names the flag and the fix."""
+
+
+@contextlib.contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Put the flag that a setting came from before what is wrong with it, unless a flag is named there."""
+    try:
+        yield
+    except CompressionConfigError as error:
+        text = str(error)
+        raise CompressionConfigError(text if text.startswith("--") else f"{flag}: {text}") from None
 
 
 class OneLineParser(argparse.ArgumentParser):

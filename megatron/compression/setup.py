@@ -21,7 +21,7 @@ from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
 from megatron.compression.data_checks import check_vocabulary
-from megatron.compression.errors import OneLineParser
+from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
@@ -37,7 +37,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     What the machine lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
     validated, each change said in a line.
+
+    Raises: InputError: the parser has them already.
     """
+    if "--taco" in parser._option_string_actions:
+        raise InputError("the script has compression's flags itself; drop -m megatron.compression")
     patches.change_class(parser, OneLineParser)
     parser = flags.add_flags(add_native_defaults(parser))
     parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")

@@ -37,8 +37,23 @@ class HalfCodec(IdentityCodec):
         return values.to(dtype) if out is None else out.copy_(values)
 
 
+@dataclass(frozen=True)
 class NoCodec:
     """Something else."""
+
+
+class NotFrozen:
+    """Settings that could change."""
+
+
+@dataclass(frozen=True)
+class Divides:
+    """Whose check fails by itself."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 // self.size <= 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,13 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("tah-quant:low=5", "tah-quant:low=5: "),
         ("int6/", "codec '' is unknown"),
         ("int6/sdp4bit:group=64", "the two codecs cut a tensor differently"),
-        ("no.such.module:Codec", "No module named"),
+        (
+            "int6:group=64:scales=single",
+            "64:scales=single must be a whole number; commas separate settings",
+        ),
+        ("no.such.module:Codec", "No module named .* put its folder on PYTHONPATH"),
+        (f"{__name__}:NotFrozen", "NotFrozen must be a frozen dataclass"),
+        (f"{__name__}:Divides:size=0", "Divides:size=0: .*zero"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:NoCodec", "NoCodec is no megatron.compression.Codec"),
     ],

@@ -71,10 +71,10 @@ def test_neither_needs_activations() -> None:
     ("settings", "message"),
     [
         ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of identity, int4"),
-        ({"compression": "examples.nothing:At"}, "examples.nothing:At"),
+        ({"compression": "examples.nothing:At"}, "--dp-compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
-        ({"compression": "int6:group=100"}, "int6:group=100"),
-        ({**ON, "weights": "tagc"}, "codec 'tagc' is unknown"),
+        ({"compression": "int6:group=100"}, "--dp-compression: int6:group=100"),
+        ({**ON, "weights": "tagc"}, "--dp-weight-compression: codec 'tagc' is unknown"),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
         ({**ON, "node_size": 0}, "--dp-compression-node-size 0 must be"),
         ({"node_size": 2}, "is off; add --dp-compression"),

@@ -148,6 +148,12 @@ def test_unknown_flag_is_refused_by_name(parser, flag):
         parser.parse_args([flag, "1"])
 
 
+def test_flags_are_added_once(parser):
+    """By `-m megatron.compression` to a script that adds them itself."""
+    with pytest.raises(InputError, match="drop -m megatron"):
+        add_arguments(parser)
+
+
 def test_flags_are_not_abbreviated(parser):
     with pytest.raises(InputError, match="unrecognized arguments: --tensor-model-parallel 2; did you mean"):
         parser.parse_args(["--tensor-model-parallel", "2"])

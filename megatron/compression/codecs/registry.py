@@ -93,6 +93,8 @@ class Registry:
                 f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, or MODULE:CLASS"
             )
         cls, fixed = found
+        if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
+            raise CompressionConfigError(f"{text}: {cls.__qualname__} must be a frozen dataclass")
         values = {}
         for part in filter(None, settings.split(",")):
             key, equals, value = part.partition("=")
@@ -103,7 +105,7 @@ class Registry:
             values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
         try:
             return cls(**fixed, **values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             raise CompressionConfigError(f"{text}: {error}") from None
 
     def spec(self, entry: Any) -> str:
@@ -127,7 +129,8 @@ class Registry:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise CompressionConfigError(f"{self.what} {text!r}: {error}") from None
+            where = "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+            raise CompressionConfigError(f"{self.what} {text!r}: {error}{where}") from None
 
     def _load(self) -> None:
         if self._loaded:
@@ -244,4 +247,5 @@ def _value(where: str, kind: Any, text: str) -> Any:
         return kind(text) if kind in (int, float) else text
     except (ValueError, KeyError):
         wanted = "on or off" if kind is bool else {int: "a whole number", float: "a number"}[kind]
-        raise CompressionConfigError(f"{where}={text} must be {wanted}") from None
+        hint = "; commas separate settings" if ":" in text else ""
+        raise CompressionConfigError(f"{where}={text} must be {wanted}{hint}") from None

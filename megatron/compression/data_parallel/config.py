@@ -9,7 +9,7 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
 from megatron.compression.data_parallel.error_feedback import parse_error_feedback
 from megatron.compression.dimension import Dimension, codec_of, refuse_flags
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, naming
 
 PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off"}
 """Weights' codec by the gradients' spec, where nobody chooses one: SDP4Bit's own (arXiv 2410.15526)."""
@@ -32,6 +32,7 @@ _REFUSED = {
 class DataParallelConfig(Dimension):
     """Compression of the gradients and weights that data parallelism sends."""
 
+    flag: ClassVar[str] = "--dp-compression"
     idle: ClassVar[str] = (
         "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
     )
@@ -56,7 +57,7 @@ class DataParallelConfig(Dimension):
     def __post_init__(self) -> None:
         if self.node_size is not None and self.node_size < 1:
             raise CompressionConfigError(f"--dp-compression-node-size {self.node_size} must be a number >= 1")
-        codec_of(self.weights)
+        codec_of(self.weights, "--dp-weight-compression")
         parse_error_feedback(self.error_feedback or "none")
         compressor = self.compressor
         if compressor is None and self.feedback != "none":
@@ -81,12 +82,16 @@ class DataParallelConfig(Dimension):
     @property
     def compressor(self) -> GradientCompressor | None:
         """A new instance of the gradients' compressor; None: uncompressed."""
-        return None if self.compression == "none" else parse_gradient_compressor(self.compression)
+        if self.compression == "none":
+            return None
+        with naming(self.flag):
+            return parse_gradient_compressor(self.compression)
 
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        return codec_of(PAIRED_WEIGHTS.get(self.compression) if self.weights is None else self.weights)
+        spec = PAIRED_WEIGHTS.get(self.compression) if self.weights is None else self.weights
+        return codec_of(spec, "--dp-weight-compression")
 
     @property
     def feedback(self) -> str:

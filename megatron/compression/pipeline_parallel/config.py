@@ -19,6 +19,7 @@ RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off"
 class PipelineParallelConfig(Dimension):
     """Compression of the activations and their gradients that go from stage to stage."""
 
+    flag: ClassVar[str] = "--pp-compression"
     idle: ClassVar[str] = (
         "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes "
         "from stage to stage"
@@ -44,10 +45,7 @@ class PipelineParallelConfig(Dimension):
                     f"{flag} {text}: a message between stages is sent once, so one codec encodes it; give "
                     "the gradients' codec with --pp-backward-compression"
                 )
-            try:
-                codec_of(text)
-            except CompressionConfigError as error:
-                raise CompressionConfigError(f"{flag}: {error}") from None
+            codec_of(text, flag)
         if self.backward == "none" and not self.enabled:
             raise CompressionConfigError(
                 "--pp-backward-compression none given, but pipeline compression is off; add --pp-compression"
@@ -58,7 +56,7 @@ class PipelineParallelConfig(Dimension):
         """Of the gradients; None: uncompressed."""
         if self.backward is None:
             return self.forward_codec and self.forward_codec.backward
-        return codec_of(self.backward)
+        return codec_of(self.backward, "--pp-backward-compression")
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""

@@ -33,10 +33,14 @@ _NOT_COVERED = (
 )
 
 
+_BACKWARD = "--tp-backward-compression"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig(Dimension):
     """Compression of the activations and their gradients that tensor parallelism sends."""
 
+    flag: ClassVar[str] = "--tp-compression"
     idle: ClassVar[str] = (
         "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
         "tensor-parallel traffic to compress"
@@ -71,9 +75,9 @@ class TensorParallelConfig(Dimension):
         if self.chunks < 1:
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         parse_layers(self.layers)
-        for text in self.specs:
-            codec_of(text)
-        flags = {"backward": "--tp-backward-compression"}
+        flags = {"backward": _BACKWARD}
+        codec_of(self.compression, self.flag)
+        codec_of(self.backward, _BACKWARD)
         changed = [
             flags.get(field.name, f"--tp-compression-{field.name.replace('_', '-')}")
             for field in dataclasses.fields(self)
@@ -88,7 +92,7 @@ class TensorParallelConfig(Dimension):
     @property
     def backward_codec(self) -> Codec | None:
         """Of the gradients; None: uncompressed."""
-        return self.forward_codec if self.backward is None else codec_of(self.backward)
+        return self.forward_codec if self.backward is None else codec_of(self.backward, _BACKWARD)
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
