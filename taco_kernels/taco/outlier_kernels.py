@@ -78,15 +78,46 @@ def take(words, C: tl.constexpr):
 
 
 @triton.jit
+def largest_of_eight(x, C: tl.constexpr):
+    """[R, G / 8, 2] of x[R, G]: of each 8 values two with the largest magnitudes, in either sign."""
+    if x.dtype == tl.bfloat16:
+        text: tl.constexpr = "max.xorsign.abs.bf16x2 $0, $1, $2;"
+    else:
+        text: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;"
+    x = tl.permute(tl.reshape(x, [C.R, C.G // 8, 2, 2, 2]), [0, 1, 4, 2, 3])  # pairs stay in their registers
+    even, odd = tl.split(x)
+    x = tl.inline_asm_elementwise(text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2)
+    even, odd = tl.split(x)
+    return tl.inline_asm_elementwise(text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def limits_and_largest(x, C: tl.constexpr):
+    """fp32[R], what massive values of x[R, G] exceed; and [R, n], the largest magnitudes of each group's parts."""
+    if C.INTERPRET or x.dtype == tl.float32:
+        magnitude = tl.abs(x.to(tl.float32))
+        total = tl.sum(magnitude, axis=1)
+        largest = tl.max(tl.reshape(magnitude, [C.R, C.G // 8, 8]), axis=2)
+    else:  # sums on the tensor cores, 16 times the same; two values an instruction for the maxima
+        magnitude = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x7FFF7FFF;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+        )
+        ones = tl.full([C.POINT, 16], 1.0 / 16, x.dtype)
+        sums = tl.dot(tl.reshape(magnitude, [C.R * C.BLOCKS, C.POINT]), ones)
+        total = tl.sum(tl.reshape(sums, [C.R, C.BLOCKS * 16]), axis=1)
+        largest = tl.max(tl.abs(largest_of_eight(x, C).to(tl.float32)), axis=2)
+    return total * (THRESHOLD / C.G), largest
+
+
+@triton.jit
 def without_massive(x, left, C: tl.constexpr):
     """x[R, G] without the massive values of its first ``left`` groups, and the lists of its blocks."""
-    magnitude = tl.abs(x.to(tl.float32))
-    limit = tl.sum(magnitude, axis=1) * (THRESHOLD / C.G)
-    inside = tl.arange(0, C.R) < left
-    found = (tl.max(magnitude, axis=1) > limit) & inside
+    limit, largest = limits_and_largest(x, C)
+    found = (largest > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
     best = tl.zeros([C.R * C.G // BLOCK, SLOTS], tl.int32)
-    if tl.max(found.to(tl.int32), axis=0) > 0:
-        massive = (tl.abs(x.to(tl.float32)) > limit[:, None]) & inside[:, None]
+    if tl.max(found.to(tl.int32)) > 0:
+        inside = (tl.arange(0, C.R) < left)[:, None]
+        massive = (tl.abs(x.to(tl.float32)) > limit[:, None]) & inside
         best, others = take(blocks_of_words(x, massive, C), C)
         x = tl.where(massive & (tl.reshape(others, [C.R, C.G]) == 0), 0.0, x.to(tl.float32)).to(x.dtype)
     return x, best
