@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.constants import as_tensor
-from taco_kernels.taco.outlier_kernels import THRESHOLD, add_lists, any_list, store_lists, without_massive
+from taco_kernels.taco.outlier_kernels import (
+    THRESHOLD,
+    add_lists,
+    any_list,
+    empty_lists,
+    look_for_massive,
+    store_lists,
+    take_massive,
+)
 from taco_kernels.taco.tensor import load_tile, store_tile
 from taco_kernels.taco.wire import decode_groups, encode_groups
 
@@ -111,7 +119,10 @@ def encode_kernel(
         z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, C).to(tl.float32)
         z = (z - tl.load(statistics + channel).to(tl.float32)) * tl.load(inverses + channel)
         if C.OUTLIERS:
-            z, words = without_massive(z, groups - first, C)
+            words = empty_lists(C)
+            found, limit = look_for_massive(z, groups - first, C)
+            if found:
+                z, words = take_massive(z, limit, groups - first, C)
             store_lists(words, out, first, groups, C)
         encode_groups(z, out, first, groups, C)
 

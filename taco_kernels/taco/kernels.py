@@ -10,13 +10,13 @@ from taco_kernels.common.constants import as_tensor
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
 from taco_kernels.taco.outlier_kernels import (
-    SLOTS,
-    BLOCK,
     add_lists,
     any_list,
+    empty_lists,
+    look_for_massive,
     store_lists,
     sum_lists,
-    without_massive,
+    take_massive,
 )
 from taco_kernels.taco.tensor import load_tile, store_tile
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_step, load_values
@@ -36,13 +36,21 @@ def encode_kernel(
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
         h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
-        if C.OUTLIERS:
-            h, words = without_massive(h, groups - first, C)
-            store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+        if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
+            x_tile, words = h, empty_lists(C)
+            found, limit = look_for_massive(x_tile, groups - first, C)
         if C.HADAMARD:
             h = unshuffle(transform(h, matrix, C), C)
         else:
             h = h.to(tl.float32)
+        if C.OUTLIERS:
+            if found:
+                rest, words = take_massive(x_tile, limit, groups - first, C)
+                if C.HADAMARD:
+                    h = unshuffle(transform(rest, matrix, C), C)
+                else:
+                    h = rest.to(tl.float32)
+            store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
         encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
 
 
@@ -149,7 +157,7 @@ def decode_sum_encode_kernel(
         found = any_list(wires, wire_stride, first, groups, W, C)
     h = sum_senders(wires, wire_stride, first, groups, W, C)
     if C.OUTLIERS:
-        words = tl.zeros([C.R * C.G // BLOCK, SLOTS], tl.int32)
+        words = empty_lists(C)
         if tl.max(found, axis=0) > 0:
             h, words = sum_lists(h, wires, wire_stride, first, groups, W, C)
         store_lists(words, out, first, groups, D)

@@ -69,7 +69,7 @@ def blocks_of_words(x, wanted, C: tl.constexpr):
 @triton.jit
 def take(words, C: tl.constexpr):
     """The SLOTS largest words of each block, and the others with 0 in their places."""
-    best = tl.zeros([C.R * C.G // BLOCK, SLOTS], tl.int32)
+    best = empty_lists(C)
     for slot in range(SLOTS):
         largest = tl.max(words, axis=1)[:, None]
         best = tl.where(tl.arange(0, SLOTS)[None, :] == slot, largest, best)
@@ -110,17 +110,26 @@ def limits_and_largest(x, C: tl.constexpr):
 
 
 @triton.jit
-def without_massive(x, left, C: tl.constexpr):
-    """x[R, G] without the massive values of its first ``left`` groups, and the lists of its blocks."""
+def look_for_massive(x, left, C: tl.constexpr):
+    """Whether the first ``left`` groups of x[R, G] have massive values, and what those exceed, fp32[R]."""
     limit, largest = limits_and_largest(x, C)
     found = (largest > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
-    best = tl.zeros([C.R * C.G // BLOCK, SLOTS], tl.int32)
-    if tl.max(found.to(tl.int32)) > 0:
-        inside = (tl.arange(0, C.R) < left)[:, None]
-        massive = (tl.abs(x.to(tl.float32)) > limit[:, None]) & inside
-        best, others = take(blocks_of_words(x, massive, C), C)
-        x = tl.where(massive & (tl.reshape(others, [C.R, C.G]) == 0), 0.0, x.to(tl.float32)).to(x.dtype)
-    return x, best
+    return tl.max(found.to(tl.int32)) > 0, limit
+
+
+@triton.jit
+def take_massive(x, limit, left, C: tl.constexpr):
+    """x[R, G] without the massive values of its first ``left`` groups, and the lists of its blocks."""
+    massive = (tl.abs(x.to(tl.float32)) > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
+    best, others = take(blocks_of_words(x, massive, C), C)
+    taken = massive & (tl.reshape(others, [C.R, C.G]) == 0)
+    return tl.where(taken, 0.0, x.to(tl.float32)).to(x.dtype), best
+
+
+@triton.jit
+def empty_lists(C: tl.constexpr):
+    """int32[R * G / BLOCK, SLOTS]"""
+    return tl.zeros([C.R * C.G // BLOCK, SLOTS], tl.int32)
 
 
 @triton.jit

@@ -34,7 +34,6 @@ def check_operations(
 
     Args:
         count: massive values of each sender; more than a list's slots are left in their groups.
-
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = with_massive(shape, count, seed).to(dtype)
@@ -44,7 +43,7 @@ def check_operations(
     chunk = config.chunk_numel(numel, chunks)
     assert_wires_alike(found, exact, config, chunk)
     lists = exact[:, config.lists_at(chunk) :].clone().view(torch.int32)
-    assert int((lists > 0).sum()) >= min(count, outliers.SLOTS) or count == 0
+    assert bool((lists > 0).any()) == (count > 0) or count > outliers.SLOTS
 
     loose = dict(rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=1e-4)
     y = launch.decode(exact.to(device), config, shape, dtype).cpu()
@@ -61,7 +60,7 @@ def check_operations(
     stack = torch.cat([reference.encode(sender, config) for sender in senders])
     total = launch.decode_sum(stack.to(device), config, shape, torch.float32).cpu()
     expected = reference.decode_sum(stack, config, shape, torch.float32)
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 + 2e-7 * float(expected.abs().max()))
     for config_out in (config, replace(config, format="int8" if config.format == "int4" else "int4", scales="single")):
         expected = reference.decode_sum_encode(stack, config, numel, config_out=config_out)[None]
         again = torch.full_like(expected[0], 99, device=device)
