@@ -45,13 +45,6 @@ def store_lists(words, wire, first, groups, C: tl.constexpr):
 
 
 @triton.jit
-def places(C: tl.constexpr):
-    """int32[R, G]: where in its block a value is."""
-    row = tl.arange(0, C.R) % (BLOCK // C.G)
-    return (row * C.G)[:, None] + tl.arange(0, C.G)[None, :]
-
-
-@triton.jit
 def value_of(word):
     """fp32 values of words."""
     return ((word & MAGNITUDE) | ((word & SIGN) << 20)).to(tl.float32, bitcast=True)
@@ -61,7 +54,9 @@ def value_of(word):
 def blocks_of_words(x, wanted, C: tl.constexpr):
     """int32[R * G / BLOCK, BLOCK]: the values of x[R, G] that are wanted as words, 0 for the others."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN) | places(C)
+    words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN)
+    words = words | (tl.arange(0, C.R) % (BLOCK // C.G) * C.G)[:, None]
+    words = words | tl.arange(0, C.G)[None, :]  # two steps: a place of each value would stay in registers
     words = tl.where(wanted & ((bits << 1) != 0), words, 0)
     return tl.reshape(words, [C.R * C.G // BLOCK, BLOCK])
 
