@@ -29,8 +29,28 @@ class Device(NamedTuple):
     """What a launch needs to know of a device."""
 
     multiprocessors: int
-    hardware_fp8: bool
+    capability: tuple[int, int]
+    """Compute capability; (0, 0) under the interpreter."""
     interpret: bool
+
+    @property
+    def hardware_fp8(self) -> bool:
+        """Whether fp32 is converted to fp8 by an instruction; else integer arithmetic does it."""
+        return self.capability >= (8, 9)
+
+    @property
+    def small(self) -> bool:
+        """Whether tensor cores take operands from registers alone, and a program has 99 KiB of shared memory.
+
+        So it is before Hopper (sm_80 has 163 KiB, sm_86 and sm_89 have 99) and on sm_120. The tensor cores of
+        sm_90 and sm_100 read a matrix from shared memory, 227 KiB.
+        """
+        return not self.interpret and self.capability[0] not in (9, 10)
+
+    @property
+    def point(self) -> int:
+        """Largest transform done as one product: a matrix of 128 by 128 does not fit a warp's registers."""
+        return 64 if self.small else 128
 
     def grid(self, tiles: int, tuning: Tuning) -> tuple[int]:
         """One program a tile, or as many as ``tuning`` says."""
@@ -43,10 +63,9 @@ class Device(NamedTuple):
 def device_number(index: int) -> Device:
     """Of a tensor whose ``get_device()`` is ``index``; -1, a tensor of the host, is the interpreter's."""
     if index < 0:
-        return Device(multiprocessors=4, hardware_fp8=False, interpret=True)
+        return Device(multiprocessors=4, capability=(0, 0), interpret=True)
     properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    return Device(properties.multi_processor_count, capability >= (8, 9), False)
+    return Device(properties.multi_processor_count, (properties.major, properties.minor), False)
 
 
 def device_for(tensor: torch.Tensor) -> Device:

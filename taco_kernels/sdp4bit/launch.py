@@ -2,7 +2,7 @@
 
 import torch
 
-from taco_kernels.common.device import Tuning, device_for
+from taco_kernels.common.device import Device, Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.sdp4bit import reference
@@ -24,7 +24,17 @@ TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one progr
     "sum_requantize": Tuning(2048, 2, 1, 0),
     "add_dequantized": Tuning(8192, 8, 3, 2),
 }
+STAGES = {"quantize": 3, "add_dequantized": 2}
+"""At most, where shared memory is small (Device.small), so that two programs fit; compiled, not timed."""
 MOST_ROWS = 65535  # of a grid's second dimension
+
+
+def tuning_for(operation: str, device: Device) -> Tuning:
+    """TUNING within what the device has."""
+    tuning = TUNING[operation]
+    if device.small:
+        tuning = tuning._replace(stages=min(tuning.stages, STAGES.get(operation, tuning.stages)))
+    return tuning
 
 
 def check_aligned(wires: torch.Tensor, name: str) -> None:
@@ -45,7 +55,8 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     check_aligned(out, "out")
     if out.numel() == 0:
         return out
-    tuning, device, groups = TUNING["quantize"], device_for(x), format.groups(numel)
+    device, groups = device_for(x), format.groups(numel)
+    tuning = tuning_for("quantize", device)
     # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
     values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
     tile = make_tile(format, max(values, format.group_size), device.interpret)
@@ -168,7 +179,8 @@ def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Ten
     check_aligned(wires, "wires")
     if weights.numel() == 0:
         return weights
-    tuning, device, groups = TUNING["add_dequantized"], device_for(wires), format.groups(numel)
+    device, groups = device_for(wires), format.groups(numel)
+    tuning = tuning_for("add_dequantized", device)
     tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
     start(
         add_kernel,

@@ -188,11 +188,10 @@ def _prepare(
 @lru_cache(maxsize=1024)
 def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
-    properties = device_number(-1 if device.index is None else device.index)
+    own = device_number(-1 if device.index is None else device.index)
 
     def spec(config: CodecConfig, tile: int) -> Spec:
-        groups = tile // config.group_size
-        return make_spec(config, groups, properties.hardware_fp8, properties.interpret, merged=True)
+        return make_spec(config, tile // config.group_size, own, merged=True)
 
     tile = tile_of(config)
     full = spec(config, tile)

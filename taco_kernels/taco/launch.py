@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from taco_kernels.common import fast_launch
-from taco_kernels.common.device import Tuning, device_number
+from taco_kernels.common.device import Device, Tuning, device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.taco.kernels import (
     decode_kernel,
@@ -61,6 +61,19 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(registers=168)
     elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
         tuning = tuning._replace(tile=4096, warps=4)
+    return tuning
+
+
+def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
+    """``tuning_of`` within what the device has; compiled for it, not timed. Encode keeps its tile (lane.py)."""
+    tuning = tuning_of(operation, config)
+    if device.small and operation == "encode":
+        tuning = tuning._replace(stages=min(tuning.stages, 2 if tuning.tile > 8192 else 3))
+    elif device.small and operation == "decode_sum":
+        tuning = tuning._replace(tile=4096, stages=2)
+    elif operation == "decode_sum_encode" and config.bits == 8 and device.capability[0] != 9:
+        software = config.is_float and not device.hardware_fp8
+        tuning = tuning._replace(registers=112 if software else 96)
     return tuning
 
 
@@ -169,7 +182,7 @@ def _plan_encode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_of("encode", config)
+    tuning = tuning_for("encode", config, device)
     spec = spec_of(config, device, tuning)
     tiles = ceil_div(groups, spec.R.value) * chunks
     launch = fast_launch.Launch(
@@ -243,7 +256,7 @@ def _plan_decode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_of(operation, config)
+    tuning = tuning_for(operation, config, device)
     spec = spec_of(config, device, tuning)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
     constants = dict(FLAGS=flags, C=spec, **tuning.options)
@@ -297,8 +310,8 @@ def _plan_decode_sum_encode(
         return Plan(wire, None)
     groups = chunk // config.group_size
     check_groups(groups)
-    tuning = tuning_of("decode_sum_encode", config)
     device = device_number(index)
+    tuning = tuning_for("decode_sum_encode", config, device)
     spec = spec_of(config, device, tuning)
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,

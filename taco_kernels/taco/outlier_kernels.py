@@ -74,11 +74,12 @@ def take(words, C: tl.constexpr):
 
 @triton.jit
 def largest_of_eight(x, C: tl.constexpr):
-    """[R, G / 8, 2] of x[R, G]: of each 8 values two with the largest magnitudes, in either sign."""
-    if x.dtype == tl.bfloat16:
-        text: tl.constexpr = "max.xorsign.abs.bf16x2 $0, $1, $2;"
-    else:
-        text: tl.constexpr = "max.xorsign.abs.f16x2 $0, $1, $2;"
+    """[R, G / 8, 2] of x[R, G]: of each 8 values two with the largest magnitudes, in either sign.
+
+    Without MAGNITUDE_MAX x must not be negative.
+    """
+    kind: tl.constexpr = "bf16x2" if x.dtype == tl.bfloat16 else "f16x2"
+    text: tl.constexpr = ("max.xorsign.abs." if C.MAGNITUDE_MAX else "max.") + kind + " $0, $1, $2;"
     x = tl.permute(tl.reshape(x, [C.R, C.G // 8, 2, 2, 2]), [0, 1, 4, 2, 3])  # pairs stay in their registers
     even, odd = tl.split(x)
     x = tl.inline_asm_elementwise(text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2)
@@ -100,6 +101,7 @@ def limits_and_largest(x, C: tl.constexpr):
         ones = tl.full([C.POINT, 16], 1.0 / 16, x.dtype)
         sums = tl.dot(tl.reshape(magnitude, [C.R * C.BLOCKS, C.POINT]), ones)
         total = tl.sum(tl.reshape(sums, [C.R, C.BLOCKS * 16]), axis=1)
+        x = x if C.MAGNITUDE_MAX else magnitude
         largest = tl.max(tl.abs(largest_of_eight(x, C).to(tl.float32)), axis=2)
     return total * (THRESHOLD / C.G), largest
 

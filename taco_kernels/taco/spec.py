@@ -34,7 +34,7 @@ class Spec(Constants):
     G: tl.constexpr
     """Values a group."""
     POINT: tl.constexpr
-    """Points of the transform done as one matrix product: min(G, 128)."""
+    """Points of the transform done as one matrix product: min(G, Device.point)."""
     BLOCKS: tl.constexpr
     """G / POINT."""
     FORMAT: tl.constexpr
@@ -59,21 +59,21 @@ class Spec(Constants):
     """Smallest max|h| that is told from zero."""
     HARDWARE_FP8: tl.constexpr
     """The device converts fp32 to fp8 (sm_89 and later); else integer arithmetic does."""
+    MAGNITUDE_MAX: tl.constexpr
+    """The device has max.xorsign.abs, of two 16-bit numbers at once (sm_86 and later)."""
     INTERPRET: tl.constexpr
     """Running under TRITON_INTERPRET=1."""
 
 
 @lru_cache
-def make_spec(
-    config: CodecConfig, groups_per_tile: int, hardware_fp8: bool, interpret: bool, merged: bool = False
-) -> Spec:
+def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged: bool = False) -> Spec:
     """Constants for ``config``; cached, as launches hash and compare them. ``merged``: see Spec.MERGED."""
     G, merged = config.group_size, merged and config.scales == "dual"
     return Spec.of(
         R=groups_per_tile,
         G=G,
-        POINT=min(G, 128),
-        BLOCKS=max(1, G // 128),
+        POINT=min(G, device.point),
+        BLOCKS=max(1, G // device.point),
         FORMAT=config.format,
         INTEGER=not config.is_float,
         BITS=config.bits,
@@ -87,14 +87,15 @@ def make_spec(
         OUTLIERS=config.outliers,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
-        HARDWARE_FP8=hardware_fp8,
-        INTERPRET=interpret,
+        HARDWARE_FP8=device.hardware_fp8,
+        MAGNITUDE_MAX=device.capability >= (8, 6),
+        INTERPRET=device.interpret,
     )
 
 
 def spec_of(config: CodecConfig, device: Device, tuning: Tuning) -> Spec:
     """Constants of a kernel that is run so."""
-    return make_spec(config, tuning.tile // config.group_size, device.hardware_fp8, device.interpret)
+    return make_spec(config, tuning.tile // config.group_size, device)
 
 
 @lru_cache

@@ -55,7 +55,8 @@ class Recorder(CudaLauncher):
 class Device:
     """Triton's driver for machine-independent launches: the current device and stream are set by the test."""
 
-    def __init__(self, records: list[Record]) -> None:
+    def __init__(self, records: list[Record], architecture: int = 90) -> None:
+        self.architecture, self.compiled = architecture, []
         self.number, self.stream, self._functions = 0, 700, count(1)
         self.launcher_cls = lambda src, metadata: Recorder(records)
         self.utils = types.SimpleNamespace(
@@ -70,7 +71,7 @@ class Device:
         return self.stream + device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.architecture, 32)
 
 
 class NotCompiled:
@@ -80,6 +81,7 @@ class NotCompiled:
     launch_metadata = triton.compiler.CompiledKernel.launch_metadata
 
     def __init__(self, src, options: dict, device: Device) -> None:
+        device.compiled.append((src, options))
         self.src, self.metadata = src, types.SimpleNamespace(**options)
         self.packed_metadata = (options["num_warps"], 1, 0)
         self.run = device.launcher_cls(src, self.metadata)
@@ -90,14 +92,17 @@ class NotCompiled:
 
 
 @contextmanager
-def recorded_launches(*kernels, compiled: bool = False) -> Iterator[tuple[list[Record], Device]]:
+def recorded_launches(
+    *kernels, compiled: bool = False, architecture: int = 90
+) -> Iterator[tuple[list[Record], Device]]:
     """The launches of ``kernels`` within it, and the device they believe to be on.
 
     Args:
-        compiled: compile them for sm_90, which takes seconds for a large one.
+        compiled: compile them, which takes seconds for a large one; else ``Device.compiled`` lists what would be.
+        architecture: 90 for sm_90.
     """
     records: list[Record] = []
-    device, before = Device(records), driver._active
+    device, before = Device(records, architecture), driver._active
     compiling = mock.patch.object(
         triton.compiler,
         "compile",

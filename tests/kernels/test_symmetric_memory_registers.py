@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
 from taco_kernels.symmetric_memory.collectives import OPTIONS
 from taco_kernels.symmetric_memory.group import PROGRAMS_PER_MULTIPROCESSOR
@@ -17,6 +18,7 @@ from taco_kernels.symmetric_memory.lane import exchange, tile_of
 from taco_kernels.taco import CodecConfig
 from taco_kernels.taco.spec import make_flags, make_spec
 
+H200 = Device(132, (9, 0), False)
 INT64 = ("memory", "error", "timeout")
 POINTERS = dict(x="*bf16", out="*bf16", to_wire="*bf16", from_wire="*fp16", table="*i64", steps_done="*i64")
 SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for all its programs
@@ -25,9 +27,7 @@ SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for all its programs
 def compile_two_shot(config: CodecConfig):
     """As for a contiguous bf16 tensor of whole tiles, four ranks and sm_90."""
     kernel, tile, flags = two_shot_kernel, tile_of(config), make_flags(False, False, 1)
-    full, half = (
-        make_spec(config, size // config.group_size, True, False, True) for size in (tile, tile // 2)
-    )
+    full, half = (make_spec(config, size // config.group_size, H200, True) for size in (tile, tile // 2))
     constants = dict(C=full, D=full, HALF=half, DHALF=half, FLAGS=flags, OUT_FLAGS=flags, run=1, inner=1)
     constants |= dict(E=exchange(4, 264, 1))
     signature, values, attributes = {}, {}, {}

@@ -1,0 +1,174 @@
+"""Every kernel compiled ahead of time, as its launch would have it on GPUs that are not here.
+
+    python -m tests.kernels.architectures                          # everything: hours on one core
+    python -m tests.kernels.architectures --arch 86 --every 20     # one setting of twenty
+
+``ptxas`` comes with Triton. What is counted: bytes of shared memory a program, registers a thread, loads and
+stores of spilled registers (LDL, STL), all and those between a backward branch and its target.
+"""
+
+import argparse
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from taco_kernels.common import device as devices
+from taco_kernels.common import fast_launch
+from taco_kernels.common.device import Device
+from taco_kernels.symmetric_memory import collectives, matrices
+from taco_kernels.taco import launch as taco
+from tests.kernels.every_setting import LAUNCHERS, Setting, every_setting
+from tests.kernels.recorded_launches import recorded_launches
+
+KIB = 1024
+
+
+class Architecture(NamedTuple):
+    """What a multiprocessor has (CUDA programming guide, table of compute capabilities)."""
+
+    gpus: str
+    shared: int
+    """Bytes of shared memory; a program takes 1 KiB more than it asks for, and may ask for all but 1 KiB."""
+    warps: int
+    programs: int
+    """And at most so many programs; 64 K registers, each of them."""
+
+
+ARCHITECTURES = {
+    80: Architecture("A100, A30", 164 * KIB, 64, 32),
+    86: Architecture("A6000, A40, RTX 3090", 100 * KIB, 48, 16),
+    89: Architecture("L40S, RTX 4090", 100 * KIB, 48, 24),
+    90: Architecture("H100, H200", 228 * KIB, 64, 32),
+    100: Architecture("B200", 228 * KIB, 64, 32),
+    120: Architecture("RTX PRO 6000, RTX 5090", 100 * KIB, 48, 24),
+}
+
+
+class Usage(NamedTuple):
+    """What a compiled kernel takes."""
+
+    kernel: str
+    architecture: int
+    registers: int
+    shared: int
+    warps: int
+    spilled: int
+    """Loads and stores of spilled registers."""
+    looped: int
+    """Of those, in loops."""
+
+    @property
+    def programs(self) -> int:
+        """That fit on a multiprocessor at once; 0: the launch fails."""
+        limits = ARCHITECTURES[self.architecture]
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps
+        return min(
+            limits.programs,
+            64 * KIB // registers,
+            limits.shared // (self.shared + KIB),
+            limits.warps // self.warps,
+        )
+
+
+def device_of(architecture: int) -> Device:
+    """132 multiprocessors of it."""
+    return Device(132, divmod(architecture, 10), False)
+
+
+def _forget() -> None:
+    """Launches that were prepared for another device."""
+    fast_launch._launches.clear()
+    plans = (taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode)
+    for cached in (*plans, collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
+        cached.cache_clear()
+
+
+@contextmanager
+def pretended(architecture: int) -> Iterator[list]:
+    """CPU tensors are a GPU's; what would be compiled for it, (source, options) each."""
+    device = device_of(architecture)
+    kernels = {f for module in LAUNCHERS for f in vars(module).values() if isinstance(f, JITFunction)}
+    with ExitStack() as stack:
+        for module in (devices, taco, collectives):
+            stack.enter_context(mock.patch.object(module, "device_number", lambda index: device))
+        _forget()
+        stack.callback(_forget)
+        _, driver = stack.enter_context(recorded_launches(*kernels, architecture=architecture))
+        yield driver.compiled
+
+
+def _tool(cubin: Path, option: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def spills(sass: str) -> tuple[int, int]:
+    """Spilled registers' loads and stores, and how many of them lie in loops."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    loops = []
+    for at, text in lines:
+        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < at:
+            loops.append((int(branch[1], 16), at))
+    found = [at for at, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return len(found), sum(any(begin <= at <= end for begin, end in loops) for at in found)
+
+
+def usage_of(source, options: dict, architecture: int) -> Usage:
+    """Compile, or take from Triton's cache, and look at the result."""
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _tool(cubin, "-res-usage")
+        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+        spilled, looped = spills(_tool(cubin, "-sass")) if stack else (0, 0)
+    meta = compiled.metadata
+    return Usage(source.fn.__name__, architecture, registers, meta.shared, meta.num_warps, spilled, looped)
+
+
+def usages(setting: Setting, architecture: int, kernel: str = "") -> list[Usage]:
+    """Of every kernel that a setting launches (or those of the name ``kernel``), each once."""
+    with pretended(architecture) as compiled:
+        setting.call()
+    return [usage_of(*found, architecture) for found in compiled if kernel in found[0].fn.__name__]
+
+
+def main() -> None:
+    """Print a line a kernel and a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--arch", default="80,86,89,90,100,120")
+    parser.add_argument("--every", type=int, default=1, help="one setting in so many, drawn")
+    parser.add_argument("--only", default="", help="settings whose name has this regular expression")
+    options = parser.parse_args()
+    found = [s for s in every_setting() if re.search(options.only, f"{s.family} {s.name}")]
+    for architecture in map(int, options.arch.split(",")):
+        settings = random.Random(architecture).sample(found, -(-len(found) // options.every))
+        rows: dict[str, list[Usage]] = {}
+        for setting in settings:
+            for usage in usages(setting, architecture):
+                rows.setdefault(f"{setting.family} {usage.kernel}", []).append(usage)
+                fields = [f"{k}={v}" for k, v in usage._asdict().items()]
+                print(f"{setting.name}:", *fields, f"programs={usage.programs}", flush=True)
+        for name, row in rows.items():
+            registers, programs = [u.registers for u in row], [u.programs for u in row]
+            print(
+                f"| {architecture} | {name} | {len(row)} | {sum(p > 0 for p in programs)} "
+                f"| {sum(u.looped > 0 for u in row)} | {min(registers)} - {max(registers)} "
+                f"| {max(u.shared for u in row)} | {min(programs)} - {max(programs)} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Every documented setting of every kernel, as a call that launches it; tensors lie on the host."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from taco_kernels.bitmap_sparse import BitmapLayout
+from taco_kernels.bitmap_sparse import launch as bitmap_sparse
+from taco_kernels.channel_norm import launch as channel_norm
+from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.count_sketch import Layout, SketchConfig
+from taco_kernels.count_sketch import launch as count_sketch
+from taco_kernels.error_feedback import launch as error_feedback
+from taco_kernels.sdp4bit import GroupFormat
+from taco_kernels.sdp4bit import launch as sdp4bit
+from taco_kernels.sdp4bit.layout import BITS
+from taco_kernels.sdp4bit.layout import GROUP_SIZES as SDP4BIT_GROUPS
+from taco_kernels.symmetric_memory import collectives, matrices
+from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
+from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.taco import launch as taco
+from taco_kernels.tah_quant import TahConfig
+from taco_kernels.tah_quant import launch as tah_quant
+from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TRANSFORMS
+
+LAUNCHERS = (
+    *(taco, collectives, matrices, sdp4bit, tah_quant),
+    *(bitmap_sparse, count_sketch, channel_norm, error_feedback),
+)
+"""Modules that have the kernels."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SENDERS = (2, 8, 16)
+"""Up to 8 senders' loads are written out in TACO's sums."""
+NUMEL = 2**16
+
+
+class Setting(NamedTuple):
+    """What launches kernels."""
+
+    family: str
+    name: str
+    call: Callable[[], object]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Of the wire's type, if no other."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def text(*values: object) -> str:
+    """A name."""
+    return " ".join(str(value).removeprefix("torch.") for value in values)
+
+
+def configs() -> Iterator[CodecConfig]:
+    """Of TACO's codec."""
+    for values in itertools.product(FORMATS, GROUP_SIZES, SCALES, (True, False), (False, True)):
+        if values[2] != "signed" or values[0].startswith("int"):
+            yield CodecConfig(*values)
+
+
+def config_text(config: CodecConfig) -> str:
+    """Its name."""
+    plain, outliers = " plain" * (not config.hadamard), " outliers" * config.outliers
+    return f"{config.format} {config.group_size} {config.scales}{plain}{outliers}"
+
+
+def of_taco() -> Iterator[Setting]:
+    """The codec's four operations."""
+
+    def encode(config, dtype) -> None:
+        taco.encode(zeros(NUMEL, dtype=dtype), config, 4)
+
+    def decode(config, dtype) -> None:
+        taco.decode(zeros(4, config.wire_bytes(NUMEL // 4)), config, (NUMEL,), dtype)
+
+    def decode_sum(config, dtype, senders=4) -> None:
+        taco.decode_sum(zeros(senders, config.wire_bytes(NUMEL)), config, (NUMEL,), dtype)
+
+    def decode_sum_encode(config, senders) -> None:
+        taco.decode_sum_encode(zeros(senders, config.wire_bytes(NUMEL)), config, NUMEL)
+
+    for config in configs():
+        name = config_text(config)
+        for operation, dtype in itertools.product((encode, decode, decode_sum), DTYPES):
+            call = partial(operation, config, dtype)
+            yield Setting("taco", text(operation.__name__, name, dtype), call)
+        for senders in SENDERS:
+            call = partial(decode_sum, config, torch.bfloat16, senders)
+            yield Setting("taco", f"decode_sum {name} bfloat16 of {senders}", call)
+            call = partial(decode_sum_encode, config, senders)
+            yield Setting("taco", f"decode_sum_encode {name} of {senders}", call)
+
+
+def of_symmetric_memory() -> Iterator[Setting]:
+    """The collectives of four ranks, whose addresses are not used."""
+
+    def call(operation, config, dtype) -> None:
+        memory = zeros(lane_bytes(4, 8))
+        lane = make_lanes([memory.data_ptr()] * 4, 0, torch.device("cpu"), 1, 8, 1.0)[0]
+        rows = 1 if operation == "all_gather" else 4
+        getattr(collectives, operation)(lane, zeros(rows, NUMEL // 4, dtype=dtype), config)
+
+    for config, dtype in itertools.product(configs(), DTYPES):
+        for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():
+            name = text(operation, config_text(config), dtype)
+            yield Setting("symmetric_memory", name, partial(call, operation, config, dtype))
+
+
+def of_sdp4bit() -> Iterator[Setting]:
+    """Its five operations."""
+
+    def quantize(format, dtype) -> None:
+        sdp4bit.quantize(zeros(4, NUMEL, dtype=dtype), format)
+
+    def sum_dequantize(format, dtype) -> None:
+        wires = zeros(4, 4, format.wire_bytes(NUMEL))
+        sdp4bit.sum_dequantize(wires, format, zeros(4, NUMEL, dtype=dtype))
+
+    def quantize_difference(format, dtype) -> None:
+        sdp4bit.quantize_difference(zeros(NUMEL, dtype=dtype), zeros(NUMEL, dtype=dtype), format)
+
+    def add_dequantized(format, dtype) -> None:
+        sdp4bit.add_dequantized(zeros(4, format.wire_bytes(NUMEL)), format, zeros(4, NUMEL, dtype=dtype))
+
+    def sum_requantize(format, target) -> None:
+        sdp4bit.sum_requantize(zeros(4, 4, format.wire_bytes(NUMEL)), format, NUMEL, target)
+
+    for bits, group, rotated in itertools.product(BITS, SDP4BIT_GROUPS, (False, True)):
+        format, name = GroupFormat(bits, group, rotated), text(f"int{bits}", group, *["rotated"] * rotated)
+        plain = () if rotated else (quantize_difference, add_dequantized)
+        for operation, dtype in itertools.product((quantize, sum_dequantize, *plain), DTYPES):
+            yield Setting("sdp4bit", text(operation.__name__, name, dtype), partial(operation, format, dtype))
+        for target in (GroupFormat(bits, 128, rotated) for bits in BITS):
+            call = partial(sum_requantize, format, target)
+            yield Setting("sdp4bit", f"sum_requantize {name} to int{target.bits}", call)
+
+
+def of_tah_quant() -> Iterator[Setting]:
+    """Encode and decode, each several kernels."""
+
+    def call(config, dtype) -> None:
+        x = zeros(64, 4, 1024, dtype=dtype)
+        tah_quant.decode(tah_quant.encode(x, config), config, x.shape, dtype)
+
+    widths = ((4, 3), (4, 2), (3, 2), (4, 4), (3, 3), (2, 2))
+    for values in itertools.product(TILE_SIZES, widths, ALLOCATIONS, TRANSFORMS, DTYPES):
+        tile, width, units, transform, dtype = values
+        config = TahConfig(tile, *width, allocation=units, transform=transform)
+        yield Setting("tah_quant", text(tile, *width, units, transform, dtype), partial(call, config, dtype))
+
+
+def of_gradients() -> Iterator[Setting]:
+    """Sparse values, sketches, and what was left behind."""
+
+    def packed(bits, senders, remembered) -> None:
+        x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, bits)
+        bitmap_sparse.encode(x, x[:, 0], layout, x if remembered else None)
+        bitmap_sparse.decode_sum(zeros(senders, layout.wire_bytes), layout)
+
+    def sketched(bits, width, senders) -> None:
+        x, layout = zeros(4, NUMEL, dtype=torch.float32), Layout(SketchConfig(4.0, width, 64, bits), NUMEL)
+        exponents = count_sketch.row_exponents(x, layout)
+        count_sketch.encode(x, x[:, 0], exponents, layout, senders, 3, x)
+        cells, words = count_sketch.combine(zeros(senders, layout.wire_bytes), layout)
+        count_sketch.decode(cells, words, exponents[0], layout, senders, 3)
+
+    def remember(keep, decoded) -> None:
+        x = zeros(3, NUMEL, dtype=torch.float32)
+        error_feedback.remember(x[0], x[1], x[2] if decoded else None, keep, 1.0)
+
+    for values in itertools.product((8, 16), (1, 4, *SENDERS), (False, True)):
+        yield Setting("bitmap_sparse", text(*values), partial(packed, *values))
+    for values in itertools.product((16, 32), (32, 256, 1024), (2, 4, 16)):
+        yield Setting("count_sketch", text(*values), partial(sketched, *values))
+    for values in itertools.product((0.0, 0.9), (False, True)):
+        yield Setting("error_feedback", text(*values), partial(remember, *values))
+
+
+def of_channels() -> Iterator[Setting]:
+    """Normalised channels."""
+
+    def call(config, dtype) -> None:
+        x, layout = zeros(64, 1024, dtype=dtype), ChannelNormLayout(64, 1024, config)
+        channel_norm.decode(channel_norm.encode(x, layout), layout, dtype)
+
+    for config, dtype in itertools.product(configs(), DTYPES):
+        if not config.hadamard and not config.is_float:
+            yield Setting("channel_norm", text(config_text(config), dtype), partial(call, config, dtype))
+
+
+def every_setting() -> list[Setting]:
+    """All of them."""
+    families = (of_taco, of_symmetric_memory, of_sdp4bit, of_tah_quant, of_gradients, of_channels)
+    return [setting for family in families for setting in family()]
