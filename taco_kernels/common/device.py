@@ -45,7 +45,7 @@ class Device(NamedTuple):
         So it is before Hopper (sm_80 has 163 KiB, sm_86 and sm_89 have 99) and on sm_120. The tensor cores of
         sm_90 and sm_100 read a matrix from shared memory, 227 KiB.
         """
-        return not self.interpret and self.capability[0] not in (9, 10)
+        return self.capability[0] not in (0, 9, 10)
 
     @property
     def point(self) -> int:

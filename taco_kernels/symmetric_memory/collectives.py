@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from taco_kernels.common import fast_launch
-from taco_kernels.common.device import device_number
+from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
 from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
@@ -20,6 +20,11 @@ from taco_kernels.taco.spec import Spec, make_flags, make_spec
 
 MAX_WORLD_SIZE = 8
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
+
+
+def _own(device: torch.device) -> Device:
+    """What a launch needs to know of a lane's device."""
+    return device_number(-1 if device.index is None else device.index)
 
 
 class Plan(NamedTuple):
@@ -66,7 +71,7 @@ def _plan_all_reduce(lane, config, config_out, numel, dtype, layout) -> Plan:
     check_same_groups(config, config_out)
     groups = config.chunk_numel(numel, lane.world_size) // config.group_size
     values = groups * config.group_size
-    tiles = ceil_div(values, tile_of(config))
+    tiles = ceil_div(values, tile_of(config, _own(lane.table.device)))
     splits = choose_splits(tiles, lane)
     rows = launch.rows_of(layout, config.group_size)
     tail = numel % config.group_size != 0
@@ -136,15 +141,16 @@ def _plan_shards(lane, kernel, config, shard, dtype, layout, encoded=None) -> Pl
     tail = shard % config.group_size != 0
     copied = tail and layout and kernel is reduce_scatter_kernel  # pieces of it that are no whole groups
     rows = None if copied else launch.rows_of(layout, config.group_size)
-    tiles = ceil_div(groups * config.group_size, tile_of(config))
+    tiles = ceil_div(groups * config.group_size, tile_of(config, _own(lane.table.device)))
     message = (lane.world_size * shard, shard, shard, groups)
     return _prepare(kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
 
 
 @lru_cache(maxsize=1024)
-def stored_bytes(numel: int, config: CodecConfig) -> int:
+def stored_bytes(numel: int, config: CodecConfig, device: torch.device) -> int:
     """Bytes of the whole tiles that ``numel`` values travel in."""
-    return ceil_div(numel, tile_of(config)) * tile_bytes(config)
+    tile = tile_of(config, _own(device))
+    return ceil_div(numel, tile) * tile_bytes(config, tile)
 
 
 def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:
@@ -188,12 +194,12 @@ def _prepare(
 @lru_cache(maxsize=1024)
 def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
-    own = device_number(-1 if device.index is None else device.index)
+    own = _own(device)
 
     def spec(config: CodecConfig, tile: int) -> Spec:
         return make_spec(config, tile // config.group_size, own, merged=True)
 
-    tile = tile_of(config)
+    tile = tile_of(config, own)
     full = spec(config, tile)
     constants = dict(FLAGS=make_flags(strided, tail, 1), OUT_FLAGS=make_flags(False, tail, 1))
     constants |= dict(C=full, E=exchange(*shape), **OPTIONS)

@@ -188,4 +188,4 @@ class SymmetricGroup:
         return {"all_gather": self._stored(torch.Size(shape).numel(), config)}
 
     def _stored(self, numel: int, config: CodecConfig) -> int:
-        return (self.world_size - 1) * collectives.stored_bytes(numel, config)
+        return (self.world_size - 1) * collectives.stored_bytes(numel, config, self.device)

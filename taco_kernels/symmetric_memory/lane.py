@@ -6,8 +6,9 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.ring import Exchange
-from taco_kernels.taco.launch import tuning_of
+from taco_kernels.taco.launch import tuning_for, tuning_of
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco.spec import STEP_BYTES
 
@@ -20,24 +21,25 @@ class SymmetricMemoryError(RuntimeError):
     """Symmetric memory cannot be had, or a peer stopped answering."""
 
 
-def tile_of(config: CodecConfig) -> int:
+def tile_of(config: CodecConfig, device: Device) -> int:
     """Values of a tile: as many as encode's and decode's own kernels hold.
 
     With as many warps too, sums over a group run in the same order here and there, and give the same bits.
     """
-    return tuning_of("encode", config).tile
+    return tuning_for("encode", config, device).tile
 
 
-def tile_bytes(config: CodecConfig) -> int:
-    """Bytes that a tile travels in; of dual scales the step alone, which is all that a decoder uses."""
+def tile_bytes(config: CodecConfig, tile: int) -> int:
+    """Bytes that ``tile`` values travel in; of dual scales the step alone, all that a decoder uses."""
     saved = STEP_BYTES if config.scales == "dual" else 0
-    return tile_of(config) // config.group_size * (config.bytes_per_group() - saved)
+    return tile // config.group_size * (config.bytes_per_group() - saved)
 
 
 @lru_cache
 def slot_bytes() -> int:
-    """Bytes of a slot: a tile in the largest wire format there is."""
-    return max(tile_bytes(CodecConfig(f, g)) for f in FORMATS for g in GROUP_SIZES)
+    """Bytes of a slot: the largest tile of any device in the largest wire format there is."""
+    configs = [CodecConfig(f, g) for f in FORMATS for g in GROUP_SIZES]
+    return max(tile_bytes(config, tuning_of("encode", config).tile) for config in configs)
 
 
 @lru_cache

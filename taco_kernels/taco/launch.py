@@ -65,15 +65,18 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
 
 
 def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
-    """``tuning_of`` within what the device has; compiled for it, not timed. Encode keeps its tile (lane.py)."""
+    """``tuning_of`` within what the device has; compiled for it, not timed."""
     tuning = tuning_of(operation, config)
-    if device.small and operation == "encode":
-        tuning = tuning._replace(stages=min(tuning.stages, 2 if tuning.tile > 8192 else 3))
-    elif device.small and operation == "decode_sum":
-        tuning = tuning._replace(tile=4096, stages=2)
-    elif operation == "decode_sum_encode" and config.bits == 8 and device.capability[0] != 9:
-        software = config.is_float and not device.hardware_fp8
-        tuning = tuning._replace(registers=112 if software else 96)
+    if device.small and operation != "decode_sum_encode":
+        tile = 4096 if operation == "decode_sum" else min(tuning.tile, 8192)
+        stages = 2 if operation == "decode_sum" else 3
+        tuning = tuning._replace(tile=tile, stages=min(stages, TUNING[operation].stages))
+    elif operation == "decode_sum_encode" and device.capability[0] != 9:
+        if config.outliers:
+            tuning = tuning._replace(tile=2048, warps=4, registers=96)
+        elif config.bits == 8:
+            software = config.is_float and not device.hardware_fp8
+            tuning = tuning._replace(registers=112 if software else 96)
     return tuning
 
 

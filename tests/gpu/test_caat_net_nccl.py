@@ -60,9 +60,9 @@ def _stored(values: int, world_size: int, symmetric: bool) -> int:
     piece = config.chunk_numel(values, world_size)
     if not symmetric:
         return 2 * (world_size - 1) * config.wire_bytes(piece)
-    from taco_kernels.symmetric_memory.lane import tile_of
+    from taco_kernels.taco.launch import tuning_of
 
-    tile = tile_of(config)
+    tile = tuning_of("encode", config).tile  # of groups of 128, on any device
     return 2 * (world_size - 1) * -(-piece // tile) * (tile // 128) * 130
 
 

@@ -26,7 +26,7 @@ SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for all its programs
 
 def compile_two_shot(config: CodecConfig):
     """As for a contiguous bf16 tensor of whole tiles, four ranks and sm_90."""
-    kernel, tile, flags = two_shot_kernel, tile_of(config), make_flags(False, False, 1)
+    kernel, tile, flags = two_shot_kernel, tile_of(config, H200), make_flags(False, False, 1)
     full, half = (make_spec(config, size // config.group_size, H200, True) for size in (tile, tile // 2))
     constants = dict(C=full, D=full, HALF=half, DHALF=half, FLAGS=flags, OUT_FLAGS=flags, run=1, inner=1)
     constants |= dict(E=exchange(4, 264, 1))
