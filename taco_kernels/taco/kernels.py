@@ -100,7 +100,7 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
         t0 = tl.zeros([C.R, C.G // 4], tl.float32)
         t1, t2, t3 = t0, t0, t0
         magic = magic_bits(groups)
-        if W <= 8:  # unrolled, so that the senders' loads are in flight together
+        if W <= C.UNROLLED:  # unrolled, so that the senders' loads are in flight together
             for w in tl.static_range(0, W):
                 sender = tl.full((), w, tl.int64)
                 t0, t1, t2, t3 = add_sender_words(
@@ -115,7 +115,7 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
         total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
     else:
         total = tl.zeros([C.R, C.G], tl.float32)
-        if W <= 8:
+        if W <= C.UNROLLED:
             for w in tl.static_range(0, W):
                 sender = tl.full((), w, tl.int64)
                 total = add_sender(total, wires, sender, wire_stride, first, groups, C)

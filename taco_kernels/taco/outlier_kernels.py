@@ -147,7 +147,7 @@ def add_list(x, wire, first, groups, C: tl.constexpr):
 def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """int32[R * G / BLOCK * SLOTS], positive somewhere if any of W senders' lists of the tile has a word."""
     found = load_lists(wires, first, groups, C)
-    if W <= 8:
+    if W <= C.UNROLLED:
         for w in tl.static_range(1, W):
             found = tl.maximum(found, load_lists(wires + tl.full((), w, tl.int64) * wire_stride, first, groups, C))
     else:

@@ -57,6 +57,8 @@ class Spec(Constants):
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
     """Smallest max|h| that is told from zero."""
+    UNROLLED: tl.constexpr
+    """Most senders whose loads a sum has in flight together."""
     HARDWARE_FP8: tl.constexpr
     """The device converts fp32 to fp8 (sm_89 and later); else integer arithmetic does."""
     MAGNITUDE_MAX: tl.constexpr
@@ -87,6 +89,7 @@ def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged:
         OUTLIERS=config.outliers,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
+        UNROLLED=4 if device.small else 8,
         HARDWARE_FP8=device.hardware_fp8,
         MAGNITUDE_MAX=device.capability >= (8, 6),
         INTERPRET=device.interpret,
