@@ -68,7 +68,8 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     """``tuning_of`` within what the device has; compiled for it, not timed."""
     tuning = tuning_of(operation, config)
     if device.small and operation != "decode_sum_encode":
-        tile = 4096 if operation == "decode_sum" or config.group_size == 512 else tuning.tile
+        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers
+        tile = 4096 if crowded else tuning.tile
         stages = 2 if operation == "decode_sum" else 3
         tuning = tuning._replace(tile=tile, stages=min(stages, TUNING[operation].stages))
     elif operation == "decode_sum_encode" and device.capability[0] != 9:
