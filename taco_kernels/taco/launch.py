@@ -71,7 +71,9 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
         crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers
         tile = 4096 if crowded else tuning.tile
         stages = 2 if operation == "decode_sum" else 3
-        tuning = tuning._replace(tile=tile, stages=min(stages, TUNING[operation].stages))
+        programs = 2 if operation == "decode" else tuning.programs  # 99 KiB take no third
+        stages = min(stages, TUNING[operation].stages)
+        tuning = tuning._replace(tile=tile, stages=stages, programs=programs)
     elif operation == "decode_sum_encode" and device.capability[0] != 9:
         if config.outliers:
             tuning = tuning._replace(tile=2048, warps=4, registers=96)
