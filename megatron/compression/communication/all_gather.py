@@ -3,6 +3,7 @@
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
@@ -19,7 +20,9 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work
     """
     if transport.world_size == 1 or x.numel() == 0:
         return Work.completed(x.reshape(transport.world_size * x.shape[0], *x.shape[1:]))
-    return all_gather_encoded(encode_slice(x, codec), x.shape, x.dtype, codec, transport)
+    payload = encode_slice(x, codec)
+    source = x if codec.lossless else None
+    return all_gather_encoded(payload, x.shape, x.dtype, codec, transport, source)
 
 
 def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
@@ -28,16 +31,25 @@ def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def all_gather_encoded(
-    payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec, transport: TorchTransport
+    payload: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    codec: Codec,
+    transport: TorchTransport,
+    x: torch.Tensor | None = None,
 ) -> Work:
     """Start to all-gather a tensor that is already encoded.
 
     Args:
         payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
+        x: that tensor; a codec that is not lossless does without.
     """
     codec = codec.hops[1]
     if transport.fuses(codec):
         return transport.fused_all_gather(payload, shape, dtype, codec)
-    gathered, pending = transport.all_gather(payload.view(-1))
-    return Work(pending, lambda: codec.decode(gathered, shape, dtype).flatten(0, 1))
+
+    def decode(gathered: torch.Tensor) -> torch.Tensor:
+        return codec.decode(gathered, shape, dtype).flatten(0, 1)
+
+    return rest.all_gather(payload, codec, None if x is None else x[None], transport, decode)
