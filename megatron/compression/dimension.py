@@ -31,8 +31,7 @@ def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> N
     """
     if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
         raise CompressionConfigError(
-            f"{flag} lossless shortens exponents of 8 bits, and --fp16 has 5, of which it would save 10 %; use "
-            "--bf16 or another codec"
+            f"{flag} lossless shortens exponents of 8 bits, and fp16 has 5; use --bf16 or another codec"
         )
 
 

@@ -9,7 +9,10 @@ one outlier does not decide it. Escapes share an area for the whole row, in word
 19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent. ::
 
     header | escapes | starts, an int32 a tile | bases, a byte a block | codes, 24 bits a group: all int16,
-    then all uint8 | sign and mantissa, a byte a value | fp32: the lower 16 bits
+    then all uint8 | sign and mantissa, a byte a value, of four the first, third, second, fourth | fp32: the
+    lower 16 bits
+
+Values behind the row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may not fit. Then every row that is encoded with it
 travels as it is: behind the header, its bytes; the part of them that exceeds ``head_bytes`` is the rest, to
@@ -72,8 +75,8 @@ class LosslessLayout:
 
     @functools.cached_property
     def words(self) -> int:
-        """int32 words of the area of escapes; a few more than the share for rows of few tiles."""
-        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + 2 * self.tiles, 4)
+        """int32 words of the area of escapes; a few more than the share: tiles take whole words, and short rows differ."""
+        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 16, 4)
 
     @property
     def starts_at(self) -> int:

@@ -90,7 +90,7 @@ def _raw_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
 
 
 def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of codes ``[groups, GROUP]``: which are escapes, [groups * GROUP]; each one's tile; its number there."""
+    """Of codes ``[groups, GROUP]``: which are escapes, flat; each one's tile; its number there."""
     escaped = (codes == WINDOW).view(-1)
     where = escaped.nonzero().view(-1)
     tile = where // TILE
@@ -103,12 +103,12 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     """Fill a payload of zeros; only its first word says so where the row does not fit."""
     bits = row.contiguous().view(torch.int16 if layout.itemsize == 2 else torch.int32).int()
     pad = layout.blocks * BLOCK - layout.numel
+    bits = F.pad(bits, (0, pad))
     upper = (bits if layout.itemsize == 2 else bits >> 16) & 0xFFFF
-    exponent = F.pad((upper >> 7) & 0xFF, (0, pad), value=-1)
+    exponent = (upper >> 7) & 0xFF
     largest = exponent.view(-1, _GROUPS, GROUP).amax(-1)
-    base = largest.topk(2, dim=1).values[:, 1].clamp_min(0)
+    base = largest.topk(2, dim=1).values[:, 1]
     distance = base.repeat_interleave(BLOCK) - exponent
-    distance[layout.numel :] = 0
     inside = (distance >= 0) & (distance < WINDOW)
     codes = torch.where(inside, distance, WINDOW).view(-1, GROUP)
 
@@ -136,10 +136,10 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     _part(payload, layout.codes_at, len(word), torch.int16).copy_((word & 0xFFFF) - ((word & 0x8000) << 1))
     payload[layout.more_at : layout.high_at] = (word >> 16).to(torch.uint8)
     high = (((upper >> 8) & 0x80) | (upper & 0x7F)).to(torch.uint8)
-    payload[layout.high_at : layout.high_at + layout.numel] = high
+    payload[layout.high_at : layout.low_at] = _middle_swapped(high)
     if layout.itemsize == 4:
         low = (bits & 0xFFFF) - ((bits & 0x8000) << 1)
-        _part(payload, layout.low_at, layout.numel, torch.int16).copy_(low)
+        _part(payload, layout.low_at, len(low), torch.int16).copy_(low)
 
 
 def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
@@ -162,13 +162,18 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     exponent = base - codes.view(-1)
     near = torch.where(value == ZERO, 0, base[escaped] - near)
     exponent[escaped] = torch.where(far.bool(), value, near)
-    high = payload[layout.high_at : layout.high_at + layout.numel].int()
-    upper = ((high & 0x80) << 8) | ((exponent[: layout.numel] & 0xFF) << 7) | (high & 0x7F)
-    signed = upper - ((upper & 0x8000) << 1)
+    high = _middle_swapped(payload[layout.high_at : layout.low_at]).int()
+    upper = ((high & 0x80) << 8) | ((exponent & 0xFF) << 7) | (high & 0x7F)
+    signed = (upper - ((upper & 0x8000) << 1))[: layout.numel]
     if layout.itemsize == 2:
         return signed.to(torch.int16).view(torch.bfloat16)
     low = _part(payload, layout.low_at, layout.numel, torch.int16).int() & 0xFFFF
     return ((signed << 16) | low).view(torch.float32)
+
+
+def _middle_swapped(high: torch.Tensor) -> torch.Tensor:
+    """The second and third of every four bytes in each other's places: two words of two values make one."""
+    return high.view(-1, 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _part(payload: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -89,7 +89,7 @@ class CommSite:
         decision = self.decide(traffic)
         if decision.codec is None:
             return Packed(tensor, tensor.shape, tensor.dtype, decision)
-        # What a lossless payload may need behind it is in the tensor, which is kept and encoded by ``gather``.
+        # What a lossless payload may need behind it is in the tensor: that is kept, and ``gather`` encodes.
         payload = tensor if decision.codec.lossless else encode_slice(tensor, decision.codec)
         self._measure(traffic, tensor, decision.codec.hops[1])
         return Packed(payload, tensor.shape, tensor.dtype, decision)

@@ -94,7 +94,7 @@ class CodecGradientSync:
         return rest.all_to_all(payloads, self.first, rows, self.bucket.transport(), finish, exchanges)
 
     def _start_two_hops(self, number: int, values: torch.Tensor) -> Work:
-        topology, bucket = self.topology, self.bucket
+        bucket = self.bucket
         shape = values.shape[2:]
         exchanges = 2 if bucket.sharded else 3
 

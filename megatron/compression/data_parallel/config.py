@@ -38,8 +38,8 @@ class DataParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit and lossless
-    alone compress the distributed optimizer's weights as well."""
+    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit or lossless
+    alone compresses the distributed optimizer's weights as well."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
@@ -67,8 +67,8 @@ class DataParallelConfig(Dimension):
             )
         if getattr(compressor, "lossless", False) and self.feedback != "none":
             raise CompressionConfigError(
-                f"--dp-error-feedback {self.feedback} has nothing to add: --dp-compression {self.compression} "
-                "loses nothing; drop it"
+                f"--dp-error-feedback {self.feedback} has nothing to add to {self.compression}, which loses "
+                "nothing; drop it"
             )
         if compressor is not None and self.feedback == "none" != compressor.default_error_feedback:
             raise CompressionConfigError(
