@@ -12,7 +12,7 @@ from taco_kernels.lossless.decode_kernels import decode_kernel, decode_sum_kerne
 from taco_kernels.lossless.kernels import encode_kernel, keep_raw_kernel
 from taco_kernels.lossless.layout import BLOCK, FLAG_AT, GROUP, HEADER, TILE, LosslessLayout
 
-WARPS = 4
+WARPS = 2
 RAW_TILE, RAW_PROGRAMS = 4096, 256
 """Values that a program copies at a time; most programs a row that look whether they have to."""
 

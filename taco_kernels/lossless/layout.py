@@ -75,7 +75,7 @@ class LosslessLayout:
 
     @functools.cached_property
     def words(self) -> int:
-        """int32 words of the area of escapes; a few more than the share: tiles take whole words, and short rows differ."""
+        """int32 words of the area of escapes: the share's, and some because tiles take whole ones."""
         return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 16, 4)
 
     @property
