@@ -81,10 +81,9 @@ def _exchange(
             return proceed(received)
         own = codec.rest(rows.flatten(0, len(between))).view(len(payloads), -1)
         rest, pending = start(own)
-
-        def complete() -> Any:
-            return proceed(torch.cat((received, rest.view(*received.shape[:-1], -1)), dim=-1))
-
-        return Work(pending, complete, exchanges)
+        # Waited for here: ranks that need no rest here (another node's) go on to exchanges over other groups,
+        # and these must come in one order everywhere.
+        pending.wait()
+        return proceed(torch.cat((received, rest.view(*received.shape[:-1], -1)), dim=-1))
 
     return Work(pending, finish, exchanges)
