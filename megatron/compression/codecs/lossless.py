@@ -5,8 +5,8 @@ trained tensors need, with room to spare, and where the values of one message do
 says so, its payload holds the first bytes of the tensor itself, and the others are sent behind it: together
 the tensor and 16 to 31 bytes. All receivers of one exchange see the flags of all its senders, so they agree
 without asking whether a second exchange follows. What it costs is that the host reads the flags when an
-exchange has arrived and before it queues what follows: tens of microseconds in which the device may wait, on
-links where a message takes milliseconds. Sizes that are exchanged first would cost the same wait before every
+exchange has arrived and before it queues what follows: the device waits for a launch, on links where a message
+takes milliseconds. Sizes that are exchanged first would cost the same wait before every
 message, and a small collective; checking later would let the computation go on with wrong values.
 """
 
@@ -90,11 +90,11 @@ class LosslessCodec(Codec):
         layout = self._layout(shape, dtype)
         if len(payloads) == 1 and scale == 1.0 and (out is None or out.dtype == dtype):
             return self.decode(payloads[0], shape, dtype, out)  # a sum may change the payload of a NaN
-        rows = None if out is None else _rows_of(out)
+        if out is None:
+            return lossless.decode_sum(payloads, layout, dtype, scale).view(payloads.shape[1], *shape)
+        rows = _rows_of(out)
         if rows is None:
-            total = lossless.decode_sum(payloads, layout, dtype if out is None else out.dtype, scale)
-            total = total.view(payloads.shape[1], *shape)
-            return total if out is None else out.copy_(total)
+            return out.copy_(lossless.decode_sum(payloads, layout, out.dtype, scale).view(out.shape))
         lossless.decode_sum(payloads, layout, out.dtype, scale, rows)
         return out
 

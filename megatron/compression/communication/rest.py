@@ -79,6 +79,7 @@ def _exchange(
     def finish() -> Any:
         if not codec.is_cut(received):
             return proceed(received)
+        assert rows is not None, "a lossless codec needs what it has encoded"
         own = codec.rest(rows.flatten(0, len(between))).view(len(payloads), -1)
         rest, pending = start(own)
         # Waited for here: ranks that need no rest here (another node's) go on to exchanges over other groups,
