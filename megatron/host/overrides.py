@@ -30,6 +30,11 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
         if getattr(args, name) != value:
             setattr(args, name, value)
             said.append(f"running without CUDA: {flag} ({reason})")
+    if args.attention_backend.name in ("fused", "flash"):
+        said.append(
+            f"running without CUDA: --attention-backend auto ({args.attention_backend.name} is a GPU kernel)"
+        )
+        args.attention_backend = type(args.attention_backend).auto
     if args.cuda_graph_impl != "none":
         from megatron.core.transformer.enums import InferenceCudaGraphScope
 
