@@ -57,7 +57,7 @@ CHECK
     PATH="$PWD/.venv/bin:$PATH" MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
         NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
         pip --no-build-isolation -e '.[transformer-engine]'
-    .venv/bin/python -W ignore -c 'import transformer_engine.pytorch'
+    .venv/bin/python -W ignore -c 'import torch, transformer_engine.pytorch' # torch loads NCCL
 }
 
 engine=

@@ -92,7 +92,10 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     if isinstance(error, InputError):
         return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
     refused = isinstance(error, AssertionError | ValueError | RuntimeError)
+    text = str(error)
     if refused and any(came_through(error, name) for name in _CHECKS_OF_MEGATRON):
+        return first_line(error)
+    if refused and "current global batch size (" in text:  # of a schedule, as it comes
         return first_line(error)
     if isinstance(error, TypeError) and args is not None and not args.save and came_through(error, _SAVING):
         return (
@@ -107,7 +110,8 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         from megatron.compression.other_checkpoint import checkpoint_mismatch
 
         return checkpoint_mismatch(error, args)
-    text = str(error)
+    if text.startswith("no sample to consume"):
+        return "a share of the data has no sample: give it more of --split, or 0 with --eval-iters 0"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = os.environ.get("MASTER_PORT", "29500")
         return f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to another"

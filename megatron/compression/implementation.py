@@ -14,6 +14,9 @@ SET_UP = "scripts/setup.sh --with-transformer-engine"
 _FLAG = "--transformer-impl"
 
 
+_NO_CUDA = "needs CUDA, and there is none here"
+
+
 @dataclass(frozen=True)
 class Engine:
     """What this machine has of Transformer Engine."""
@@ -21,8 +24,8 @@ class Engine:
     version: str = ""
     missing: str = ""
     """Why it cannot be used, behind its name; empty where it can."""
-    hint: str = ""
-    """What a user may do about that."""
+    fix: str = ""
+    """What a user does about that; empty where nothing can be done here."""
 
 
 @functools.cache
@@ -33,21 +36,20 @@ def transformer_engine() -> Engine:
     would end in a trace, and without CUDA its Adam and norms would be taken. Call it before megatron.core is
     imported.
     """
-    import torch
+    import torch  # before Transformer Engine, whose library needs the NCCL that torch loads
 
     if importlib.util.find_spec("transformer_engine") is None:
-        hint = SET_UP if torch.cuda.is_available() else "it needs CUDA, and there is none here"
-        return Engine(missing="is not installed", hint=hint)
+        return Engine(missing="is not installed", fix=f"run {SET_UP}")
     if not torch.cuda.is_available():
         patches.hide("transformer_engine", "its kernels need CUDA")
-        return Engine(missing="needs CUDA, and there is none here")
+        return Engine(missing=_NO_CUDA)
     try:
         importlib.import_module("transformer_engine.pytorch")
         return Engine(version=importlib.import_module("transformer_engine").__version__)
     except Exception as error:  # OSError: a shared library; AssertionError: parts of two versions
         patches.hide("transformer_engine", "it cannot be imported")
         said = f"{type(error).__name__}: {first_line(error)}"
-        return Engine(missing=f"cannot be imported: {said}", hint=f"{SET_UP} builds it anew")
+        return Engine(missing=f"cannot be imported ({said})", fix=f"run {SET_UP}")
 
 
 def default_implementation() -> str:
@@ -55,30 +57,37 @@ def default_implementation() -> str:
     return "local" if transformer_engine().missing else "transformer_engine"
 
 
-def how_to_get_transformer_engine() -> str:
-    """What a user of torch-native layers does to have Transformer Engine's, for an error's line."""
+def needs_transformer_engine(what: str, otherwise: str) -> InputError:
+    """The error for a flag ``what`` that torch-native layers do not serve.
+
+    Args:
+        otherwise: what else a user can do than have Transformer Engine's layers.
+    """
     engine = transformer_engine()
-    return f"it {engine.missing}; run {SET_UP}" if engine.missing else f"add {_FLAG} transformer_engine"
+    which = f", which {engine.missing}" if engine.missing else ""
+    fix = engine.fix if engine.missing else f"add {_FLAG} transformer_engine"
+    ways = ", or ".join(way for way in (fix, otherwise) if way)
+    return InputError(f"{what} needs Transformer Engine{which}: {ways}")
 
 
 def check_implementation(args: Namespace) -> None:
     """Raises: InputError where the layers that are asked for cannot be built, or contradict another flag."""
-    engine, backend = transformer_engine(), getattr(args, "attention_backend", None)
     if args.transformer_impl == "local":
         return
-    if engine.missing:
-        asked = f"{_FLAG} {args.transformer_impl} needs Transformer Engine"
-        raise InputError(f"{asked}: {how_to_get_transformer_engine()}, or use {_FLAG} local")
-    if getattr(backend, "name", None) == "local":
+    if transformer_engine().missing:
+        raise needs_transformer_engine(f"{_FLAG} {args.transformer_impl}", f"use {_FLAG} local")
+    if getattr(getattr(args, "attention_backend", None), "name", None) == "local":
         raise InputError(f"--attention-backend local is of the local layers: add {_FLAG} local")
 
 
 def describe(args: Namespace, command_line: Sequence[str]) -> str:
     """For the log: which layers, and why."""
+    import torch
+
     engine = transformer_engine()
     if args.transformer_impl != "local":
         return f"layers: Transformer Engine {engine.version}"
     if any(word.split("=")[0] == _FLAG for word in command_line):
         return f"layers: torch-native ({_FLAG} local)"
-    why = "; ".join(part for part in (f"Transformer Engine {engine.missing}", engine.hint) if part)
-    return f"layers: torch-native ({why})"
+    why = f"{engine.missing}; {SET_UP}" if torch.cuda.is_available() else _NO_CUDA
+    return f"layers: torch-native (Transformer Engine {why})"

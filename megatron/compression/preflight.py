@@ -153,12 +153,11 @@ def check_local_layers(args: Namespace) -> None:
     """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
     if args.transformer_impl != "local":
         return
-    from megatron.compression.implementation import how_to_get_transformer_engine
+    from megatron.compression.implementation import needs_transformer_engine
 
-    get = how_to_get_transformer_engine()
     for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
         if getattr(args, name, None):
-            raise InputError(f"{flag} needs Transformer Engine: {get}, or remove {flag}")
+            raise needs_transformer_engine(flag, f"remove {flag}")
     sharded = getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)
     if getattr(args, "init_model_with_meta_device", False) and not sharded:
         raise InputError(
@@ -172,14 +171,12 @@ def check_local_layers(args: Namespace) -> None:
         )
     recomputed = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
-        raise InputError(
-            f"--recompute-modules layernorm needs Transformer Engine: {get}, or leave layernorm out of it"
-        )
+        raise needs_transformer_engine("--recompute-modules layernorm", "leave layernorm out of it")
     predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
     if predicts and importlib.util.find_spec("apex") is None:
-        raise InputError(
-            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one "
-            f"of the two flags, install apex, or {get}"
+        raise needs_transformer_engine(
+            "--mtp-num-layers with --sequence-parallel",
+            "install apex, whose norms do, or remove one of the two flags",
         )
 
 

@@ -58,6 +58,11 @@ def adapt_arguments(args: Namespace) -> None:
     lines = [describe(args, sys.argv)]
     lines += host.cpu_argument_overrides(args) if host.is_active() else []
     lines += shared_gpus.share_gpus_if_asked(args)
+    if args.rampup_batch_size:
+        lines.append(
+            "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "
+            "start: --step-batch-size-schedule in place of both lets it grow"
+        )
     preflight.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     for line in lines:

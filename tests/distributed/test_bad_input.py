@@ -219,7 +219,7 @@ class TestLocalLayers:
         args.mtp_num_layers, args.sequence_parallel = 1, False
         preflight.check_local_layers(args)
         args.sequence_parallel = True
-        with pytest.raises(InputError, match="--mtp-num-layers with --sequence-parallel needs apex"):
+        with pytest.raises(InputError, match="--sequence-parallel needs Transformer Engine"):
             preflight.check_local_layers(args)
 
 
