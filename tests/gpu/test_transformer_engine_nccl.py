@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.gpu.devices import DEVICES
@@ -65,6 +66,7 @@ def trained(rank: int, codec: str | None, fuse: bool, **changes) -> tuple[list[f
 
 def engine_worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
+    fill_weight_gradient_slot()
     settings = itertools.product(
         ({}, {"fp8": "hybrid", "fp8_recipe": "delayed"}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
         (False, True),

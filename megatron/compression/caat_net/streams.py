@@ -113,7 +113,7 @@ class _FinishedLater:
     def __init__(self) -> None:
         self.finish: Callable[[], torch.Tensor] | None = None
 
-    def compute(self, like: torch.Tensor) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         """Called when the engine comes to the weight's node."""
         finish, self.finish = self.finish, None
         return finish()

@@ -7,7 +7,7 @@ checkpointing.py  what is saved and read
 distributed.py    data-parallel sums and gathers; replicated and tied parameters
 pipeline.py       what stages send each other
 optimizer.py      the masters' copy; torch's Adam
-slots.py          the compiled dataset helper, the fused rotary embedding
+slots.py          the compiled dataset helper, the fused rotary embedding, fused weight gradients
 transformer_engine.py  what its layers call to communicate
 
 Each function names its symbol, why it is replaced and what it does not reach. A patch called again replaces
@@ -32,7 +32,11 @@ from megatron.compression.patches.optimizer import (
     on_master_copy,
 )
 from megatron.compression.patches.pipeline import after_schedules, through_pipeline_exchange
-from megatron.compression.patches.slots import fill_rope_slot, use_shipped_helpers
+from megatron.compression.patches.slots import (
+    fill_rope_slot,
+    fill_weight_gradient_slot,
+    use_shipped_helpers,
+)
 from megatron.compression.patches.symbols import PatchError, change_class, follow, put, replace
 from megatron.compression.patches.training import (
     around_evaluate,
