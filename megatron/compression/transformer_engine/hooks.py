@@ -22,7 +22,8 @@ class TransformerEngineLayers:
 
     Args:
         run: whose policy and ledger the sites take.
-        hide: let weight gradients wait for an exchange to run behind, where TE adds them to ``main_grad``.
+        hide: let weight gradients wait for an exchange to run behind, where gradients are compressed and TE
+            adds the weights' to ``main_grad``.
     """
 
     def __init__(self, run: Run, hide: bool) -> None:
@@ -48,7 +49,13 @@ class TransformerEngineLayers:
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
         if self.hide and late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
-            module.wgrad_store = Aside(self.weight_gradients, partial(_adds_to_main_grad, module))
+            module.wgrad_store = Aside(self.weight_gradients, partial(self._may_come_late, module))
+
+    def _may_come_late(self, module: torch.nn.Module) -> bool:
+        """Whether there is compression to schedule for, and autograd has no part in the gradient."""
+        weights = (getattr(module, name) for name in module.weight_names)
+        compresses = self.run.policy.rule("tp.backward").codec is not None
+        return compresses and all(hasattr(weight, "main_grad") for weight in weights)
 
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
         self.exchanges.enter(module.site, "tp.forward")
@@ -93,11 +100,3 @@ def _own_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.No
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
-
-
-def _adds_to_main_grad(module: torch.nn.Module) -> bool:
-    return all(hasattr(parameter, "main_grad") for parameter in _weights(module))
-
-
-def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [getattr(module, name) for name in module.weight_names]

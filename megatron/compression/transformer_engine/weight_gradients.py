@@ -50,15 +50,15 @@ class Aside:
     """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that hands on to the queue.
 
     Args:
-        adds_to_main_grad: whether TE's GEMM adds to ``main_grad`` itself; it is not put aside otherwise.
+        may_come_late: whether it is put aside now: TE's GEMM has to add to ``main_grad`` itself.
     """
 
-    def __init__(self, queue: WeightGradients, adds_to_main_grad: Callable[[], bool]) -> None:
-        self._queue, self._adds_to_main_grad = queue, adds_to_main_grad
+    def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
+        self._queue, self._may_come_late = queue, may_come_late
 
     def delay_wgrad_compute(self) -> bool:
         """Whether the layer's next weight gradient is put aside."""
-        return self._adds_to_main_grad()
+        return self._may_come_late()
 
     def put(self, tensors: list, compute: Callable) -> None:
         """TE's own call in the layer's backward."""
