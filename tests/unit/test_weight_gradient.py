@@ -1,6 +1,5 @@
 """Gradient accumulation fusion without apex: weight gradients are added to main_grad by torch's GEMMs."""
 
-import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from megatron import host
 host.install()
 
 from megatron.core.tensor_parallel import layers  # noqa: E402
-from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
 
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
 from megatron.compression.tensor_parallel.overlap import Handover  # noqa: E402
@@ -34,7 +32,6 @@ def slot(monkeypatch):
     """megatron-core's slot, filled for one test."""
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     monkeypatch.setattr(layers, SLOT, None, raising=False)
-    monkeypatch.setitem(sys.modules, SLOT, None)
     assert fill_weight_gradient_slot() and fill_weight_gradient_slot()
 
 
@@ -143,32 +140,24 @@ def test_megatron_cores_own_layers_have_it(slot, main: torch.dtype) -> None:
     torch.testing.assert_close(weight.main_grad.float(), wanted, rtol=2**-7, atol=2**-6)
 
 
-def test_deferred_embedding_gradients_have_it(slot) -> None:
-    """The drain of ``--defer-embedding-wgrad-compute`` imports the module itself."""
-    weight = as_ddp_has_it(torch.randn(12, 8).bfloat16())
-    inputs = [torch.randn(6, 2, 8).bfloat16() for _ in range(2)]
-    outputs = [torch.ones(6, 2, 12).bfloat16() for _ in range(2)]
-    settings = SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
-    wanted = 1 + sum(x.float().sum((0, 1)) for x in inputs).expand(12, 8)
-    drain_embedding_wgrad_compute(settings, inputs, outputs, weight, torch.distributed.group.WORLD)
-    torch.testing.assert_close(weight.main_grad, wanted)
-
-
 @pytest.mark.parametrize(
     ("changes", "fused"),
     [
         ({}, True),
         ({"gradient_accumulation_fusion": False}, False),
         ({"use_megatron_fsdp": True}, False),
+        ({"defer_embedding_wgrad_compute": True}, False),
     ],
 )
 def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monkeypatch) -> None:
-    """Unless it is switched off, or Megatron FSDP would call Transformer Engine for it."""
+    """Unless it is switched off, or megatron-core would call other kernels for it."""
     filled = []
     monkeypatch.setattr(defaults, "fill_weight_gradient_slot", lambda: filled.append(True) or True)
-    asked = dict(transformer_impl="local", gradient_accumulation_fusion=True, use_megatron_fsdp=False)
-    args = Namespace(**{**asked, **changes})
+    asked = dict(transformer_impl="local", gradient_accumulation_fusion=True)
+    others = dict(use_megatron_fsdp=False, defer_embedding_wgrad_compute=False)
+    args = Namespace(**{**asked, **others, **changes})
     said = defaults._fuse_weight_gradients(args)
     assert args.gradient_accumulation_fusion == fused
-    assert (said is not None) == bool(changes.get("use_megatron_fsdp"))
-    assert bool(filled) == (changes.get("gradient_accumulation_fusion", True))
+    off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
+    assert said is None if off is None else said.startswith(off)
+    assert bool(filled) == changes.get("gradient_accumulation_fusion", True)
