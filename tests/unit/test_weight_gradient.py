@@ -1,5 +1,6 @@
 """Gradient accumulation fusion without apex: weight gradients are added to main_grad by torch's GEMMs."""
 
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from megatron import host
 host.install()
 
 from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
 
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
 from megatron.compression.tensor_parallel.overlap import Handover  # noqa: E402
@@ -32,6 +34,7 @@ def slot(monkeypatch):
     """megatron-core's slot, filled for one test."""
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     monkeypatch.setattr(layers, SLOT, None, raising=False)
+    monkeypatch.setitem(sys.modules, SLOT, None)
     assert fill_weight_gradient_slot() and fill_weight_gradient_slot()
 
 
@@ -140,6 +143,17 @@ def test_megatron_cores_own_layers_have_it(slot, main: torch.dtype) -> None:
     torch.testing.assert_close(weight.main_grad.float(), wanted, rtol=2**-7, atol=2**-6)
 
 
+def test_deferred_embedding_gradients_have_it(slot) -> None:
+    """The drain of ``--defer-embedding-wgrad-compute`` imports the module itself."""
+    weight = as_ddp_has_it(torch.randn(12, 8).bfloat16())
+    inputs = [torch.randn(6, 2, 8).bfloat16() for _ in range(2)]
+    outputs = [torch.ones(6, 2, 12).bfloat16() for _ in range(2)]
+    settings = SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
+    wanted = 1 + sum(x.float().sum((0, 1)) for x in inputs).expand(12, 8)
+    drain_embedding_wgrad_compute(settings, inputs, outputs, weight, torch.distributed.group.WORLD)
+    torch.testing.assert_close(weight.main_grad, wanted)
+
+
 @pytest.mark.parametrize(
     ("changes", "fused"),
     [
@@ -147,6 +161,7 @@ def test_megatron_cores_own_layers_have_it(slot, main: torch.dtype) -> None:
         ({"gradient_accumulation_fusion": False}, False),
         ({"use_megatron_fsdp": True}, False),
         ({"defer_embedding_wgrad_compute": True}, False),
+        ({"transformer_impl": "transformer_engine", "defer_embedding_wgrad_compute": True}, True),
     ],
 )
 def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monkeypatch) -> None:
@@ -159,5 +174,5 @@ def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monke
     said = defaults._fuse_weight_gradients(args)
     assert args.gradient_accumulation_fusion == fused
     off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
-    assert said is None if off is None else said.startswith(off)
+    assert said is None if fused or off is None else said.startswith(off)
     assert bool(filled) == changes.get("gradient_accumulation_fusion", True)

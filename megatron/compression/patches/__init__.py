@@ -8,6 +8,7 @@ distributed.py    data-parallel sums and gathers; replicated and tied parameters
 pipeline.py       what stages send each other
 optimizer.py      the masters' copy; torch's Adam
 slots.py          the compiled dataset helper, the fused rotary embedding, fused weight gradients
+transformer_engine.py  what its layers call to communicate
 
 Each function names its symbol, why it is replaced and what it does not reach. A patch called again replaces
 what it put there before, unless it says that it adds. Nothing is loaded before a function is called.
@@ -44,3 +45,4 @@ from megatron.compression.patches.training import (
     on_training_end,
     on_training_log,
 )
+from megatron.compression.patches.transformer_engine import before_gradient_sync, through_exchanges

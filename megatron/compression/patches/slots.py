@@ -1,8 +1,9 @@
 """Slots that megatron-core's wheel leaves empty: compiled dataset helpers, RoPE, fused weight gradients."""
 
 import importlib
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType
 
 from megatron.compression.patches.symbols import put
 
@@ -40,8 +41,8 @@ def fill_rope_slot(rotary: Callable) -> bool:
 def fill_weight_gradient_slot(add_product: Callable) -> None:
     """Put ``add_product`` where megatron-core calls apex's fused weight gradients. Idempotent.
 
-    Why: without apex's ``fused_weight_gradient_mlp_cuda``, a global of the linear layers' module, gradient
-    accumulation fusion is refused. Not reached: ``drain_embedding_wgrad_compute``, which imports it, and
+    Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused. Linear
+    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not reached:
     Megatron FSDP, which takes Transformer Engine's.
 
     Args:
@@ -49,7 +50,8 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
     """
     from megatron.core.tensor_parallel import layers
 
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # the failed import leaves no name
-        wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product
-    )
+    name = "fused_weight_gradient_mlp_cuda"
+    module = ModuleType(name, "torch's GEMMs in place of apex's kernels")
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product
+    sys.modules[name] = layers.fused_weight_gradient_mlp_cuda = module
     put(layers, "_grad_accum_fusion_available", True, "torch's GEMMs add to main_grad")

@@ -68,12 +68,12 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
 
 def _fuse_weight_gradients(args: Namespace) -> str | None:
     """Let gradient accumulation fusion, Megatron's default, stand: without apex torch's GEMMs do it."""
-    wanted = args.transformer_impl == "local" and args.gradient_accumulation_fusion
-    if not wanted or not fill_weight_gradient_slot():
+    if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
         return None
-    for name in ("use_megatron_fsdp", "defer_embedding_wgrad_compute"):
-        if getattr(args, name):
-            args.gradient_accumulation_fusion = False
-            flag = name.replace("_", "-")
-            return f"--{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
-    return None
+    flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
+    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:  # unfused, it is refused
+        flag = "--defer-embedding-wgrad-compute"
+    if flag is None:
+        return None
+    args.gradient_accumulation_fusion = False
+    return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
