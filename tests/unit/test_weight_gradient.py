@@ -160,15 +160,19 @@ def test_deferred_embedding_gradients_have_it(slot) -> None:
         ({}, True),
         ({"gradient_accumulation_fusion": False}, False),
         ({"use_megatron_fsdp": True}, False),
+        ({"defer_embedding_wgrad_compute": True}, False),
+        ({"transformer_impl": "transformer_engine", "defer_embedding_wgrad_compute": True}, True),
     ],
 )
 def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monkeypatch) -> None:
-    """Unless it is switched off, or Megatron FSDP would call Transformer Engine for it."""
+    """Unless it is switched off, or megatron-core would call other kernels for it."""
     filled = []
     monkeypatch.setattr(defaults, "fill_weight_gradient_slot", lambda: filled.append(True) or True)
-    asked = dict(transformer_impl="local", gradient_accumulation_fusion=True, use_megatron_fsdp=False)
-    args = Namespace(**{**asked, **changes})
+    asked = dict(transformer_impl="local", gradient_accumulation_fusion=True)
+    others = dict(use_megatron_fsdp=False, defer_embedding_wgrad_compute=False)
+    args = Namespace(**{**asked, **others, **changes})
     said = defaults._fuse_weight_gradients(args)
     assert args.gradient_accumulation_fusion == fused
-    assert (said is not None) == bool(changes.get("use_megatron_fsdp"))
-    assert bool(filled) == (changes.get("gradient_accumulation_fusion", True))
+    off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
+    assert said is None if fused or off is None else said.startswith(off)
+    assert bool(filled) == changes.get("gradient_accumulation_fusion", True)

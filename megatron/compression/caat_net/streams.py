@@ -108,7 +108,10 @@ class _PartialRowParallelLinear(torch.autograd.Function):
 
 
 class _FinishedLater:
-    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived."""
+    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived.
+
+    It is never added to main_grad here: no other backward of that weight does so, and DDP's hook adds it.
+    """
 
     def __init__(self) -> None:
         self.finish: Callable[[], torch.Tensor] | None = None

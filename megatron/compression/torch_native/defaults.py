@@ -68,7 +68,12 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
 
 def _fuse_weight_gradients(args: Namespace) -> str | None:
     """Let gradient accumulation fusion, Megatron's default, stand: without apex torch's GEMMs do it."""
-    if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot() or not args.use_megatron_fsdp:
+    if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
+        return None
+    flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
+    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:  # unfused, it is refused
+        flag = "--defer-embedding-wgrad-compute"
+    if flag is None:
         return None
     args.gradient_accumulation_fusion = False
-    return "Megatron FSDP's fusion needs Transformer Engine and apex: --no-gradient-accumulation-fusion"
+    return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
