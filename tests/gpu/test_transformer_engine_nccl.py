@@ -102,7 +102,7 @@ def checked(rank: int, fuse: bool, changes: dict) -> dict:
 
 
 def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
-    """What c10d is given in one iteration beyond what the ledger counts."""
+    """What c10d is given in one iteration beyond what the ledger counts, and what it is given in all."""
     from megatron.core import parallel_state
 
     from megatron.compression.communication.audit import BackendAudit
@@ -112,7 +112,8 @@ def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
     model = build(rank, state, fuse, **changes)
     with BackendAudit(state.ledger, lambda: {"tensor parallel": group}) as audit:
         model(**batch(0, rank)).float().mean().backward()
-    return audit.finish()
+    given = {f"{operation} {payload}": sent for (_, operation, payload), sent in audit.given.items()}
+    return [f"{line}; given: {given}, counted: {state.ledger.rows()}" for line in audit.finish()]
 
 
 def difference(value: torch.Tensor, reference: torch.Tensor) -> float:
