@@ -82,6 +82,10 @@ def engine_worker(rank: int, world_size: int) -> dict:
 
 def checked(rank: int, fuse: bool, changes: dict) -> dict:
     """One setting: without our hooks twice, with them and no loss, with int8; what is counted."""
+    hooked = build(rank, run_with("int8"), fuse, **changes)
+    bare = build(rank, run_with("none"), fuse, attach=False, **changes)
+    hooked.load_state_dict(bare.state_dict())  # strict: checkpoints do not know about compression
+    bare.load_state_dict(hooked.state_dict())
     run = partial(trained, rank, fuse=fuse, **changes)
     losses, gradients, _ = run(None)
     again, again_gradients, _ = run(None)
