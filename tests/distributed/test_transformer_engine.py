@@ -154,6 +154,11 @@ def fp8_worker(rank: int, world_size: int) -> None:
             if codec is not None:
                 hooks.attach([model], state.config, state)
             results.append(trained(model, rank, True))
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        magnitudes = torch.full((12,), float(rank))
+        FP8GlobalStateManager.reduce_tensor_across_group_op_max(magnitudes, group)
+        assert magnitudes.eq(1).all() and state.ledger.totals()["tp.other"]["exact"] == (48, 48)
         for name, value in results[0].items():
             torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5, msg=name)
         kinds = state.ledger.totals()

@@ -45,4 +45,8 @@ from megatron.compression.patches.training import (
     on_training_end,
     on_training_log,
 )
-from megatron.compression.patches.transformer_engine import before_gradient_sync, through_exchanges
+from megatron.compression.patches.transformer_engine import (
+    before_gradient_sync,
+    on_magnitude_reduction,
+    through_exchanges,
+)

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import follow, replace
 
 _MODULES = ("linear", "layernorm_linear", "base")
 
@@ -31,6 +31,24 @@ def through_exchanges(exchanges: Any) -> None:
         for name, parameters, wrap in functions:
             if short != "base" or name == "gather_along_first_dim":
                 replace(module, name, parameters, wrap)
+
+
+def on_magnitude_reduction(record: Callable[[int, int], None]) -> None:
+    """Call ``record(buffer_bytes, world_size)`` for each all-reduce of the largest magnitudes that delayed
+    scaling keeps.
+
+    Why: TE issues them itself, some tens of values a layer in each pass. Not reached: those of current
+    scaling, one value a tensor, which its C++ code issues past torch.distributed.
+    """
+    import torch
+
+    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+
+    def run(result: Any, given: dict) -> None:
+        record(given["tensor"].nbytes, torch.distributed.get_world_size(given["group"]))
+
+    name = "reduce_tensor_across_group_op_max"
+    follow(quantization.FP8GlobalStateManager, name, ("tensor", "group"), run)
 
 
 def before_gradient_sync(complete: Callable[[], None]) -> None:

@@ -41,6 +41,8 @@ class TransformerEngineLayers:
         if not self._patched:
             patches.through_exchanges(self.exchanges)
             patches.before_gradient_sync(self.weight_gradients.flush)
+            record = partial(self.run.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
+            patches.on_magnitude_reduction(record)
             self._patched = True
         module.site = CommSite(name, module.tp_group, self.run, layer)
         module.register_forward_pre_hook(self._begin)
