@@ -27,7 +27,12 @@ from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.torch_native.block import block_spec
-from megatron.compression.torch_native.spec import CompressedSpecProvider, dense_layer_spec, is_dense_local
+from megatron.compression.torch_native.spec import (
+    CompressedSpecProvider,
+    dense_layer_spec,
+    is_dense,
+    is_dense_local,
+)
 
 STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""
@@ -116,8 +121,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter)
-    if model_config is not None and not is_dense_local(model_config.transformer):
-        print_rank_0("compression: not a dense local GPT: its tensor-parallel traffic is not counted")
+    if model_config is not None and not is_dense(model_config.transformer):
+        print_rank_0("compression: not a dense GPT: not all of its tensor-parallel traffic is counted")
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression

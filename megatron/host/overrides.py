@@ -5,7 +5,7 @@ from argparse import Namespace
 # argument -> (value on the CPU, flag that says the same, reason)
 _OVERRIDES = {
     "distributed_backend": ("gloo", "--distributed-backend gloo", "NCCL needs GPUs"),
-    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "needs a CUDA extension"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "a GPU kernel"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion", "needs a CUDA extension"),
     "bias_gelu_fusion": (False, "--no-bias-gelu-fusion", "a GPU kernel"),
     "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion", "a GPU kernel"),
