@@ -77,12 +77,13 @@ if stamped "$stamp" && { [ -z "$engine" ] || stamped "$stamp-engine"; }; then
     exit 0
 fi
 
-python=$(find_python)
-if [ -x .venv/bin/python ] && ! fits .venv/bin/python; then
-    echo "error: .venv holds another Python; remove it (rm -r .venv) and run scripts/setup.sh again" >&2
-    exit 1
-fi
-if [ ! -x .venv/bin/python ]; then
+if [ -x .venv/bin/python ]; then
+    if ! fits .venv/bin/python; then
+        echo "error: .venv holds another Python; remove it (rm -r .venv) and run scripts/setup.sh again" >&2
+        exit 1
+    fi
+else
+    python=$(find_python)
     echo "setup: making .venv with $("$python" --version) ($python)"
     "$python" -m venv .venv
 fi

@@ -68,6 +68,7 @@ def stand_in():
     """The stand-in as ``transformer_engine``, behind megatron-core's own look for it."""
     start_model_parallel(2)
     sys.path.insert(0, str(STAND_IN))
+    sys.modules.pop("transformer_engine", None)  # an installed one is hidden where there is no CUDA
     try:
         yield
     finally:
