@@ -33,11 +33,6 @@ _NOT_COVERED = (
 )
 
 
-_PAST_NCCL = {
-    "tp_comm_overlap": "sends over Transformer Engine's userbuffers",
-    "symmetric_ar_type": "sums in symmetric memory",
-}
-
 _BACKWARD = "--tp-backward-compression"
 
 
@@ -143,8 +138,10 @@ class TensorParallelConfig(Dimension):
             )
 
     def _check_transformer_engine(self, args: Namespace) -> None:
-        reasons = {name: f"{what}, past NCCL and past {self.flag}" for name, what in _PAST_NCCL.items()}
-        reasons["use_transformer_engine_op_fuser"] = f"builds layers that {self.flag} does not reach"
+        reasons = {
+            "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
+            "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
+        }
         refuse_flags(args, reasons, "drop one of the two")
         if self.chunks > 1:
             raise CompressionConfigError(
