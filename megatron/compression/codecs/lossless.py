@@ -5,9 +5,9 @@ trained tensors need, with room to spare, and where the values of one message do
 says so, its payload holds the first bytes of the tensor itself, and the others are sent behind it: together
 the tensor and 16 to 31 bytes. All receivers of one exchange see the flags of all its senders, so they agree
 without asking whether a second exchange follows. What it costs is that the host reads the flags when an
-exchange has arrived and before it queues what follows: the device waits for a launch, on links where a message
-takes milliseconds. Sizes that are exchanged first would cost the same wait before every
-message, and a small collective; checking later would let the computation go on with wrong values.
+exchange has arrived and before it queues what follows: the device waits for a launch, on links where a
+message takes milliseconds. Sizes that are exchanged first would cost the same wait before every message, and
+a small collective; checking later would let the computation go on with wrong values.
 """
 
 import math
