@@ -89,7 +89,7 @@ def test_resolve_is_pure(flags: str) -> None:
 def test_auto_is_the_recommended_codec() -> None:
     """It is stored as what it stands for, in every dimension that has one."""
     config = _config("--tp-compression", "auto", "--pp-compression", "auto")
-    assert config.tensor_parallel.compression == RECOMMENDED == "int6"
+    assert config.tensor_parallel.compression == RECOMMENDED == "int6:outliers=on"
     assert config.pipeline_parallel.describe() == (
         "pipeline stages send int4:group=32,normalize=standardize, "
         "back int6:group=32,scales=single,hadamard=off"
