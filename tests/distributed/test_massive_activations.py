@@ -1,4 +1,4 @@
-"""A model with massive activations, as large trained ones have: one channel of some tokens, 1000 times the others."""
+"""A model with massive activations, as large trained ones have: a channel of some tokens, far above the rest."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def worker(rank: int, world_size: int, codecs: list[str]) -> dict[str, tuple[lis
 
 
 def test_massive_activations_do_not_drown_their_groups() -> None:
-    """The others' error is ordinary with the setting, ten times as much without; one error over all hides it."""
+    """Ordinary errors with the setting, ten times as much without; one error over all values hides it."""
     seen, _ = spawn(worker, 2, ["none", "int6", "int6:outliers=on"])
     (exact, _), (_, drowned), (losses, kept) = seen.values()
     assert drowned["peak"] > 1000 and kept["peak"] > 1000

@@ -26,7 +26,7 @@ def error(found: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> float
 
 @pytest.mark.parametrize("spec", (*SUMMED, PIPELINE))
 def test_neighbours_keep_their_error(spec: str) -> None:
-    """One massive value in a group of 128: the others' error is what it is without, and it comes back itself."""
+    """One massive value in a group of 128: the others' error is that without it, and it comes back."""
     codec, x = parse_codec(spec), values(1, 300, 1, 128)
     shape, others = x.shape[1:], torch.ones(x.shape, dtype=torch.bool)
     others[0, 7, 0, 40] = False
@@ -81,14 +81,18 @@ def test_words_are_exact_in_bf16_and_fp16() -> None:
     """Every magnitude comes back from its word; fp32 to 12 bits."""
     g = torch.Generator().manual_seed(1)
     for dtype, within in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 2**-12)):
-        x = (torch.randn(4096, generator=g) * 10 ** torch.empty(4096).uniform_(-3, 4, generator=g)).to(dtype).float()
+        x = (
+            (torch.randn(4096, generator=g) * 10 ** torch.empty(4096).uniform_(-3, 4, generator=g))
+            .to(dtype)
+            .float()
+        )
         words = outliers.words_of(x)
         assert words.min() >= 0
         assert ((outliers.values_of(words).view(-1) - x).abs() <= within * x.abs()).all()
 
 
 def test_more_massive_values_than_slots() -> None:
-    """The largest go apart, the others stay in their groups; senders' lists that overflow lose nothing either."""
+    """The largest go apart, the others stay in their groups; nor do senders' lists that overflow lose any."""
     config = CodecConfig("int8", 128, "signed", outliers=True)
     x = values(outliers.BLOCK)
     places = torch.arange(12) * 170 + 5

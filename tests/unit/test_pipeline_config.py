@@ -43,8 +43,14 @@ def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
                 "int6:group=32,scales=single,hadamard=off,outliers=on",
             ),
         ),
-        ({"compression": "auto", "backward": "int8"}, ("int4:group=32,normalize=standardize,outliers=on", "int8")),
-        ({"compression": "auto", "backward": "none"}, ("int4:group=32,normalize=standardize,outliers=on", None)),
+        (
+            {"compression": "auto", "backward": "int8"},
+            ("int4:group=32,normalize=standardize,outliers=on", "int8"),
+        ),
+        (
+            {"compression": "auto", "backward": "none"},
+            ("int4:group=32,normalize=standardize,outliers=on", None),
+        ),
     ),
     ids=str,
 )
