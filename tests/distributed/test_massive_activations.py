@@ -1,4 +1,4 @@
-"""A model with massive activations, as large trained ones have: a channel of some tokens, far above the rest."""
+"""A model with massive activations as large trained ones have: one channel of some tokens."""
 
 import pytest
 import torch

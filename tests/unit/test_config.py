@@ -185,7 +185,15 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
 @pytest.mark.parametrize(
     ("megatron", "fix"),
     [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
+        (
+            {"transformer_impl": "transformer_engine", "tp_comm_overlap": True},
+            "--tp-comm-overlap sends over Transformer Engine's userbuffers, past NCCL",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
+            "--use-transformer-engine-op-fuser builds layers",
+        ),
         ({"num_experts": 8}, "--num-experts"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
@@ -200,6 +208,14 @@ def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
     with pytest.raises(CompressionConfigError, match=fix):
         _config("--taco", "--tp-compression-layers", "0,2", **megatron)
     _config(**megatron)
+
+
+def test_transformer_engine_computes_in_one_piece() -> None:
+    """Compressed like the torch-native layers, but for a setting that would do nothing."""
+    engine = {"transformer_impl": "transformer_engine"}
+    assert _config("--taco", **engine).tensor_parallel.enabled
+    with pytest.raises(CompressionConfigError, match="--tp-compression-chunks 2 needs --transformer-impl"):
+        _config("--taco", "--tp-compression-chunks", "2", **engine)
 
 
 def test_what_the_ledger_does_not_see_is_said() -> None:

@@ -28,16 +28,27 @@ def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def all_gather_encoded(
-    payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec, transport: TorchTransport
+    payload: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    codec: Codec,
+    transport: TorchTransport,
+    out: torch.Tensor | None = None,
 ) -> Work:
     """Start to all-gather a tensor that is already encoded.
 
     Args:
         payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
+        out: where to put the result, contiguous ``[W * n, ...]``.
     """
     codec = codec.hops[1]
     if transport.fuses(codec):
-        return transport.fused_all_gather(payload, shape, dtype, codec)
+        return transport.fused_all_gather(payload, shape, dtype, codec, out)
     gathered, pending = transport.all_gather(payload.view(-1))
-    return Work(pending, lambda: codec.decode(gathered, shape, dtype).flatten(0, 1))
+
+    def decode() -> torch.Tensor:
+        into = None if out is None else out.view(-1, *shape)
+        return codec.decode(gathered, shape, dtype, into).flatten(0, 1)
+
+    return Work(pending, decode)

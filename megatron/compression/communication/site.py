@@ -50,9 +50,13 @@ class CommSite:
         """
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
-    def count_uncompressed(self, traffic: str, operation: str, nbytes: int) -> None:
-        """Count a collective that megatron-core does itself."""
-        self._count(traffic, self.decide(traffic, nbytes).why, operation, nbytes)
+    def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
+        """Count a collective that megatron-core or Transformer Engine does itself.
+
+        Args:
+            why: one of the ledger's kinds; by default what the policy says of such a message.
+        """
+        self._count(traffic, why or self.decide(traffic, nbytes).why, operation, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
         """Start to sum over the group; ``wait`` gives the sum (in ``out`` if given). ``tensor`` stays."""
@@ -76,10 +80,10 @@ class CommSite:
         """Start to sum ``[W * n, ...]``; ``wait`` gives this rank's ``[n, ...]``, in ``out`` if given."""
         return self._sum("reduce_scatter", reduce_scatter, uncompressed_reduce_scatter, tensor, traffic, out)
 
-    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
+    def all_gather(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
+        """Gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]`` (in ``out`` if given)."""
         packed = self.pack(tensor, traffic)
-        work = self.gather(packed, traffic)
+        work = self.gather(packed, traffic, out)
         if packed.decision.codec is None:
             return work
         return self._probed(work, traffic, "all_gather", lambda: tensor, uncompressed_all_gather)
@@ -93,15 +97,15 @@ class CommSite:
         self._measure(traffic, tensor, decision.codec.hops[1])
         return Packed(payload, tensor.shape, tensor.dtype, decision)
 
-    def gather(self, packed: "Packed", traffic: str) -> Work:
+    def gather(self, packed: "Packed", traffic: str, out: torch.Tensor | None = None) -> Work:
         """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be repeated."""
         payload, shape, dtype, (codec, why) = packed
         plain = torch.Size(shape).numel() * dtype.itemsize * self.group.size()
         if codec is None:
             self._count(traffic, why, "all_gather", plain)
-            return uncompressed_all_gather(payload, self.group)
+            return uncompressed_all_gather(payload, self.group, out)
         transport = self._transport(traffic, "all_gather", plain)
-        return all_gather_encoded(payload, shape, dtype, codec, transport)
+        return all_gather_encoded(payload, shape, dtype, codec, transport, out)
 
     def _sum(
         self,

@@ -33,6 +33,11 @@ _NOT_COVERED = (
 )
 
 
+_PAST_NCCL = {
+    "tp_comm_overlap": "sends over Transformer Engine's userbuffers",
+    "symmetric_ar_type": "sums in symmetric memory",
+}
+
 _BACKWARD = "--tp-backward-compression"
 
 
@@ -110,12 +115,13 @@ class TensorParallelConfig(Dimension):
         if not self.enabled:
             return
         own = "--tp-compression"
-        if args.transformer_impl != "local":
+        if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
-                f"--tp-compression compresses the layers of --transformer-impl local, not of "
-                f"{args.transformer_impl}, which communicates inside its own kernels; use --transformer-impl "
-                "local or drop --taco"
+                f"--tp-compression does not cover --transformer-impl {args.transformer_impl}; use "
+                "transformer_engine or local, or drop --taco"
             )
+        if args.transformer_impl == "transformer_engine":
+            self._check_transformer_engine(args)
         if args.num_experts is not None:
             raise CompressionConfigError(
                 "--tp-compression does not cover expert and router traffic; drop --num-experts or --taco"
@@ -134,6 +140,16 @@ class TensorParallelConfig(Dimension):
             raise CompressionConfigError(
                 f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
                 f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
+            )
+
+    def _check_transformer_engine(self, args: Namespace) -> None:
+        reasons = {name: f"{what}, past NCCL and past {self.flag}" for name, what in _PAST_NCCL.items()}
+        reasons["use_transformer_engine_op_fuser"] = f"builds layers that {self.flag} does not reach"
+        refuse_flags(args, reasons, "drop one of the two")
+        if self.chunks > 1:
+            raise CompressionConfigError(
+                f"--tp-compression-chunks {self.chunks} needs --transformer-impl local: Transformer Engine "
+                "computes a product in one piece; drop it"
             )
 
     def describe(self) -> str:
