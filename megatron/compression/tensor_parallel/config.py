@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int6:outliers=on"
@@ -109,6 +109,7 @@ class TensorParallelConfig(Dimension):
         """
         if not self.enabled:
             return
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         own = "--tp-compression"
         if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
