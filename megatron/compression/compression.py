@@ -62,7 +62,7 @@ class Compression:
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
         """The data-parallel part: state for checkpoints, diagnostics."""
-        pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
         self._engine = TransformerEngineLayers(self.run, config.tensor_parallel.enabled)
         self._bounded: BoundedRun | None = None
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
@@ -77,6 +77,7 @@ class Compression:
 
         Raises: CompressionConfigError: a layer communicates in a way that is not covered.
         """
+        self._pipeline.prepare()
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
         if self.config.caat_net.enabled:

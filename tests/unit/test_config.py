@@ -187,8 +187,8 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
         (
-            {"transformer_impl": "transformer_engine", "tp_comm_overlap": True},
-            "--tp-comm-overlap sends over Transformer Engine's userbuffers, past NCCL",
+            {"transformer_impl": "transformer_engine", "symmetric_ar_type": "two_shot"},
+            "--symmetric-ar-type sums in symmetric memory",
         ),
         (
             {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},

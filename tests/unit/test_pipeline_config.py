@@ -17,6 +17,8 @@ ARGS = Namespace(
     context_parallel_size=1,
     sequence_parallel=True,
     seq_length=64,
+    bf16=True,
+    fp16=False,
     micro_batch_size=2,
     hidden_size=256,
 )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.all_gather import all_gather_encoded, encode_slice
+from megatron.compression.communication.all_gather import all_gather, all_gather_encoded, encode_slice
 from megatron.compression.communication.all_reduce import all_reduce
 from megatron.compression.communication.policy import Decision
 from megatron.compression.communication.reduce_scatter import reduce_scatter
@@ -93,7 +93,8 @@ class CommSite:
         decision = self.decide(traffic)
         if decision.codec is None:
             return Packed(tensor, tensor.shape, tensor.dtype, decision)
-        payload = encode_slice(tensor, decision.codec)
+        # What a lossless payload may need behind it is in the tensor: that is kept, and ``gather`` encodes.
+        payload = tensor if decision.codec.lossless else encode_slice(tensor, decision.codec)
         self._measure(traffic, tensor, decision.codec.hops[1])
         return Packed(payload, tensor.shape, tensor.dtype, decision)
 
@@ -105,6 +106,8 @@ class CommSite:
             self._count(traffic, why, "all_gather", plain)
             return uncompressed_all_gather(payload, self.group, out)
         transport = self._transport(traffic, "all_gather", plain)
+        if codec.lossless:
+            return all_gather(payload, codec, transport, out)
         return all_gather_encoded(payload, shape, dtype, codec, transport, out)
 
     def _sum(
@@ -142,7 +145,7 @@ class CommSite:
     def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Let the error bound measure what is encoded, when it is due."""
         bound, policy = self.run.policy.error_bound, self.run.policy
-        if bound is None or self.run.ledger.evaluating:
+        if bound is None or self.run.ledger.evaluating or codec.lossless:
             return
         if bound.due(self.name, traffic, policy.iteration()):
             bound.measure(self.name, traffic, tensor, codec)
@@ -169,7 +172,7 @@ class Packed(NamedTuple):
     """One rank's part of an all-gather, as it travels."""
 
     payload: torch.Tensor
-    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed."""
+    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed or lossless."""
     shape: torch.Size
     dtype: torch.dtype
     decision: Decision

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int6:outliers=on"
@@ -32,11 +32,6 @@ _NOT_COVERED = (
     "use_kitchen",
 )
 
-
-_PAST_NCCL = {
-    "tp_comm_overlap": "sends over Transformer Engine's userbuffers",
-    "symmetric_ar_type": "sums in symmetric memory",
-}
 
 _BACKWARD = "--tp-backward-compression"
 
@@ -114,6 +109,7 @@ class TensorParallelConfig(Dimension):
         """
         if not self.enabled:
             return
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         own = "--tp-compression"
         if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
@@ -143,8 +139,10 @@ class TensorParallelConfig(Dimension):
             )
 
     def _check_transformer_engine(self, args: Namespace) -> None:
-        reasons = {name: f"{what}, past NCCL and past {self.flag}" for name, what in _PAST_NCCL.items()}
-        reasons["use_transformer_engine_op_fuser"] = f"builds layers that {self.flag} does not reach"
+        reasons = {
+            "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
+            "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
+        }
         refuse_flags(args, reasons, "drop one of the two")
         if self.chunks > 1:
             raise CompressionConfigError(
