@@ -9,7 +9,7 @@ import torch
 from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
 from taco_kernels.taco import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
-COLUMNS = {"MiB": "g", "dtype": "", "format": "", "G": "d", "scales": "", "operation": ""}
+COLUMNS = {"MiB": "g", "dtype": "", "format": "", "G": "d", "scales": "", "outliers": "", "operation": ""}
 COLUMNS |= SPEED | {"error": ".4f"}
 
 
@@ -22,9 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--senders", type=int, default=4, help="wires that the sums add up")
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
+    parser.add_argument(
+        "--outliers", nargs="+", choices=("off", "on"), default=["off"], help="massive values apart"
+    )
+    parser.add_argument(
+        "--massive", type=int, default=0, help="of 4096 values so many are 1000 times as large"
+    )
 
 
-def operations(numel: int, dtype: torch.dtype, config: CodecConfig, senders: int) -> Iterator[Operation]:
+def tensor(numel: int, dtype: torch.dtype, massive: int) -> torch.Tensor:
+    """Normal values, the first ``massive`` odd ones of 4096 a thousand times as large."""
+    x = torch.randn(numel, device="cuda")
+    x[: numel // 4096 * 4096].view(-1, 4096)[:, 1 : 2 * massive : 2] *= 1000
+    return x.to(dtype)
+
+
+def operations(
+    numel: int, dtype: torch.dtype, config: CodecConfig, senders: int, massive: int
+) -> Iterator[Operation]:
     """Per operation: its columns, calls, buffers, bytes read and written by a call.
 
     The errors of encode and decode are those of the round trip, that of decode_sum is against the sum of
@@ -33,7 +48,7 @@ def operations(numel: int, dtype: torch.dtype, config: CodecConfig, senders: int
     shape, fp32 = (numel,), torch.float32
     size, wire = numel * dtype.itemsize, config.wire_bytes(numel)
     count = buffers_for(size + wire)
-    xs = [torch.randn(numel, device="cuda").to(dtype) for _ in range(count)]
+    xs = [tensor(numel, dtype, massive) for _ in range(count)]
     outs = [torch.empty_like(x) for x in xs]
     wires = [encode(x, config) for x in xs]
     sums = max(2, -(-count // senders))
@@ -51,6 +66,7 @@ def operations(numel: int, dtype: torch.dtype, config: CodecConfig, senders: int
         return decode_sum_encode(many[i], config, numel, wires[i][0])
 
     columns = {"format": config.format, "G": config.group_size, "scales": config.scales}
+    columns["outliers"] = "on" if config.outliers else "off"
     for name, call, buffers, moved, error in (
         ("encode", lambda i: encode(xs[i], config, 1, wires[i]), count, size + wire, round_trip),
         ("decode", lambda i: decode(wires[i], config, shape, dtype, outs[i]), count, size + wire, round_trip),
@@ -62,10 +78,14 @@ def operations(numel: int, dtype: torch.dtype, config: CodecConfig, senders: int
 
 def run(options: argparse.Namespace) -> Iterator[dict]:
     """Rows of every combination of the options."""
-    settings = product(options.formats, options.group_sizes, options.scales)
+    settings = product(options.formats, options.group_sizes, options.scales, options.outliers)
     settings = [s for s in settings if s[2] != "signed" or s[0].startswith("int")]
-    configs = [CodecConfig(*s, hadamard=not options.no_hadamard) for s in settings]
+    configs = [CodecConfig(*s[:3], not options.no_hadamard, s[3] == "on") for s in settings]
     for mib, name in product(options.mib, options.dtypes):
         numel, senders = int(mib * 2**20) // DTYPES[name].itemsize, options.senders
-        every = (row for config in configs for row in operations(numel, DTYPES[name], config, senders))
+        every = (
+            row
+            for config in configs
+            for row in operations(numel, DTYPES[name], config, senders, options.massive)
+        )
         yield from timed_rows(numel, DTYPES[name], {"MiB": mib, "dtype": name}, every)

@@ -3,15 +3,15 @@
 import torch
 
 from taco_kernels.channel_norm.kernels import decode_kernel, encode_kernel, partial_kernel, statistics_kernel
-from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.channel_norm.layout import TILE_TOKENS, ChannelNormLayout
 from taco_kernels.common.device import Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.taco.launch import check_groups
 from taco_kernels.taco.spec import make_flags, spec_of
 
-TILE_TOKENS, TILE_CHANNELS = 128, 64
-"""Values whose partial statistics a program finds: it holds them all."""
+TILE_CHANNELS = 64
+"""And TILE_TOKENS tokens: values whose partial statistics a program finds. It holds them all."""
 TILES = 64
 """Tiles that a program puts together at a time."""
 JOINED_CHANNELS = 16
@@ -20,11 +20,11 @@ TUNING = {"encode": Tuning(4096, 4, 1, 40, registers=80), "decode": Tuning(2048,
 """No pipeline over tiles: it would hold the statistics of every value in shared memory, too."""
 
 
-def _statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def _statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Tensor:
     """Fill ``found``, bf16 [rows * channels], from a contiguous x; fp32 [channels]: 1 / rms."""
     tokens, channels = x.shape
     tiles = ceil_div(tokens, TILE_TOKENS)
-    partials = torch.empty((tiles, 2, channels), dtype=torch.float32, device=x.device)
+    partials = torch.empty((tiles, 3 if robust else 2, channels), dtype=torch.float32, device=x.device)
     inverses = torch.empty(channels, dtype=torch.float32, device=x.device)
     start(
         partial_kernel,
@@ -33,6 +33,7 @@ def _statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         (tokens, channels),
         T=TILE_TOKENS,
         B=TILE_CHANNELS,
+        ROBUST=robust,
         num_warps=4,
     )
     start(
@@ -43,6 +44,7 @@ def _statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         T=TILE_TOKENS,
         K=TILES,
         B=JOINED_CHANNELS,
+        ROBUST=robust,
         num_warps=4,
     )
     return inverses
@@ -51,6 +53,8 @@ def _statistics(x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 def _constants(operation: str, layout: ChannelNormLayout, x: torch.Tensor) -> tuple[tuple[int], tuple, dict]:
     """Grid, fixed arguments and constants of the codec's kernels."""
     config, device, tuning = layout.config, device_for(x), TUNING[operation]
+    if config.outliers:
+        tuning = tuning._replace(registers=128)
     spec = spec_of(config, device, tuning)
     groups = layout.numel // config.group_size
     check_groups(groups)
@@ -65,7 +69,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     x = x.contiguous()
     wire = torch.empty(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     found = wire[layout.statistics_at :].view(torch.bfloat16)
-    inverses = _statistics(x, found)
+    inverses = _statistics(x, found, layout.config.outliers)
     grid, fixed, constants = _constants("encode", layout, x)
     start(encode_kernel, grid, (x, found, inverses, wire), fixed, **constants)
     return wire

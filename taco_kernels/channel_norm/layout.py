@@ -11,6 +11,9 @@ import torch
 
 from taco_kernels.taco.layout import CodecConfig
 
+TILE_TOKENS = 128
+"""Tokens whose partial statistics are found together."""
+
 
 @dataclass(frozen=True)
 class ChannelNormLayout:

@@ -7,21 +7,42 @@ bf16; all in fp32.
 
 z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
 which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
+
+If the codec takes massive values apart (taco/outliers.py), tokens that are massive in a channel do not count
+in its statistics: one would drown the channel of all others. They are those whose distance from the mean of
+their TILE_TOKENS tokens is more than THRESHOLD times the mean distance.
 """
 
 import torch
 
-from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.channel_norm.layout import TILE_TOKENS, ChannelNormLayout
 from taco_kernels.taco import reference
+from taco_kernels.taco.outliers import THRESHOLD
 
 
-def statistics(x: torch.Tensor) -> torch.Tensor:
+def massive_tokens(x: torch.Tensor) -> torch.Tensor:
+    """bool ``[tokens, channels]``: what ``statistics`` leaves out of fp32 values."""
+    found = []
+    for tile in x.split(TILE_TOKENS):
+        distance = (tile - tile.mean(0)).abs()
+        found.append(distance > distance.mean(0) * THRESHOLD)
+    return torch.cat(found)
+
+
+def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
     """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
 
     About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
-    all that there is.
+    all that there is. ``robust``: without ``massive_tokens``.
     """
-    variance, mean = torch.var_mean(x.float(), dim=0, correction=0)
+    x = x.float()
+    if robust:
+        left_out = massive_tokens(x)
+        count = (~left_out).sum(0)
+        mean = x.masked_fill(left_out, 0.0).sum(0) / count
+        variance = (x - mean).square().masked_fill(left_out, 0.0).sum(0) / count
+    else:
+        variance, mean = torch.var_mean(x, dim=0, correction=0)
     sent = mean.bfloat16()
     return torch.stack([sent, (variance + (mean - sent.float()).square()).sqrt().bfloat16()])
 
@@ -38,7 +59,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
         ValueError: x is not of the layout's shape.
     """
     layout.check_values(x)
-    found = statistics(x)
+    found = statistics(x, layout.config.outliers)
     z = (x.float() - found[0].float()) * inverse(found[1])
     payload = reference.encode(z, layout.config)[0]
     return torch.cat([payload, found.view(torch.uint8).flatten()])

@@ -9,6 +9,15 @@ import triton.language as tl
 from taco_kernels.common.constants import as_tensor
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
+from taco_kernels.taco.outlier_kernels import (
+    add_lists,
+    any_list,
+    empty_lists,
+    look_for_massive,
+    store_lists,
+    sum_lists,
+    take_massive,
+)
 from taco_kernels.taco.tensor import load_tile, store_tile
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_step, load_values
 
@@ -27,10 +36,21 @@ def encode_kernel(
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
         h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
+        if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
+            x_tile, words = h, empty_lists(C)
+            found, limit = look_for_massive(x_tile, groups - first, C)
         if C.HADAMARD:
             h = unshuffle(transform(h, matrix, C), C)
         else:
             h = h.to(tl.float32)
+        if C.OUTLIERS:
+            if found:
+                rest, words = take_massive(x_tile, limit, groups - first, C)
+                if C.HADAMARD:
+                    h = unshuffle(transform(rest, matrix, C), C)
+                else:
+                    h = rest.to(tl.float32)
+            store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
         encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
 
 
@@ -47,7 +67,12 @@ def decode_kernel(
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
         group = chunk * groups + first
-        h = decode_groups(wires + chunk.to(tl.int64) * wire_stride, first, groups, matrix, C)
+        wire = wires + chunk.to(tl.int64) * wire_stride
+        if C.OUTLIERS:
+            found = any_list(wire, wire_stride, first, groups, 1, C)
+        h = decode_groups(wire, first, groups, matrix, C)
+        if C.OUTLIERS:
+            h = add_lists(h, found, wire, wire_stride, first, groups, 1, C)
         end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
         store_tile(x, h, group, end, rows, FLAGS, C)
 
@@ -110,9 +135,13 @@ def decode_sum_kernel(
     matrix = sylvester(C, 1.0, False, tl.bfloat16)
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
         first = as_tensor(tile) * C.R
+        if C.OUTLIERS:
+            found = any_list(wires, wire_stride, first, groups, W, C)
         h = sum_senders(wires, wire_stride, first, groups, W, C)
         if C.HADAMARD:
             h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+        if C.OUTLIERS:
+            h = add_lists(h, found, wires, wire_stride, first, groups, W, C)
         store_tile(x, h, first, numel, rows, FLAGS, C)
 
 
@@ -122,5 +151,12 @@ def decode_sum_encode_kernel(
 ):  # fmt: skip
     """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
     first = tl.program_id(0) * C.R
+    if C.OUTLIERS:
+        found = any_list(wires, wire_stride, first, groups, W, C)
     h = sum_senders(wires, wire_stride, first, groups, W, C)
+    if C.OUTLIERS:
+        words = empty_lists(C)
+        if tl.max(found, axis=0) > 0:
+            h, words = sum_lists(h, wires, wire_stride, first, groups, W, C)
+        store_lists(words, out, first, groups, D)
     encode_groups(h, out, first, groups, D)

@@ -57,6 +57,12 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
     if config.group_size == 512 and operation == "decode_sum":
         tuning = tuning._replace(stages=1)  # shared memory for one tile
+    if config.outliers and operation == "decode" and tuning.programs == 3:
+        tuning = tuning._replace(registers=168)
+    elif config.outliers and operation == "encode" and config.group_size == 512:
+        tuning = tuning._replace(stages=1)
+    elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(tile=4096, warps=4)
     return tuning
 
 

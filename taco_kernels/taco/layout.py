@@ -5,7 +5,7 @@ One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G
     plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only) | zeros
 
 padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses. With signed
-scales s has either sign.
+scales s has either sign. With ``outliers`` the lists of massive values of every block follow (outliers.py).
 A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j`` of them
 carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits. 8-bit formats have one plane of 8
 bits, int4 one of 4, int6 a plane of the low 4 bits and one of the high 2, int5 a plane of 4 and one of 1.
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.common.sizes import aligned, check_choice
+from taco_kernels.common.sizes import aligned, ceil_div, check_choice
+from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 SCALES = ("dual", "single", "signed")
@@ -44,6 +45,8 @@ class CodecConfig:
     squared error is 19 to 21 % lower in int4, 11 to 12 in int5, 6 in int6, for the same bytes."""
     hadamard: bool = True
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
+    outliers: bool = False
+    """Massive values travel apart, not to drown their groups (outliers.py): 0.125 bits a value."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -51,6 +54,7 @@ class CodecConfig:
             ("group_size", GROUP_SIZES),
             ("scales", SCALES),
             ("hadamard", (True, False)),
+            ("outliers", (True, False)),
         ):
             check_choice(name, getattr(self, name), allowed)
         if self.scales == "signed" and self.is_float:
@@ -92,15 +96,19 @@ class CodecConfig:
             raise ValueError(f"numel={numel} must be >= 0 and chunks={chunks} >= 1")
         return -(-numel // (chunks * self.group_size)) * self.group_size
 
+    def lists_at(self, numel: int) -> int:
+        """Byte of a chunk of ``numel`` values where the blocks' lists begin: behind less than 16 zeros."""
+        return aligned(self.chunk_numel(numel) // self.group_size * self.bytes_per_group())
+
     def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one chunk that holds ``numel`` values: whole groups, then less than 16 zeros."""
-        used = self.chunk_numel(numel) // self.group_size * self.bytes_per_group()
-        return aligned(used)
+        """Exact bytes of one chunk that holds ``numel`` values: whole groups, under 16 zeros, the lists."""
+        blocks = ceil_div(self.chunk_numel(numel), BLOCK) if self.outliers else 0
+        return self.lists_at(numel) + blocks * LIST_BYTES
 
 
 def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
     """Raise ValueError unless sums of one config's groups can be encoded by the other as they are."""
-    for name in ("group_size", "hadamard"):
+    for name in ("group_size", "hadamard", "outliers"):
         if getattr(config, name) != getattr(config_out, name):
             raise ValueError(
                 f"config_out.{name}={getattr(config_out, name)} must be that of config, "

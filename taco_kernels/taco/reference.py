@@ -17,7 +17,8 @@ scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on e
 to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
 overflows (values above bf16's largest may decode to infinity). Without the Hadamard transform h = x and the
 factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
-zero, and a group that is not finite sends NaN and so decodes to NaN.
+zero, and a group that is not finite sends NaN and so decodes to NaN. Massive values go apart first, if the
+config says so (outliers.py).
 """
 
 import math
@@ -26,6 +27,7 @@ import torch
 
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
 from taco_kernels.common.sizes import ALIGNMENT
+from taco_kernels.taco import outliers
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 
 EPSILON = 1e-6
@@ -122,12 +124,37 @@ def decode_groups(wire: torch.Tensor, groups: int, config: CodecConfig) -> tuple
 
 
 def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor:
-    """h fp32[chunks, groups, G] of x: row-major, zero padded, prescaled, transformed."""
+    """fp32[chunks, groups, G] of x: row-major, zero padded."""
     chunk = config.chunk_numel(x.numel(), chunks)
     flat = torch.zeros(chunks * chunk, dtype=torch.float32, device=x.device)
     flat[: x.numel()] = x.reshape(-1)
-    grouped = flat.view(chunks, chunk // config.group_size, config.group_size)
-    return hadamard(grouped / config.group_size) if config.hadamard else grouped
+    return flat.view(chunks, chunk // config.group_size, config.group_size)
+
+
+def to_domain(groups: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """h fp32[groups, G] of a chunk's values: prescaled, transformed."""
+    return hadamard(groups / config.group_size) if config.hadamard else groups
+
+
+def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:
+    """int32[blocks, outliers.SLOTS] of one chunk's wire."""
+    lists = wire[config.lists_at(groups * config.group_size) :]
+    return lists.clone().view(torch.int32).view(-1, outliers.SLOTS)
+
+
+def encode_chunk(groups: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """Wire of one chunk of values, fp32[groups, G]."""
+    if not config.outliers:
+        return encode_groups(to_domain(groups, config), config)
+    words, rest = outliers.take(groups)
+    return torch.cat([encode_groups(to_domain(rest, config), config), words.view(torch.uint8).view(-1)])
+
+
+def decode_chunk(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:
+    """Inverse of encode_chunk: fp32[groups, G]."""
+    q, step = decode_groups(wire, groups, config)
+    values = (hadamard(q) if config.hadamard else q) * step
+    return outliers.add(values, lists_of(wire, groups, config)) if config.outliers else values
 
 
 def encode(
@@ -138,13 +165,13 @@ def encode(
     Returns uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks); zero padded at the end.
     Into ``out`` if given.
     """
-    h = to_groups(x, config, chunks)
-    chunk = h.shape[1] * config.group_size
+    groups = to_groups(x, config, chunks)
+    chunk = groups.shape[1] * config.group_size
     if out is None:
         out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
     check_wires(out, config, chunk)
     for c in range(chunks if chunk else 0):
-        out[c] = encode_groups(h[c], config)
+        out[c] = encode_chunk(groups[c], config)
     return out
 
 
@@ -161,8 +188,8 @@ def decode(
     check_wires(wires, config, chunk)
     flat = torch.empty(wires.shape[0] * chunk, dtype=torch.float32, device=wires.device)
     for c in range(wires.shape[0] if chunk else 0):
-        q, step = decode_groups(wires[c], chunk // config.group_size, config)
-        flat[c * chunk : (c + 1) * chunk] = ((hadamard(q) if config.hadamard else q) * step).reshape(-1)
+        values = decode_chunk(wires[c], chunk // config.group_size, config)
+        flat[c * chunk : (c + 1) * chunk] = values.reshape(-1)
     result = flat[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
 
@@ -197,7 +224,11 @@ def decode_sum(
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
         total = sum_groups(wires, numel, config)
-        result = (hadamard(total) if config.hadamard else total).reshape(-1)[:numel].view(shape).to(dtype)
+        total = hadamard(total) if config.hadamard else total
+        if config.outliers:
+            for wire in wires:
+                total = outliers.add(total, lists_of(wire, len(total), config))
+        result = total.reshape(-1)[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -220,5 +251,11 @@ def decode_sum_encode(
         out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     check_wires(out[None], config_out, config.chunk_numel(numel))
     if numel:
-        out.copy_(encode_groups(sum_groups(wires, numel, config), config_out))
+        total = sum_groups(wires, numel, config)
+        if config.outliers:
+            lists = [lists_of(wire, len(total), config) for wire in wires]
+            words, total = outliers.sum_lists(lists, total, config.hadamard)
+            out[config_out.lists_at(numel) :] = words.view(torch.uint8).view(-1)
+        encoded = encode_groups(total, config_out)
+        out[: len(encoded)] = encoded
     return out

@@ -51,6 +51,8 @@ class Spec(Constants):
     SIGNED: tl.constexpr
     """One step with a sign (layout.CodecConfig.scales)."""
     HADAMARD: tl.constexpr
+    OUTLIERS: tl.constexpr
+    """Massive values lie behind the groups (outliers.py); a tile is whole blocks."""
     ROOT: tl.constexpr
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
@@ -82,6 +84,7 @@ def make_spec(
         MERGED=merged,
         SIGNED=config.scales == "signed",
         HADAMARD=config.hadamard,
+        OUTLIERS=config.outliers,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
         HARDWARE_FP8=hardware_fp8,

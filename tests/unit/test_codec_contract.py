@@ -10,6 +10,10 @@ from megatron.compression.codecs import CODECS, parse_codec
 MORE = (
     "int6:scales=single",
     "int5/int6",
+    "int6:outliers=on",
+    "int4:group=32,hadamard=off,outliers=on",
+    "int4:group=32,normalize=standardize,outliers=on",
+    "taco:outliers=on",
     "int4:group=32,normalize=standardize",
     "int6:group=64,normalize=standardize",
     "int6:group=32,scales=single,hadamard=off",

@@ -89,10 +89,10 @@ def test_resolve_is_pure(flags: str) -> None:
 def test_auto_is_the_recommended_codec() -> None:
     """It is stored as what it stands for, in every dimension that has one."""
     config = _config("--tp-compression", "auto", "--pp-compression", "auto")
-    assert config.tensor_parallel.compression == RECOMMENDED == "int6"
+    assert config.tensor_parallel.compression == RECOMMENDED == "int6:outliers=on"
     assert config.pipeline_parallel.describe() == (
-        "pipeline stages send int4:group=32,normalize=standardize, "
-        "back int6:group=32,scales=single,hadamard=off"
+        "pipeline stages send int4:group=32,normalize=standardize,outliers=on, "
+        "back int6:group=32,scales=single,hadamard=off,outliers=on"
     )
     with pytest.raises(CompressionConfigError, match="drop one of the two"):
         _config("--taco", "--tp-compression", "auto")
@@ -105,7 +105,7 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
     saved = _config("--tp-compression", "auto", "--tp-compression-chunks", "2").asdict()
     now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
     assert changed_settings(saved, now) == [
-        "tensor_parallel.compression int6 -> taco",
+        "tensor_parallel.compression int6:outliers=on -> taco",
         "tensor_parallel.layers all -> 0",
     ]
     assert changed_settings(now, now) == changed_settings({}, now) == []

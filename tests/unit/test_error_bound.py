@@ -54,6 +54,24 @@ def test_measuring_in_bf16_and_from_a_transposed_tensor() -> None:
     assert 0.015 < _error_of(_values(64, 4, 128).bfloat16().transpose(0, 1)) < 0.04
 
 
+def test_a_massive_value_does_not_hide_what_its_group_loses() -> None:
+    """At 1000 times the others: 1 % of error over all values, most of the group's others lost."""
+    x = _values(4, GROUP)
+    x[1, 7] = 1000.0
+    plain = parse_codec("int6")
+    decoded = plain.decode(plain.encode(x[None]), x.shape, x.dtype)[0]
+    assert (decoded - x).norm() < 0.015 * x.norm()
+    assert _error_of(x, plain) > 0.3
+    assert _error_of(x, parse_codec("int6:outliers=on")) < 0.03
+
+
+def test_values_alone_in_their_group_are_no_massive_ones() -> None:
+    """Of one-hot rows the error is that of the values that are there."""
+    x = torch.zeros(8, GROUP)
+    x[:, 3] = 5.0
+    assert _error_of(x, parse_codec("int6")) < 0.05
+
+
 def test_overflow_of_the_input_is_not_the_codecs_error() -> None:
     """Groups that come in with Inf or NaN (fp16, before the loss scaler has found its scale) are left out."""
     x = _values(16, GROUP)

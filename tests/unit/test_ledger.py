@@ -56,6 +56,21 @@ def test_error_probe() -> None:
     assert not ErrorProbe(interval=0).due("a", "tp.forward", 0)
 
 
+def test_error_probe_sees_what_a_massive_value_hides() -> None:
+    """One of 1000 in a group whose other values are lost: 9 % of all, all of the ordinary ones."""
+    probe, exact = ErrorProbe(interval=1), torch.ones(4, 2, 128)
+    exact[0, 0, 5] = 1000.0
+    lost = exact * (exact == 1000)
+    lost[0, 1:], lost[1:] = 1.0, 1.0
+    probe.observe("a", "tp.forward", exact.bfloat16(), lost.bfloat16())
+    probe.observe("b", "tp.forward", torch.zeros(300), torch.zeros(300))
+    row, zeros = probe.rows()
+    assert row["relative_error"] == pytest.approx((127 / (1e6 + 1023)) ** 0.5, rel=1e-3)
+    assert row["ordinary_error"] == pytest.approx((127 / 1023) ** 0.5, rel=1e-3)
+    assert row["peak"] == 1000.0
+    assert zeros["ordinary_error"] == 0.0 and zeros["peak"] is None
+
+
 def test_links_are_told_apart() -> None:
     """Totals count both links."""
     ledger = Ledger()

@@ -44,6 +44,8 @@ def _report() -> dict:
             "site": f"decoder.layers.{i}.mlp.linear_fc2",
             "traffic": "tp.forward",
             "relative_error": 0.03,
+            "ordinary_error": 0.03,
+            "peak": 9.0,
             "samples": 1,
         }
         for i in range(3)
@@ -225,7 +227,14 @@ def test_errors_of_all_places_are_drawn(tmp_path, monkeypatch) -> None:
     report = _report()
     sites = ["output_layer", "pipeline stage 1", *(f"decoder.layers.{i}.mlp.linear_fc2" for i in range(64))]
     report["errors"] = [
-        {"site": site, "traffic": "tp.forward", "relative_error": 0.1, "samples": 1}
+        {
+            "site": site,
+            "traffic": "tp.forward",
+            "relative_error": 0.1,
+            "ordinary_error": 0.1,
+            "peak": None,
+            "samples": 1,
+        }
         for site in [*sites, "embedding.word_embeddings"]
     ]
     write_report(report, tmp_path)

@@ -28,7 +28,7 @@ class GroupedCodec(Codec):
 
     @property
     def fused_config(self) -> CodecConfig | None:
-        return self.config
+        return None if self.config.outliers else self.config  # those kernels have no lists
 
     def payload_bytes(self, shape: Shape) -> int:
         return self.config.wire_bytes(math.prod(shape))
@@ -73,13 +73,17 @@ class GroupedCodec(Codec):
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """Does not leave the Hadamard domain where both codecs have the same."""
-        values = math.prod(shape)
-        target = into.fused_config if isinstance(into, GroupedCodec) else None
-        own = self.config.group_size, self.config.hadamard
-        if self.sees_shape or target is None or (target.group_size, target.hadamard) != own:
+        if self.sees_shape or not isinstance(into, GroupedCodec) or _domain(into) != _domain(self):
             return super().decode_sum_encode(payloads, shape, into)
+        values = math.prod(shape)
         rows = [
-            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=target)
+            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
             for row in range(payloads.shape[1])
         ]
         return stacked(rows)
+
+
+def _domain(codec: GroupedCodec) -> tuple[object, ...]:
+    """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
+    config = codec.config
+    return codec.sees_shape, config.group_size, config.hadamard, config.outliers

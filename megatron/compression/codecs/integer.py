@@ -44,6 +44,10 @@ class IntCodec(GroupedCodec):
     """What is done to each channel over a message's tokens before it is encoded: standardize = subtract the
     mean and divide by the root mean square. For messages between pipeline stages."""
 
+    outliers: bool = False
+    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
+    not drown their neighbours: 0.125 bits a value."""
+
     def __post_init__(self) -> None:
         if self.scales == "dual":
             raise ValueError("scales=dual belongs to taco; give taco:format=int8, or scales=signed")
@@ -58,7 +62,7 @@ class IntCodec(GroupedCodec):
     @cached_property
     def config(self) -> CodecConfig:
         rotated = self.normalize == "none" if self.hadamard is None else self.hadamard
-        return CodecConfig(f"int{self.bits}", self.group, self.scales, hadamard=rotated)
+        return CodecConfig(f"int{self.bits}", self.group, self.scales, rotated, self.outliers)
 
     @property
     def sees_shape(self) -> bool:
@@ -71,7 +75,7 @@ class IntCodec(GroupedCodec):
 
     @property
     def fused_config(self) -> CodecConfig | None:
-        return None if self.sees_shape else self.config
+        return None if self.sees_shape else super().fused_config
 
     def payload_bytes(self, shape: Shape) -> int:
         layout = self._layout(shape)

@@ -25,6 +25,10 @@ class TacoCodec(GroupedCodec):
     hadamard: bool = True
     """off leaves the transform out: plain group scaling, a control."""
 
+    outliers: bool = False
+    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
+    not drown their neighbours: 0.125 bits a value. Not in the paper."""
+
     def __post_init__(self) -> None:
         if self.scales == "signed":
             raise ValueError("scales=signed belongs to the int codecs; give int6, or scales=single")
@@ -32,4 +36,4 @@ class TacoCodec(GroupedCodec):
 
     @cached_property
     def config(self) -> CodecConfig:
-        return CodecConfig(self.format, self.group, self.scales, hadamard=self.hadamard)
+        return CodecConfig(self.format, self.group, self.scales, self.hadamard, self.outliers)

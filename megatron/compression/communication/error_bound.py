@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import massive
 
 SAMPLE_VALUES = 2**18
 """At most so many values of a tensor are measured: whole groups at equal distances."""
@@ -21,6 +22,9 @@ SiteTraffic = tuple[str, str]
 
 class ErrorBound:
     """Relative L2 error of one encoding by site and traffic class, and the sites that passed the bound.
+
+    Of all values, or of those that are not massive, whichever is larger: a massive value hides what its
+    neighbours lose.
 
     Args:
         bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed
@@ -54,12 +58,12 @@ class ErrorBound:
         sample = self._sample(tensor)
         exact = sample.double()
         finite = exact.isfinite().all(dim=-1, keepdim=True)
-        signal = torch.where(finite, exact, 0.0).square().sum()
-        errors = []
+        exact = torch.where(finite, exact, 0.0)
+        found = []
         for hop in dict.fromkeys(codec.hops):
             decoded = hop.decode(hop.encode(sample[None]), sample.shape, sample.dtype)[0]
-            errors.append(torch.where(finite, decoded.double() - exact, 0.0).square().sum())
-        self._measures[site, traffic] = torch.stack([torch.stack(errors).amax(), signal])
+            found.append(massive.squares(exact, torch.where(finite, decoded.double() - exact, 0.0)))
+        self._measures[site, traffic] = torch.stack(found).amax(0)
 
     def decide(self, group: dist.ProcessGroup | None = None) -> dict[SiteTraffic, float]:
         """Reduce the measures over the ranks that hold the same sites, and take out what passed the bound.
@@ -77,7 +81,9 @@ class ErrorBound:
         squares = torch.stack([measures[one] for one in order])
         if group is not None:
             dist.all_reduce(squares, group=group)
-        relative = (squares[:, 0] / squares[:, 1].clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        error, signal = squares.unbind(-1)
+        relative = (error / signal.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        relative = torch.where(relative.isnan().any(1), math.nan, relative.amax(1))
         # Not "> bound": a codec that makes NaN of finite values is past any bound.
         new = {
             one: error for one, error in zip(order, relative.tolist(), strict=True) if not error <= self.bound

@@ -12,9 +12,9 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.dimension import Dimension, codec_of, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
-RECOMMENDED = "int4:group=32,normalize=standardize"
+RECOMMENDED = "int4:group=32,normalize=standardize,outliers=on"
 """What ``--pp-compression auto`` means for activations, and below for their gradients (docs/choosing.md)."""
-RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off"
+RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
 
 
 @dataclass(frozen=True, kw_only=True)

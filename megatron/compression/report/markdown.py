@@ -10,6 +10,9 @@ from megatron.compression.report.memory import largest
 from megatron.compression.report.plots import draw_report
 from megatron.compression.report.summary import summarize, training_rows
 
+MASSIVE = 100
+"""Times the median from where a value is called massive: it then raises a group's error noticeably."""
+
 
 def write_report(report: dict, directory: Path, baseline: Path | None = None) -> list[str]:
     """Write the report into ``directory``, replacing an earlier rendering of the same run.
@@ -22,7 +25,7 @@ def write_report(report: dict, directory: Path, baseline: Path | None = None) ->
     directory.mkdir(parents=True, exist_ok=True)
     report = {**report, "memory": largest(report.get("memory_by_rank", []))}
     report["summary"] = summarize(report)
-    other, said = None, []
+    other, said = None, massive_sites(report["errors"])
     if baseline is not None:
         try:
             other = load_report(baseline)
@@ -53,8 +56,7 @@ def _markdown(report: dict, baseline: dict | None, pictures: list[str], why_none
     lines += _dimensions(summary) + _traffic(summary)
     lines += ["## Time, memory, loss", "", *_figures(summary)]
     if errors := report["errors"]:
-        cells = ((e["site"], e["traffic"], f"{e['relative_error']:.5f}", str(e["samples"])) for e in errors)
-        lines += ["", "## Error", "", *table(("site", "traffic", "relative L2 error", "samples"), *cells)]
+        lines += ["", "## Error", "", *_errors(errors), *(f"\n{line}" for line in massive_sites(errors))]
     lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
     lines += ["", "## Words", "", *_words(report)]
     lines += ["", "## Settings", "", "```json", json.dumps(report["settings"], indent=1), "```", ""]
@@ -98,6 +100,31 @@ def _figures(summary: dict) -> list[str]:
     return [*lines, *table(("loss", "first", "last"), *cells)]
 
 
+def _errors(errors: list[dict]) -> list[str]:
+    names = ("site", "traffic", "relative L2 error", "of ordinary values", "max/median", "samples")
+    cells = (
+        (
+            row["site"],
+            row["traffic"],
+            *(f"{row[key]:.5f}" for key in ("relative_error", "ordinary_error")),
+            "-" if row["peak"] is None else f"{row['peak']:.0f}",
+            str(row["samples"]),
+        )
+        for row in errors
+    )
+    return table(names, *cells)
+
+
+def massive_sites(errors: list[dict]) -> list[str]:
+    """A line for each site and traffic class whose largest value is MASSIVE times the median."""
+    return [
+        f"Massive activations at {row['site']} ({row['traffic']}): max/median {row['peak']:.0f}, relative "
+        f"error of the ordinary values {row['ordinary_error']:.3g}."
+        for row in errors
+        if (row["peak"] or 0) >= MASSIVE
+    ]
+
+
 def _words(report: dict) -> list[str]:
     """What the words of this report mean, and what is not counted."""
     rows = training_rows(report)
@@ -108,7 +135,8 @@ def _words(report: dict) -> list[str]:
         "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
         "ratio: uncompressed / sent.",
         "- training loss: the mean of a log interval. relative L2 error: |compressed - exact| / |exact| of a "
-        "site's sums or messages; samples: how often it was measured.",
+        "site's sums or messages; samples: how often it was measured. ordinary values: those of at most 8 "
+        "times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
     ]
     lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
     lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]

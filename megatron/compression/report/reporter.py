@@ -226,11 +226,13 @@ def _by_name(pairs: Iterator[list[float]]) -> tuple[dict, dict]:
 
 
 def _mean_errors(rows: list[dict]) -> list[dict]:
-    """One row a site and traffic class: the mean over the ranks that have it."""
+    """One row a site and traffic class: the mean over the ranks that have it, the largest of their peaks."""
     merged: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
         merged.setdefault((row["site"], row["traffic"]), []).append(row)
     return [
-        {**same[0], "relative_error": sum(row["relative_error"] for row in same) / len(same)}
+        {**same[0]}
+        | {key: sum(row[key] for row in same) / len(same) for key in ("relative_error", "ordinary_error")}
+        | {"peak": max((row["peak"] for row in same if row["peak"] is not None), default=None)}
         for same in merged.values()
     ]

@@ -13,7 +13,7 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
-RECOMMENDED = "int6"
+RECOMMENDED = "int6:outliers=on"
 """What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
 
 NAMED_LAYERS = ("embedding", "output")

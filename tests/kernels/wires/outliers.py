@@ -1,0 +1,71 @@
+"""Every operation on values with massive ones among them, against the reference: for any device's kernels."""
+
+from dataclasses import replace
+
+import torch
+
+from taco_kernels.taco import CodecConfig, outliers, reference
+from tests.kernels.wires.taco import difference
+
+
+def with_massive(shape: tuple[int, ...], count: int, seed: int, near: int = 0) -> torch.Tensor:
+    """fp32 normal values, ``count`` of them a few hundred to 10^4 times as large, behind the ``near``-th."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g)
+    places = near + torch.randperm(min(1500, x.numel() - near), generator=g)[:count]
+    signs = torch.randint(0, 2, (count,), generator=g) * 2 - 1
+    x.view(-1)[places] = signs * 10 ** (2.5 + 1.5 * torch.rand(count, generator=g))
+    return x
+
+
+def assert_wires_alike(found: torch.Tensor, expected: torch.Tensor, config: CodecConfig, chunk: int) -> None:
+    """uint8[rows, bytes] of chunks of ``chunk`` values: lists bit for bit, codes but for a few neighbours."""
+    at = config.lists_at(chunk)
+    assert torch.equal(found[:, at:], expected[:, at:]), (config, "lists")
+    apart = difference(found[:, :at], expected[:, :at], config)
+    assert apart.grid_steps <= 1 and apart.codes < 0.01 and apart.padding, (config, apart)
+    assert apart.scales <= (2**-7 if config.scales != "dual" else 1e-5), (config, apart)
+
+
+def check_operations(
+    launch, config: CodecConfig, dtype: torch.dtype, count: int, shape: tuple[int, int], seed: int = 0
+) -> None:
+    """encode, decode, decode_sum and decode_sum_encode of ``launch``, in one and two chunks, three senders.
+
+    Args:
+        count: massive values of each sender; more than a list's slots are left in their groups.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = with_massive(shape, count, seed).to(dtype)
+    numel, chunks = x.numel(), 2
+    exact = reference.encode(x, config, chunks)
+    found = launch.encode(x.to(device), config, chunks, out=torch.full_like(exact, 99, device=device)).cpu()
+    chunk = config.chunk_numel(numel, chunks)
+    assert_wires_alike(found, exact, config, chunk)
+    lists = exact[:, config.lists_at(chunk) :].clone().view(torch.int32)
+    assert bool((lists > 0).any()) == (count > 0) or count > outliers.SLOTS
+
+    loose = dict(rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=1e-4)
+    y = launch.decode(exact.to(device), config, shape, dtype).cpu()
+    torch.testing.assert_close(y, reference.decode(exact, config, shape, dtype), **loose)
+    strided = torch.full((shape[0], 3 * config.group_size), 7.0, dtype=dtype)[:, : config.group_size]
+    small = reference.encode(strided.copy_(with_massive(tuple(strided.shape), min(count, 3), seed)), config)
+    assert_wires_alike(launch.encode(strided.to(device), config).cpu(), small, config, strided.numel())
+    into = torch.empty_like(strided, device=device)
+    launch.decode(small.to(device), config, tuple(strided.shape), dtype, out=into)
+    expected = reference.decode(small, config, tuple(strided.shape), dtype)
+    torch.testing.assert_close(into.cpu(), expected, **loose)
+
+    senders = [with_massive(shape, count, 10 * seed + w, near=600 * (w % 2)) for w in range(3)]
+    stack = torch.cat([reference.encode(sender, config) for sender in senders])
+    total = launch.decode_sum(stack.to(device), config, shape, torch.float32).cpu()
+    expected = reference.decode_sum(stack, config, shape, torch.float32)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 + 2e-7 * float(expected.abs().max()))
+    for config_out in (
+        config,
+        replace(config, format="int8" if config.format == "int4" else "int4", scales="single"),
+    ):
+        expected = reference.decode_sum_encode(stack, config, numel, config_out=config_out)[None]
+        again = torch.full_like(expected[0], 99, device=device)
+        again = launch.decode_sum_encode(stack.to(device), config, numel, again, config_out).cpu()[None]
+        assert_wires_alike(again, expected, config_out, numel)
