@@ -9,7 +9,7 @@
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
 #   COMPRESSION      flags of compression
-#   USE_TE=1         Transformer Engine's layers, with sequence parallelism (--taco needs USE_TE=0)
+#   USE_TE=1         Transformer Engine's layers, with sequence parallelism
 #   TP PP and every variable set with := in the script or below
 # shellcheck shell=bash disable=SC2034
 

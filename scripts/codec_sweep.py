@@ -155,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.iterations < 1:
         parser.error(f"--iterations {args.iterations}: give a positive number")
     try:
+        if exact := [spec for spec in args.codecs if parse_codec(spec).hops[0].lossless]:
+            parser.error(f"--codecs {exact[0]}: it has no error to measure; leave it out")
         if shaped := [spec for spec in args.codecs if parse_codec(spec).sees_shape]:
             parser.error(
                 f"--codecs {shaped[0]}: it encodes whole messages, not samples of them; leave it out"

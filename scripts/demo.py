@@ -19,7 +19,7 @@ VOCABULARY = 2048
 CORPUS_MB = 8
 
 GPT_MODEL_ARGS = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
-    --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0"""
+    --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local"""
 TRAINING_ARGS = """--micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0 --bf16 --seed 1
     --no-create-attention-mask-in-dataloader"""

@@ -35,7 +35,8 @@ SHAPES = {
     "--max-position-embeddings 1024 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5 "
     "--untie-embeddings-and-output-weights",
 }
-TRAINING = """--attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --lr-warmup-fraction 0.1
+TRAINING = """--transformer-impl local
+    --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --lr-warmup-fraction 0.1
     --weight-decay 0.1 --clip-grad 1.0 --bf16 --no-create-attention-mask-in-dataloader"""
 PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),

@@ -108,6 +108,9 @@ def make_tokenizer(args: Namespace) -> Any:
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+    from megatron.compression import patches
+
+    patches.build_gpt2_from_its_files()
     kind = args.tokenizer_type
     if kind is None:
         raise UsageError("--tokenizer-type is missing; give the one that training will use")

@@ -25,6 +25,7 @@ from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel import hooks as data_parallel
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
+from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
 
 
 class Compression:
@@ -61,7 +62,8 @@ class Compression:
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
         """The data-parallel part: state for checkpoints, diagnostics."""
-        pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._engine = TransformerEngineLayers(self.run, config.tensor_parallel.enabled)
         self._bounded: BoundedRun | None = None
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
 
@@ -75,8 +77,9 @@ class Compression:
 
         Raises: CompressionConfigError: a layer communicates in a way that is not covered.
         """
+        self._pipeline.prepare()
         config = self.config.tensor_parallel
-        tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch)
+        tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)

@@ -1,7 +1,7 @@
 """What the settings of every dimension of parallelism have in common."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec, parse_codec
@@ -22,6 +22,17 @@ def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
     for name, reason in reasons.items():
         if getattr(args, name, None):
             raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
+
+
+def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
+    """Refuse a lossless codec where activations or weights are fp16.
+
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
+        raise CompressionConfigError(
+            f"{flag} lossless shortens exponents of 8 bits, and fp16 has 5; use --bf16 or another codec"
+        )
 
 
 class Dimension:

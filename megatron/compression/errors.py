@@ -17,6 +17,9 @@ from typing import NoReturn
 FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
+_CHECKS_OF_MEGATRON = ("validate_args", "core_transformer_config_from_args")
+_SAVING = "save_checkpoint_and_time"
+
 PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
 
 
@@ -88,8 +91,17 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """
     if isinstance(error, InputError):
         return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
-    if isinstance(error, AssertionError | ValueError | RuntimeError) and came_through(error, "validate_args"):
+    refused = isinstance(error, AssertionError | ValueError | RuntimeError)
+    text = str(error)
+    if refused and any(came_through(error, name) for name in _CHECKS_OF_MEGATRON):
         return first_line(error)
+    if refused and "current global batch size (" in text:  # of a schedule, as it comes
+        return first_line(error)
+    if isinstance(error, TypeError) and args is not None and not args.save and came_through(error, _SAVING):
+        return (
+            "a loss is NaN or infinite, as the lines above say, and Megatron saves before it stops: add "
+            "--save DIR, or go on with --no-check-for-nan-in-loss-and-grad"
+        )
     folder = args.save if args is not None else None
     if _disk_is_full(error, folder):
         where = f"--save {folder}" if folder else "the output folder"
@@ -98,10 +110,13 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         from megatron.compression.other_checkpoint import checkpoint_mismatch
 
         return checkpoint_mismatch(error, args)
-    text = str(error)
+    if text.startswith("no sample to consume"):
+        return "a share of the data has no sample: give it more of --split, or 0 with --eval-iters 0"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = os.environ.get("MASTER_PORT", "29500")
         return f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to another"
+    if "expected, but not set" in text and "rendezvous" in text:
+        return "this process was not started by torchrun: torchrun --nproc-per-node N SCRIPT ..."
     if "Connection closed by peer" in text or "Connection reset by peer" in text:
         return "lost the connection to another rank: it died or was stopped; its own log says why"
     if "Timed out waiting" in text:

@@ -9,9 +9,7 @@ from argparse import Namespace
 
 # argument -> (value without the extension, the flag that says the same, the module that would be needed)
 _SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
-_WEIGHTS = "fused_weight_gradient_mlp_cuda"
 _NEEDS = {
-    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", _WEIGHTS),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion", _SOFTMAX),
     "apply_rope_fusion": (False, "--no-rope-fusion", "transformer_engine"),
     "no_persist_layer_norm": (True, "--no-persist-layer-norm", "apex"),

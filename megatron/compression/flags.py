@@ -114,6 +114,13 @@ def resolve(args: Namespace) -> CompressionConfig:
     return config
 
 
+def compresses_tensors(args: Namespace) -> bool:
+    """Whether the flags ask for tensor-parallel compression; ``resolve`` says which."""
+    given = args.taco, args.tp_compression, args.tp_backward_compression
+    asked = any(spec not in (None, "none") for spec in given)
+    return asked or (args.compression_3d and args.tp_compression is None)
+
+
 def train_iterations(args: Namespace) -> int | None:
     """How long the run is; None where Megatron's flags leave it open."""
     iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)

@@ -13,14 +13,16 @@ from megatron.compression.versions import MEGATRON_CORE_SERIES
 def prepare() -> None:
     """What an entrypoint calls first, before megatron.training is imported.
 
-    Checks the version of megatron-core, puts the CPU stand-ins in place where there is no CUDA, and makes
-    the repairs that every run needs. Ends the process with one line where the version does not fit.
+    Checks the version of megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins in
+    place where there is no CUDA, and makes the repairs that every run needs. Ends the process with one line
+    where the version does not fit.
     """
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
-        from megatron.compression import patches
+        from megatron.compression import implementation, patches
 
+        implementation.transformer_engine()
         host.install()
         patches.use_shipped_helpers()
         patches.make_torch_adam_resumable()
@@ -58,14 +60,36 @@ def check_arguments(args: Namespace) -> None:
     """Check what validated arguments name, before anything is built (`patches.after_validating_arguments`).
 
     Raises:
-        InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there.
+        InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there;
+            --tp-comm-overlap together with tensor-parallel compression.
     """
     from megatron.compression.data_checks import check_datasets
+    from megatron.compression.flags import compresses_tensors
+    from megatron.compression.implementation import check_implementation
 
-    check_transformer_engine(args.transformer_impl)
+    if args.tp_comm_overlap and compresses_tensors(args):
+        raise InputError(
+            "--tp-comm-overlap sends tensor-parallel traffic through Transformer Engine's user buffers, past "
+            "NCCL and past --tp-compression: drop one of the two"
+        )
+    check_implementation(args)
+    check_packages(args)
     check_tokenizer(args)
     check_checkpoints(args)
     check_datasets(args)
+
+
+def check_packages(args: Namespace) -> None:
+    """Raises: InputError for a flag that needs a package which is not installed."""
+    needed = {"--wandb-project": (args.wandb_project, "wandb")}
+    if args.optimizer not in ("adam", "sgd"):
+        needed[f"--optimizer {args.optimizer}"] = (True, "emerging_optimizers")
+    for flag, (given, module) in needed.items():
+        if given and importlib.util.find_spec(module) is None:
+            package = module.replace("_", "-")
+            raise InputError(
+                f"{flag} needs {module}, which is not installed: pip install {package}, or drop it"
+            )
 
 
 _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
@@ -117,19 +141,11 @@ def check_checkpoints(args: Namespace) -> None:
         )
 
 
-def check_transformer_engine(transformer_impl: str) -> None:
-    """Raises: InputError where --transformer-impl asks for Transformer Engine and it is absent."""
-    if transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is None:
-        raise InputError(
-            f"--transformer-impl {transformer_impl} needs Transformer Engine, which is not installed: "
-            "install transformer_engine, or use --transformer-impl local"
-        )
-
-
 # What megatron-core's local layers would ignore, or end in a trace: argument -> its flag.
 _NEEDS_TRANSFORMER_ENGINE = {
     **{"fp8": "--fp8-format", "fp4": "--fp4-format", "tp_comm_overlap": "--tp-comm-overlap"},
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
 }
 
 
@@ -137,10 +153,16 @@ def check_local_layers(args: Namespace) -> None:
     """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
     if args.transformer_impl != "local":
         return
+    from megatron.compression.implementation import needs_transformer_engine
+
     for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
         if getattr(args, name, None):
-            add = "--transformer-impl transformer_engine"
-            raise InputError(f"{flag} needs Transformer Engine: add {add}, or remove {flag}")
+            raise needs_transformer_engine(flag, f"remove {flag}")
+    sharded = getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)
+    if getattr(args, "init_model_with_meta_device", False) and not sharded:
+        raise InputError(
+            "--init-model-with-meta-device leaves weights uninitialized without --use-megatron-fsdp: drop it"
+        )
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
     if getattr(args, "context_parallel_size", 1) > 1 and backend == "local":
         raise InputError(
@@ -149,15 +171,12 @@ def check_local_layers(args: Namespace) -> None:
         )
     recomputed = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
-        raise InputError(
-            "--recompute-modules layernorm needs Transformer Engine, which is not installed: leave layernorm "
-            "out of it, or install transformer_engine"
-        )
+        raise needs_transformer_engine("--recompute-modules layernorm", "leave layernorm out of it")
     predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
     if predicts and importlib.util.find_spec("apex") is None:
-        raise InputError(
-            "--mtp-num-layers with --sequence-parallel needs apex's norms or Transformer Engine: remove one "
-            "of the two flags, install apex, or add --transformer-impl transformer_engine"
+        raise needs_transformer_engine(
+            "--mtp-num-layers with --sequence-parallel",
+            "install apex, whose norms do, or remove one of the two flags",
         )
 
 

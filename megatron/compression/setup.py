@@ -23,10 +23,16 @@ from megatron.compression.config import changed_settings
 from megatron.compression.data_checks import check_vocabulary
 from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
+from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.torch_native.block import block_spec
-from megatron.compression.torch_native.spec import CompressedSpecProvider, dense_layer_spec, is_dense_local
+from megatron.compression.torch_native.spec import (
+    CompressedSpecProvider,
+    dense_layer_spec,
+    is_dense,
+    is_dense_local,
+)
 
 STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""
@@ -35,7 +41,8 @@ STATE = "megatron_taco"
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
 
-    What the machine lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
+    ``--transformer-impl`` is Transformer Engine where it works and the script says nothing. What the machine
+    lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
     validated, each change said in a line.
 
     Raises: InputError: the parser has them already.
@@ -44,16 +51,23 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
     patches.change_class(parser, OneLineParser)
     parser = flags.add_flags(add_native_defaults(parser))
-    parser.set_defaults(transformer_impl="local", tokenizer_type="GPT2BPETokenizer")
+    parser.set_defaults(transformer_impl=default_implementation(), tokenizer_type="GPT2BPETokenizer")
     parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
+    patches.build_gpt2_from_its_files()
     patches.after_validating_arguments(preflight.check_arguments, adapt_arguments)
     return parser
 
 
 def adapt_arguments(args: Namespace) -> None:
     """Change in ``args`` what this machine cannot do as asked, and say so. Idempotent."""
-    lines = host.cpu_argument_overrides(args) if host.is_active() else []
+    lines = [describe(args, sys.argv)]
+    lines += host.cpu_argument_overrides(args) if host.is_active() else []
     lines += shared_gpus.share_gpus_if_asked(args)
+    if args.rampup_batch_size:
+        lines.append(
+            "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "
+            "start: --step-batch-size-schedule in place of both lets it grow"
+        )
     preflight.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     for line in lines:
@@ -107,8 +121,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter)
-    if model_config is not None and not is_dense_local(model_config.transformer):
-        print_rank_0("compression: not a dense local GPT: its tensor-parallel traffic is not counted")
+    if model_config is not None and not is_dense(model_config.transformer):
+        print_rank_0("compression: not a dense GPT: not all of its tensor-parallel traffic is counted")
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
@@ -171,6 +185,7 @@ def _groups() -> dict:
         "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
         "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "pipeline parallel": parallel_state.get_pipeline_model_parallel_group(),
+        "context parallel": parallel_state.get_context_parallel_group(),
     }
 
 

@@ -16,4 +16,6 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "tokenizers": ["sentencepiece", "transformers"],
     "huggingface": ["safetensors", "transformers"],
+    # Its torch part is compiled at installation: scripts/setup.sh --with-transformer-engine.
+    "transformer-engine": ["transformer_engine[core-cu13,pytorch]>=2.20,<3"],
 }

@@ -5,7 +5,7 @@ from argparse import Namespace
 # argument -> (value on the CPU, flag that says the same, reason)
 _OVERRIDES = {
     "distributed_backend": ("gloo", "--distributed-backend gloo", "NCCL needs GPUs"),
-    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "needs a CUDA extension"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "a GPU kernel"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion", "needs a CUDA extension"),
     "bias_gelu_fusion": (False, "--no-bias-gelu-fusion", "a GPU kernel"),
     "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion", "a GPU kernel"),
@@ -30,6 +30,11 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
         if getattr(args, name) != value:
             setattr(args, name, value)
             said.append(f"running without CUDA: {flag} ({reason})")
+    if args.attention_backend.name in ("fused", "flash"):
+        said.append(
+            f"running without CUDA: --attention-backend auto ({args.attention_backend.name} is a GPU kernel)"
+        )
+        args.attention_backend = type(args.attention_backend).auto
     if args.cuda_graph_impl != "none":
         from megatron.core.transformer.enums import InferenceCudaGraphScope
 

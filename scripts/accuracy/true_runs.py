@@ -53,6 +53,7 @@ def words_of(args: argparse.Namespace, setting: Setting, seed: int, report: Path
         --global-batch-size {shape["batch"]} --train-iters {args.steps} --lr-decay-iters {args.steps}
         --lr-warmup-iters {min(100, args.steps // 4)} --lr 6e-4 --min-lr 0 --lr-decay-style cosine
         --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1 --init-method-std 0.02
+        --transformer-impl local
         --attention-dropout 0 --hidden-dropout 0 --bf16 --untie-embeddings-and-output-weights
         --no-create-attention-mask-in-dataloader --seed {seed + 1}
         --tensor-model-parallel-size {args.tensor_parallel} --tokenizer-type NullTokenizer

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import torch
 
-from taco_kernels.benchmarks import bitmap_sparse, codec, collectives, count_sketch, sdp4bit, tah_quant
+from taco_kernels.benchmarks import (
+    bitmap_sparse,
+    codec,
+    collectives,
+    count_sketch,
+    lossless,
+    sdp4bit,
+    tah_quant,
+)
 from taco_kernels.benchmarks.timing import report
 
 BENCHMARKS = {
@@ -13,6 +21,7 @@ BENCHMARKS = {
     "codec": codec,
     "collectives": collectives,
     "count-sketch": count_sketch,
+    "lossless": lossless,
     "sdp4bit": sdp4bit,
     "tah-quant": tah_quant,
 }

@@ -22,8 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--senders", type=int, default=4, help="wires that the sums add up")
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
-    parser.add_argument("--outliers", nargs="+", choices=("off", "on"), default=["off"], help="massive values apart")
-    parser.add_argument("--massive", type=int, default=0, help="of 4096 values so many are 1000 times as large")
+    parser.add_argument(
+        "--outliers", nargs="+", choices=("off", "on"), default=["off"], help="massive values apart"
+    )
+    parser.add_argument(
+        "--massive", type=int, default=0, help="of 4096 values so many are 1000 times as large"
+    )
 
 
 def tensor(numel: int, dtype: torch.dtype, massive: int) -> torch.Tensor:

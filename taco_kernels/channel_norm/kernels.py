@@ -23,8 +23,8 @@ def partial_kernel(
 ):  # fmt: skip
     """Of T tokens and B channels: the means, and sums of the squares about them. x is contiguous.
 
-    About means of their own, so that nothing cancels, wherever the values lie. ROBUST: without massive tokens,
-    and how many the others are.
+    About means of their own, so that nothing cancels, wherever the values lie. ROBUST: without massive
+    tokens, and how many the others are.
     """
     row = tl.program_id(0) * T + tl.arange(0, T)
     column = tl.program_id(1) * B + tl.arange(0, B)
@@ -51,7 +51,7 @@ def partial_kernel(
 def part_counts(
     partials, at, tokens, tiles, channels, column, T: tl.constexpr, K: tl.constexpr, ROBUST: tl.constexpr
 ):  # fmt: skip
-    """Pointers to the means of K tiles from ``at`` on, which are there, and their tokens that count, in fp32."""
+    """Pointers to the means of K tiles from ``at`` on, which are there, and their tokens that count, fp32."""
     tile = at + tl.arange(0, K)
     if not ROBUST:
         count = tl.where(tile < tiles, tl.minimum(tokens - tile * T, T), 0).to(tl.float32)[:, None]
@@ -136,8 +136,7 @@ def decode_kernel(wire, statistics, x, groups, width, FLAGS: tl.constexpr, C: tl
         channel = channels_of(first, width, C)
         z = decode_groups(wire, first, groups, 0, C)
         if C.OUTLIERS:
-            if tl.max(any_list(wire, 0, first, groups, 1, C), axis=0) > 0:
-                z = add_lists(z, wire, 0, first, groups, 1, C)
+            z = add_lists(z, any_list(wire, 0, first, groups, 1, C), wire, 0, first, groups, 1, C)
         mean = tl.load(statistics + channel).to(tl.float32)
         z = z * tl.load(statistics + width * C.G + channel).to(tl.float32)
         store_tile(x, z + mean, first, numel, (1, 1, 0, 0), FLAGS, C)

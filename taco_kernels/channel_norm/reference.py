@@ -8,9 +8,9 @@ bf16; all in fp32.
 z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
 which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
 
-If the codec takes massive values apart (taco/outliers.py), tokens that are massive in a channel do not count in its
-statistics: one would drown the channel of all others. They are those whose distance from the mean of their
-TILE_TOKENS tokens is more than THRESHOLD times the mean distance.
+If the codec takes massive values apart (taco/outliers.py), tokens that are massive in a channel do not count
+in its statistics: one would drown the channel of all others. They are those whose distance from the mean of
+their TILE_TOKENS tokens is more than THRESHOLD times the mean distance.
 """
 
 import torch

@@ -72,8 +72,7 @@ def decode_kernel(
             found = any_list(wire, wire_stride, first, groups, 1, C)
         h = decode_groups(wire, first, groups, matrix, C)
         if C.OUTLIERS:
-            if tl.max(found, axis=0) > 0:
-                h = add_lists(h, wire, wire_stride, first, groups, 1, C)
+            h = add_lists(h, found, wire, wire_stride, first, groups, 1, C)
         end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
         store_tile(x, h, group, end, rows, FLAGS, C)
 
@@ -142,8 +141,7 @@ def decode_sum_kernel(
         if C.HADAMARD:
             h = unshuffle(transform(shuffle(h, C), matrix, C), C)
         if C.OUTLIERS:
-            if tl.max(found, axis=0) > 0:
-                h = add_lists(h, wires, wire_stride, first, groups, W, C)
+            h = add_lists(h, found, wires, wire_stride, first, groups, W, C)
         store_tile(x, h, first, numel, rows, FLAGS, C)
 
 

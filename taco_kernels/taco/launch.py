@@ -59,6 +59,8 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(stages=1)  # shared memory for one tile
     if config.outliers and operation == "decode" and tuning.programs == 3:
         tuning = tuning._replace(registers=168)
+    elif config.outliers and operation == "encode" and config.group_size == 512:
+        tuning = tuning._replace(stages=1)
     elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
         tuning = tuning._replace(tile=4096, warps=4)
     return tuning

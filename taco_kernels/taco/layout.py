@@ -46,7 +46,7 @@ class CodecConfig:
     hadamard: bool = True
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
     outliers: bool = False
-    """Massive values travel apart, so that they do not drown their groups (outliers.py): 0.125 bits a value."""
+    """Massive values travel apart, not to drown their groups (outliers.py): 0.125 bits a value."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -101,7 +101,7 @@ class CodecConfig:
         return aligned(self.chunk_numel(numel) // self.group_size * self.bytes_per_group())
 
     def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one chunk that holds ``numel`` values: whole groups, less than 16 zeros, the lists."""
+        """Exact bytes of one chunk that holds ``numel`` values: whole groups, under 16 zeros, the lists."""
         blocks = ceil_div(self.chunk_numel(numel), BLOCK) if self.outliers else 0
         return self.lists_at(numel) + blocks * LIST_BYTES
 

@@ -25,7 +25,7 @@ def lists_of(wire, groups, C: tl.constexpr):
 
 @triton.jit
 def list_places(first, groups, C: tl.constexpr):
-    """int64[R * G / BLOCK * SLOTS]: numbers of the words of the blocks from group ``first`` on, and a mask."""
+    """int64[R * G / BLOCK * SLOTS]: the words of the blocks from group ``first`` on; and a mask."""
     word = (first // (BLOCK // C.G)).to(tl.int64) * SLOTS + tl.arange(0, C.R * C.G // BLOCK * SLOTS)
     return word, word < tl.cdiv(groups, BLOCK // C.G).to(tl.int64) * SLOTS
 
@@ -89,7 +89,7 @@ def largest_of_eight(x, C: tl.constexpr):
 
 @triton.jit
 def limits_and_largest(x, C: tl.constexpr):
-    """fp32[R], what massive values of x[R, G] exceed; and [R, n], the largest magnitudes of each group's parts."""
+    """What massive values of x[R, G] exceed, fp32[R]; the largest magnitudes of groups' parts, fp32[R, n]."""
     if C.INTERPRET or x.dtype == tl.float32:
         magnitude = tl.abs(x.to(tl.float32))
         total = tl.sum(magnitude, axis=1)
@@ -149,7 +149,9 @@ def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr
     found = load_lists(wires, first, groups, C)
     if W <= C.UNROLLED:
         for w in tl.static_range(1, W):
-            found = tl.maximum(found, load_lists(wires + tl.full((), w, tl.int64) * wire_stride, first, groups, C))
+            found = tl.maximum(
+                found, load_lists(wires + tl.full((), w, tl.int64) * wire_stride, first, groups, C)
+            )
     else:
         for w in range(1, W):
             found = tl.maximum(found, load_lists(wires + w * wire_stride.to(tl.int64), first, groups, C))
@@ -157,7 +159,7 @@ def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def add_lists(x, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
+def add_every_list(x, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """x fp32[R, G] plus the lists of W senders, in their order."""
     for w in range(0, W):
         x = add_list(x, wires + (tl.full((), 0, tl.int64) + w) * wire_stride, first, groups, C)
@@ -165,8 +167,16 @@ def add_lists(x, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.const
 
 
 @triton.jit
+def add_lists(x, found, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
+    """add_every_list where ``found``, what any_list has loaded, has a word."""
+    if tl.max(found, axis=0) > 0:
+        x = add_every_list(x, wires, wire_stride, first, groups, W, C)
+    return x
+
+
+@triton.jit
 def put_back(h, word, C: tl.constexpr):
-    """h fp32[R, G], in the domain of the codes, plus one value of each block, int32[R * G / BLOCK]; 0: none."""
+    """h fp32[R, G], in the codes' domain, plus one word of each block, int32[R * G / BLOCK]; 0: none."""
     GROUPS: tl.constexpr = BLOCK // C.G
     word = tl.reshape(tl.broadcast_to(word[:, None], [C.R // GROUPS, GROUPS]), [C.R])
     place = word & (BLOCK - 1)
@@ -186,7 +196,7 @@ def put_back(h, word, C: tl.constexpr):
 @triton.jit
 def sum_lists(h, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """h with what finds no slot in the lists of the sum, and those, int32[R * G / BLOCK, SLOTS]."""
-    total = add_lists(tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C)
+    total = add_every_list(tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C)
     best, others = take(blocks_of_words(total, total != 0.0, C), C)
     largest = tl.max(others, axis=1)
     while tl.max(largest, axis=0) > 0:

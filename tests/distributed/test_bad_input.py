@@ -183,30 +183,6 @@ class TestVersions:
         assert run.stderr == "" if status == 0 else run.stderr.startswith(found)
 
 
-class TestTransformerEngine:
-    def test_absent_and_asked_for(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        preflight.check_transformer_engine("local")
-        with pytest.raises(
-            InputError, match="--transformer-impl transformer_engine needs Transformer Engine"
-        ):
-            preflight.check_transformer_engine("transformer_engine")
-
-    def test_present(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        preflight.check_transformer_engine("transformer_engine")
-
-    @pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
-    )
-    def test_the_entrypoint_says_so(self):
-        run = pretrain("--transformer-impl", "transformer_engine", check=False, processes=1)
-        assert run.returncode == 2
-        assert len(run.errors()) == 1
-        assert "--transformer-impl local" in run.errors()[0]
-        assert "Traceback" not in run.output
-
-
 class TestLocalLayers:
     @pytest.mark.parametrize(
         ("name", "value", "flag"),
@@ -243,7 +219,7 @@ class TestLocalLayers:
         args.mtp_num_layers, args.sequence_parallel = 1, False
         preflight.check_local_layers(args)
         args.sequence_parallel = True
-        with pytest.raises(InputError, match="--mtp-num-layers with --sequence-parallel needs apex"):
+        with pytest.raises(InputError, match="--sequence-parallel needs Transformer Engine"):
             preflight.check_local_layers(args)
 
 

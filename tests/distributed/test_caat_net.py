@@ -135,9 +135,9 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
 
     compute, take = WeightGradient.compute, InputGradientExchange.take
 
-    def watching(self, like):
+    def watching(self):
         behind.append(self.exchange.work is not None and not self.exchange.work.done)
-        return compute(self, like)
+        return compute(self)
 
     def taking(self):
         waiting.append(self.waiting)

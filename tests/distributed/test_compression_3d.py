@@ -54,9 +54,9 @@ def test_recommended_settings_resume_exactly(tmp_path: Path) -> None:
     saved, flags = tmp_path / "saved", tiny_flags(*AUTO.split())
     whole = pretrain(*flags, "--save", str(saved), "--save-interval", "2", ranks=4, directory=tmp_path)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
-    assert "tensor parallelism uses int6, messages of at least 0 MiB" in whole.output
+    assert "tensor parallelism uses int6:outliers=on, messages of at least 0 MiB" in whole.output
     assert (
-        "pipeline stages send int4:group=32,normalize=standardize, back int6:group=32,scales=single"
+        "pipeline stages send int4:group=32,normalize=standardize,outliers=on, back int6:group=32,"
         in whole.output
     )
     check_replicas(whole, tied=True)

@@ -3,7 +3,8 @@
 Nine cells cover every pair of the settings below (but virtual stages with one micro-batch, which Megatron
 does not run). Each cell starts from the weights of a serial run and must stay within 0.4 % of it (0.8 % with
 compressed pipeline stages), its tensor-parallel and data-parallel replicas bit
-for bit alike. The text is real.
+for bit alike. The text is real. Three layouts more put data parallelism beside each of the other dimensions,
+and are resumed.
 """
 
 import itertools
@@ -20,11 +21,14 @@ SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
 COMPRESSED = ("--taco", "--tp-compression-min-mb", "0")
+ACTIVATIONS = ("tp.forward", "tp.backward", "pp.forward", "pp.backward")
+REPLICAS = ("dp.gradient", "dp.weight")
+UNKNOWN = "that the ledger does not know"
 
 ARCHITECTURES = {
     "gpt": f"--max-position-embeddings {SEQUENCE}",
     "llama": f"--position-embedding-type rope --max-position-embeddings {SEQUENCE} --normalization RMSNorm "
-    "--swiglu --group-query-attention --num-query-groups 2 --disable-bias-linear",
+    "--swiglu --group-query-attention --num-query-groups 2 --qk-layernorm --disable-bias-linear",
 }
 RECOMPUTE = {
     "none": "",
@@ -38,6 +42,7 @@ PIPELINES = {
     "2": "--pipeline-model-parallel-size 2",
     "virtual": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L",
 }
+COMPRESSED_REPLICAS = ("--dp-compression", "sdp4bit")
 COMPRESSED_STAGES = ("--pp-compression", "tah-quant")
 OPTIMIZERS = {
     "plain": "",
@@ -84,8 +89,17 @@ class Cell:
 
     @property
     def compressed(self) -> list[str]:
-        """The codecs: TACO, and TAH-Quant between stages where there are any."""
-        return [*COMPRESSED, *(COMPRESSED_STAGES if self.pipeline != "1" else ())]
+        """The codecs: TACO, TAH-Quant between stages where there are any, and SDP4Bit between replicas."""
+        stages = COMPRESSED_STAGES if self.pipeline != "1" else ()
+        return [*COMPRESSED, *stages, *(COMPRESSED_REPLICAS if self.data_parallel > 1 else ())]
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The traffic classes that are in use."""
+        replicas = (
+            REPLICAS[:1] if self.precision == "fp32" else REPLICAS
+        )  # fp32 weights are their own masters
+        return ACTIVATIONS[: 2 if self.pipeline == "1" else 4] + replicas * (self.data_parallel > 1)
 
     @property
     def tolerance(self) -> float:
@@ -104,7 +118,6 @@ CELLS = [
     Cell("selective", "bf16", "1", 2, "plain", False, True, "llama"),
     Cell("selective", "fp16", "virtual", 2, "distributed", False, True, "llama"),
 ]
-RESUMED = (CELLS[5], CELLS[7])
 
 
 def name_of(cell: Cell) -> str:
@@ -223,26 +236,65 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)
     assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
     check_replicas(run, cell.tied)
-    activations, channels = ("tp.forward", "tp.backward", "pp.forward", "pp.backward"), set()
-    for rank in run.ranks:
-        kinds = {(row["traffic"], row["kind"]) for row in rank.ledger if row["traffic"] in activations}
-        assert {kind for _, kind in kinds} == {"compressed"}
-        channels |= {channel for channel, _ in kinds}
-    assert channels == set(activations[: 2 if cell.pipeline == "1" else 4])
+    check_channels(run, cell.channels)
 
 
-@pytest.mark.parametrize("cell", RESUMED, ids=name_of)
-def test_resume_is_exact(runs: Runs, cell: Cell) -> None:
-    """Saved half-way and resumed: the losses and the parameters of the uninterrupted run, to the last bit."""
-    saved = runs.directory / f"saved-{name_of(cell)}"
-    flags = [*cell.flags, *COMPRESSED, "--train-iters", "4"]
-    flags += ["--save", str(saved), "--save-interval", "2"]
-    whole = runs.train(flags, cell.ranks)
-    shutil.rmtree(saved / "iter_0000004")
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = runs.train([*flags, "--load", str(saved)], cell.ranks)
-    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
-    for before, after in zip(whole.ranks, resumed.ranks, strict=True):
+def check_channels(run: ForkedRun, channels: tuple[str, ...]) -> None:
+    """These channels sent payloads and no other activations were sent; the ledger knows all that was."""
+    assert UNKNOWN not in run.output
+    sent: dict[str, set[str]] = {}
+    for row in (row for rank in run.ranks for row in rank.ledger if row["sent_bytes"]):
+        sent.setdefault(row["traffic"], set()).add(row["kind"])
+    assert set(sent) & {*ACTIVATIONS} == set(channels) - {*REPLICAS}
+    for channel in channels:
+        # "exact", of data parallelism alone: the first weights, and parameters that are too small
+        assert sent[channel] - ({"exact"} if channel.startswith("dp.") else set()) == {"compressed"}, channel
+
+
+# name: (architecture, tied, everything but the sizes, the codecs, the channels)
+LAYOUTS = {
+    "tensor and data": (
+        *("llama", False),
+        f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {RECOMPUTE['selective']}",
+        "--taco --tp-compression-min-mb 0 --dp-error-feedback int8:average=0.5",
+        ACTIVATIONS[:2],
+    ),
+    "stages and data": (
+        *("gpt", True),
+        f"--fp16 --initial-loss-scale 32768 {PIPELINES['virtual']}",
+        "--pp-compression tah-quant",
+        ACTIVATIONS[2:],
+    ),
+    "context and data": (
+        *("llama", False),
+        f"--context-parallel-size 2 --bf16 {RECOMPUTE['full']}",
+        "",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(runs: Runs, layout: str) -> None:
+    """On four ranks with the distributed optimizer's overlaps: near the serial run, every channel compressed,
+    and a resumed run ends in the same bits."""
+    architecture, tied, words, codecs, channels = LAYOUTS[layout]
+    saved, half, whole = runs.directory / layout.replace(" ", "-"), 5, 10
+    flags = [*model_flags(architecture, tied), "--micro-batch-size", "1", *words.split(), *codecs.split()]
+    flags += [*OPTIMIZERS["distributed"].split(), *COMPRESSED_REPLICAS, "--train-iters", str(whole)]
+    flags += ["--save", str(saved), "--save-interval", str(half)]
+    run = runs.train([*flags, *runs.initial(architecture)], 4)
+    serial = runs.serial(architecture, tied).losses
+    expected = {iteration: serial[iteration] for iteration in run.losses}
+    assert len(expected) == whole
+    assert run.losses == pytest.approx(expected, rel=0.005) and run.losses != expected
+    check_replicas(run, tied)
+    check_channels(run, channels + REPLICAS)
+    shutil.rmtree(saved / f"iter_{whole:07d}")
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(half))
+    resumed = runs.train([*flags, "--load", str(saved)], 4)
+    assert resumed.losses == {iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)}
+    for before, after in zip(run.ranks, resumed.ranks, strict=True):
         assert before.parameters == after.parameters
 
 
@@ -264,6 +316,7 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
     serial = runs.serial("llama", tied=False).losses
     expected = {number: serial[number] for number in range(1, iterations + 1)}
     assert run.losses == pytest.approx(expected, rel=0.004 if compression else 2e-5)
+    assert UNKNOWN not in run.output
     for first, second in ((0, 2), (1, 3)):  # of a tensor-parallel rank
         assert run.ranks[first].parameters == run.ranks[second].parameters
     # two micro-batches, two layers; the keys and values of a rank's one group in fp32, of which half is sent

@@ -45,7 +45,7 @@ class Case:
     def codecs(self) -> tuple[str, ...]:
         """What the case runs with, by the names of ``SETTINGS``."""
         more = (*EXACT[2:], "tah-quant") if self.thorough else ()
-        return (*EXACT[:2], *more, *OTHER_CODECS * self.every_codec)
+        return (*EXACT[:2], *LOSSLESS, *more, *OTHER_CODECS * self.every_codec)
 
 
 SETTINGS = {
@@ -57,10 +57,14 @@ SETTINGS = {
     "auto": {"compression": "auto"},
     "taco": {"compression": "taco"},
     "sdp4bit": {"compression": "sdp4bit"},
+    "lossless": {"compression": "lossless"},
+    "cut": {"compression": "lossless:escapes=1e-6"},
     "misfit": {"compression": "int4:normalize=standardize"},
 }
 """Of ``PipelineParallelConfig``."""
 EXACT = ("none", "identity", "forward alone", "warm-up")
+LOSSLESS = ("lossless", "cut")
+"""All payloads fit; hardly any does, and its rest follows."""
 OTHER_CODECS = ("auto", "taco", "sdp4bit")
 
 ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -109,6 +113,12 @@ def test_identity_payloads_change_no_bit(results, case) -> None:
     check_identity(results, case)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_lossless_changes_no_bit(results, case) -> None:
+    """See ``check_lossless``."""
+    check_lossless(results, case)
+
+
 @pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """See ``check_bits``."""
@@ -138,6 +148,30 @@ def check_identity(results: list[dict], case: Case) -> None:
                     uncompressed["sent_bytes"],
                 )
         check_sends_in_flight(rank[case.name]["identity"])
+
+
+def check_lossless(results: list[dict], case: Case) -> None:
+    """Same gradients and losses, in fewer bytes where payloads fit, and hardly more where their rests go."""
+    cut = False
+    for rank in results:
+        plain = rank[case.name]["none"]
+        for name in LOSSLESS:
+            run = rank[case.name][name]
+            assert plain["gradients"] and plain["gradients"] == run["gradients"]
+            assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
+            assert run["left"] == 0
+            messages = [row for row in run["ledger"] if row["operation"] == "send"]
+            assert {row["kind"] for row in messages} == {"compressed"}
+            calls = sum(row["calls"] for row in plain["ledger"])
+            sent, uncompressed = (
+                sum(row[key] for row in run["ledger"]) for key in ("sent_bytes", "plain_bytes")
+            )
+            if name == "lossless":
+                assert sent < 0.9 * uncompressed and sum(row["calls"] for row in messages) == calls
+            else:
+                assert sent <= uncompressed + 32 * calls
+                cut = cut or sum(row["calls"] for row in messages) > calls
+    assert cut
 
 
 def check_sends_in_flight(run: dict) -> None:
@@ -264,6 +298,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     ledger = Ledger()
     rules = PipelineParallelConfig(**SETTINGS[codec]).rules(start_iteration=int(codec == "warm-up"))
     exchange = hooks.attach(Policy(rules, ledger), ledger, ErrorProbe())
+    exchange.prepare()
     model = _build(rank, case)
     losses = []
     step = get_forward_backward_func()

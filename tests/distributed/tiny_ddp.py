@@ -33,6 +33,8 @@ class Setup:
     distributed_optimizer: bool = True
     overlap: bool = True
     fp32_gradients: bool = True
+    fusion: bool = False
+    """Weight gradients are added to main_grad by their GEMM."""
     micro_batches: int = 1
     bucket_size: int | None = 20_000
     loss_scale: float | None = None
@@ -53,7 +55,7 @@ class Training:
         policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
         self.run = Run(policy, ledger, transports=Transports(communicators=setup.communicators))
         self.gradients = Gradients(config, self.run)
-        self.model = build_model(rank, setup.dtype)
+        self.model = build_model(rank, setup.dtype, setup.fusion)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=setup.fp32_gradients,
             overlap_grad_reduce=setup.overlap,
@@ -163,12 +165,15 @@ def device_of(rank: int) -> torch.device:
     )
 
 
-def build_model(rank: int, dtype: torch.dtype) -> torch.nn.Module:
+def build_model(rank: int, dtype: torch.dtype, fusion: bool = False) -> torch.nn.Module:
     """megatron-core's own GPT of two layers; the same weights on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+
+    fill_weight_gradient_slot()
     torch.manual_seed(7)
     config = TransformerConfig(
         num_layers=2,
@@ -180,7 +185,7 @@ def build_model(rank: int, dtype: torch.dtype) -> torch.nn.Module:
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fusion,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,

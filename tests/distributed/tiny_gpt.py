@@ -110,11 +110,13 @@ def build_tiny_gpt(
     run: TinyRun,
     dtype=torch.float32,
     tied: bool = False,
+    attach: bool = True,
     **changes,
 ):
     """Build the model on this rank's device and hook ``run``'s compression into it.
 
     ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
+    ``attach``: False leaves the model as Megatron makes it.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
@@ -133,7 +135,8 @@ def build_tiny_gpt(
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
-    hooks.attach([model], run.config, run)
+    if attach:
+        hooks.attach([model], run.config, run)
     if run.caat_net.enabled:
         caat_net.attach(model, run.caat_net, run.ledger)
     return model.to(device_of(rank), dtype)

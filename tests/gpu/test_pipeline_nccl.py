@@ -19,6 +19,7 @@ from tests.distributed.test_pipeline_schedules import (
     check_bits,
     check_codec,
     check_identity,
+    check_lossless,
     check_overflow,
     run_cases,
 )
@@ -43,6 +44,12 @@ def results() -> list[dict]:
 def test_identity_payloads_change_no_bit(results, case) -> None:
     """A payload freed or read too early would change gradients."""
     check_identity(results, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_lossless_changes_no_bit(results, case) -> None:
+    """The kernels, and the rests of cut payloads over gloo beside NCCL."""
+    check_lossless(results, case)
 
 
 @pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)

@@ -89,10 +89,10 @@ def test_resolve_is_pure(flags: str) -> None:
 def test_auto_is_the_recommended_codec() -> None:
     """It is stored as what it stands for, in every dimension that has one."""
     config = _config("--tp-compression", "auto", "--pp-compression", "auto")
-    assert config.tensor_parallel.compression == RECOMMENDED == "int6"
+    assert config.tensor_parallel.compression == RECOMMENDED == "int6:outliers=on"
     assert config.pipeline_parallel.describe() == (
-        "pipeline stages send int4:group=32,normalize=standardize, "
-        "back int6:group=32,scales=single,hadamard=off"
+        "pipeline stages send int4:group=32,normalize=standardize,outliers=on, "
+        "back int6:group=32,scales=single,hadamard=off,outliers=on"
     )
     with pytest.raises(CompressionConfigError, match="drop one of the two"):
         _config("--taco", "--tp-compression", "auto")
@@ -105,7 +105,7 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
     saved = _config("--tp-compression", "auto", "--tp-compression-chunks", "2").asdict()
     now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
     assert changed_settings(saved, now) == [
-        "tensor_parallel.compression int6 -> taco",
+        "tensor_parallel.compression int6:outliers=on -> taco",
         "tensor_parallel.layers all -> 0",
     ]
     assert changed_settings(now, now) == changed_settings({}, now) == []
@@ -185,7 +185,15 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
 @pytest.mark.parametrize(
     ("megatron", "fix"),
     [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
+        (
+            {"transformer_impl": "transformer_engine", "symmetric_ar_type": "two_shot"},
+            "--symmetric-ar-type sums in symmetric memory",
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
+            "--use-transformer-engine-op-fuser builds layers",
+        ),
         ({"num_experts": 8}, "--num-experts"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
@@ -200,6 +208,14 @@ def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
     with pytest.raises(CompressionConfigError, match=fix):
         _config("--taco", "--tp-compression-layers", "0,2", **megatron)
     _config(**megatron)
+
+
+def test_transformer_engine_computes_in_one_piece() -> None:
+    """Compressed like the torch-native layers, but for a setting that would do nothing."""
+    engine = {"transformer_impl": "transformer_engine"}
+    assert _config("--taco", **engine).tensor_parallel.enabled
+    with pytest.raises(CompressionConfigError, match="--tp-compression-chunks 2 needs --transformer-impl"):
+        _config("--taco", "--tp-compression-chunks", "2", **engine)
 
 
 def test_what_the_ledger_does_not_see_is_said() -> None:

@@ -9,7 +9,6 @@ from megatron.compression import extensions
 def _args(**changes) -> SimpleNamespace:
     values = dict(
         transformer_impl="local",
-        gradient_accumulation_fusion=True,
         masked_softmax_fusion=True,
         apply_rope_fusion=True,
         no_persist_layer_norm=False,
@@ -20,10 +19,10 @@ def _args(**changes) -> SimpleNamespace:
 def test_missing_extensions_are_switched_off_and_said(monkeypatch) -> None:
     """Each fusion that cannot run is off, with a line that names the flag; what was off already is silent."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    args = _args(masked_softmax_fusion=False)
+    args = _args(apply_rope_fusion=False)
     lines = extensions.missing_extension_overrides(args)
-    assert not args.gradient_accumulation_fusion and not args.apply_rope_fusion and args.no_persist_layer_norm
-    assert len(lines) == 3 and any("--no-gradient-accumulation-fusion" in line for line in lines)
+    assert not args.masked_softmax_fusion and not args.apply_rope_fusion and args.no_persist_layer_norm
+    assert len(lines) == 2 and any("--no-masked-softmax-fusion" in line for line in lines)
 
 
 def test_installed_extensions_and_transformer_engine_are_left_alone(monkeypatch) -> None:

@@ -17,6 +17,8 @@ ARGS = Namespace(
     context_parallel_size=1,
     sequence_parallel=True,
     seq_length=64,
+    bf16=True,
+    fp16=False,
     micro_batch_size=2,
     hidden_size=256,
 )
@@ -38,10 +40,19 @@ def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
         ({"backward": "sdp4bit"}, (None, "sdp4bit")),
         (
             {"compression": "auto"},
-            ("int4:group=32,normalize=standardize", "int6:group=32,scales=single,hadamard=off"),
+            (
+                "int4:group=32,normalize=standardize,outliers=on",
+                "int6:group=32,scales=single,hadamard=off,outliers=on",
+            ),
         ),
-        ({"compression": "auto", "backward": "int8"}, ("int4:group=32,normalize=standardize", "int8")),
-        ({"compression": "auto", "backward": "none"}, ("int4:group=32,normalize=standardize", None)),
+        (
+            {"compression": "auto", "backward": "int8"},
+            ("int4:group=32,normalize=standardize,outliers=on", "int8"),
+        ),
+        (
+            {"compression": "auto", "backward": "none"},
+            ("int4:group=32,normalize=standardize,outliers=on", None),
+        ),
     ),
     ids=str,
 )
@@ -92,7 +103,8 @@ def test_channels_that_do_not_fit() -> None:
     config = PipelineParallelConfig(compression="auto")
     config.check(ARGS)
     odd = Namespace(**{**vars(ARGS), "hidden_size": 80})
-    line = r"--pp-compression int4:group=32,normalize=standardize does not fit messages of \[32, 2, 80\] .*"
+    codec = "int4:group=32,normalize=standardize,outliers=on"
+    line = rf"--pp-compression {codec} does not fit messages of \[32, 2, 80\] .*"
     with pytest.raises(CompressionConfigError, match=line + "change the codec's settings") as error:
         config.check(odd)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""scripts/setup.sh: which Python it takes, and what it says when there is none."""
+"""scripts/setup.sh: which Python it takes, and what it says when something is missing."""
 
 import os
 import subprocess
@@ -16,6 +16,8 @@ SET_UP_READS = (
     "scripts/setup.sh",
 )
 
+STAMP = ".megatron-taco-setup"
+
 
 def copy_of_the_script(directory: Path) -> Path:
     """A checkout with only what set-up reads before it installs anything."""
@@ -26,9 +28,25 @@ def copy_of_the_script(directory: Path) -> Path:
     return directory / "scripts" / "setup.sh"
 
 
-def run(script: Path, **variables: str) -> subprocess.CompletedProcess:
+def run(script: Path, *words: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {"HOME": str(script.parent), "PATH": "/usr/bin:/bin", **variables}
-    return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def made(script: Path, *stamps: str) -> Path:
+    """A .venv of this interpreter, beside the script, with these stamps of today's files."""
+    clone = script.parents[1]
+    venv = clone / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    together = b"".join((clone / name).read_bytes() for name in SET_UP_READS)
+    digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
+    for stamp in stamps:
+        (venv / stamp).write_bytes(digest + b"\n")
+    return venv
 
 
 def interpreter(path: Path, version: tuple[int, int]) -> Path:
@@ -78,15 +96,27 @@ def test_pyenvs_python_is_found(tmp_path, no_python) -> None:
     assert str(fitting) in done.stdout, done.stdout + done.stderr
 
 
-def test_a_second_run_does_nothing(tmp_path) -> None:
-    """An up-to-date .venv is recognised by its stamp, without starting pip."""
+@pytest.mark.parametrize("words", [(), ("--with-transformer-engine",)])
+def test_a_second_run_does_nothing(tmp_path, words) -> None:
+    """An up-to-date .venv is recognised by its stamps, without starting pip."""
     script = copy_of_the_script(tmp_path / "clone")
-    venv = tmp_path / "clone" / ".venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(sys.executable)
-    files = SET_UP_READS
-    together = b"".join((tmp_path / "clone" / name).read_bytes() for name in files)
-    digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
-    (venv / ".megatron-taco-setup").write_bytes(digest + b"\n")
-    done = run(script, PATH=os.environ["PATH"])
+    made(script, STAMP, f"{STAMP}-engine")
+    done = run(script, *words, PATH=os.environ["PATH"])
     assert done.returncode == 0 and "up to date" in done.stdout
+
+
+def test_transformer_engine_needs_a_compiler(tmp_path) -> None:
+    """What is missing to build it is one line, before anything is installed."""
+    script = copy_of_the_script(tmp_path / "clone")
+    venv = made(script, STAMP)
+    done = run(script, "--with-transformer-engine", CXX="no-such-compiler")
+    assert done.returncode != 0 and not (venv / f"{STAMP}-engine").exists()
+    line = "error: --with-transformer-engine: no C++ compiler; install one (apt-get install g++), or set CXX"
+    assert done.stderr.splitlines()[-1] == line
+
+
+def test_an_unknown_word_is_refused(tmp_path) -> None:
+    done = run(copy_of_the_script(tmp_path / "clone"), "--with-apex")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: --with-apex is unknown; usage: scripts/setup"
+    )

@@ -209,6 +209,7 @@ def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) ->
             position_embedding_type="rope",
             rotary_interleaved=False,
             apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
             spec=None,
         )
         vars(args).update(changes)

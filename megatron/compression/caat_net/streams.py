@@ -108,12 +108,15 @@ class _PartialRowParallelLinear(torch.autograd.Function):
 
 
 class _FinishedLater:
-    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived."""
+    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived.
+
+    It is never added to main_grad here: no other backward of that weight does so, and DDP's hook adds it.
+    """
 
     def __init__(self) -> None:
         self.finish: Callable[[], torch.Tensor] | None = None
 
-    def compute(self, like: torch.Tensor) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         """Called when the engine comes to the weight's node."""
         finish, self.finish = self.finish, None
         return finish()

@@ -62,6 +62,29 @@ class Codec(abc.ABC):
         kernel; None: it cannot."""
         return None
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what it can
+        be decoded to, and it may be cut: ``is_cut`` and ``rest``."""
+        return False
+
+    def is_cut(self, payloads: torch.Tensor) -> bool:
+        """Whether any of these payloads (uint8 ``[..., bytes]``) is to be followed by its ``rest``; with one
+        row that is encoded all are. Synchronises with the device; only asked of what is ``lossless``."""
+        return False
+
+    def rest(self, x: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[rows, bytes]``, what decoding cut payloads needs behind them; ``x`` as for ``encode``."""
+        raise NotImplementedError(f"{self.name} has no rest")
+
+    def rest_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes of a row's ``rest``."""
+        return 0
+
+    def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """``payload_bytes`` of a row of ``dtype``, where that matters."""
+        return self.payload_bytes(shape)
+
     @abc.abstractmethod
     def payload_bytes(self, shape: Shape) -> int:
         """Exact bytes of the payload of one row of ``shape``."""

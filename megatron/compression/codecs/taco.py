@@ -26,8 +26,8 @@ class TacoCodec(GroupedCodec):
     """off leaves the transform out: plain group scaling, a control."""
 
     outliers: bool = False
-    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do not
-    drown their neighbours: 0.125 bits a value. Not in the paper."""
+    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
+    not drown their neighbours: 0.125 bits a value. Not in the paper."""
 
     def __post_init__(self) -> None:
         if self.scales == "signed":

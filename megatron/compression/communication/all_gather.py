@@ -3,11 +3,14 @@
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
 
-def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work:
+def all_gather(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
+) -> Work:
     """Start to concatenate every rank's ``x`` along the first dimension; one quantisation.
 
     The own slice is decoded from its payload too, so that all ranks hold the same bits.
@@ -15,11 +18,15 @@ def all_gather(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> Work
     Args:
         x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
         codec: its second hop encodes.
+        out: where to put the result, contiguous.
     Returns: ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
     """
     if transport.world_size == 1 or x.numel() == 0:
-        return Work.completed(x.reshape(transport.world_size * x.shape[0], *x.shape[1:]))
-    return all_gather_encoded(encode_slice(x, codec), x.shape, x.dtype, codec, transport)
+        full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
+        return Work.completed(full if out is None else out.copy_(full))
+    payload = encode_slice(x, codec)
+    source = x if codec.lossless else None
+    return all_gather_encoded(payload, x.shape, x.dtype, codec, transport, out, source)
 
 
 def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
@@ -28,16 +35,28 @@ def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def all_gather_encoded(
-    payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec, transport: TorchTransport
+    payload: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    codec: Codec,
+    transport: TorchTransport,
+    out: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
 ) -> Work:
     """Start to all-gather a tensor that is already encoded.
 
     Args:
         payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
+        out: where to put the result, contiguous ``[W * n, ...]``.
+        x: that tensor; a codec that is not lossless does without.
     """
     codec = codec.hops[1]
     if transport.fuses(codec):
-        return transport.fused_all_gather(payload, shape, dtype, codec)
-    gathered, pending = transport.all_gather(payload.view(-1))
-    return Work(pending, lambda: codec.decode(gathered, shape, dtype).flatten(0, 1))
+        return transport.fused_all_gather(payload, shape, dtype, codec, out)
+
+    def decode(gathered: torch.Tensor) -> torch.Tensor:
+        into = None if out is None else out.view(-1, *shape)
+        return codec.decode(gathered, shape, dtype, into).flatten(0, 1)
+
+    return rest.all_gather(payload, codec, None if x is None else x[None], transport, decode)

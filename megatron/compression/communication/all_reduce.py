@@ -3,6 +3,7 @@
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.cutting import cut, joined
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
@@ -32,18 +33,16 @@ def all_reduce(
     shape, dtype = x.shape, x.dtype
     pieces = cut(x, transport.world_size, codec)
     piece = pieces.shape[1:]
-    received, pending = transport.all_to_all(first.encode(pieces))
 
-    def sum_own_piece() -> Work:
-        own = first.decode_sum_encode(received[:, None], piece, second)
-        gathered, pending = transport.all_gather(own[0])
+    def sum_own_piece(received: torch.Tensor) -> Work:
+        own, total = rest.sum_and_encode(first, received[:, None], piece, dtype, second)
 
-        def decode() -> torch.Tensor:
+        def decode(gathered: torch.Tensor) -> torch.Tensor:
             if out is not None and out.numel() == len(gathered) * piece.numel():
                 return joined(second.decode(gathered, piece, dtype, out.view(len(gathered), *piece)), shape)
             total = joined(second.decode(gathered, piece, dtype), shape)
             return total if out is None else out.copy_(total)
 
-        return Work(pending, decode)
+        return rest.all_gather(own, second, total, transport, decode)
 
-    return Work(pending, sum_own_piece, exchanges=2)
+    return rest.all_to_all(first.encode(pieces), first, pieces, transport, sum_own_piece, exchanges=2)

@@ -151,7 +151,7 @@ class BackendAudit:
         """Bytes sent so far by (traffic, operation, whether they are a codec's payload)."""
         counts: Counter[tuple[str, str, bool]] = Counter()
         for (_, traffic, kind, operation, _), tally in self.ledger.tallies.items():
-            payload = kind == "compressed" and operation not in ("all_reduce", "reduce_scatter")
+            payload = kind in ("compressed", "fp8") and operation not in ("all_reduce", "reduce_scatter")
             counts[traffic, operation, payload] += tally.sent
         return counts
 

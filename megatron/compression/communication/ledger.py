@@ -42,6 +42,7 @@ KINDS = {
     "evaluation": "uncompressed: evaluation with --validate-uncompressed",
     "off": "uncompressed: no codec chosen",
     "exact": "uncompressed by design",
+    "fp8": "in Transformer Engine's own fp8, as without compression",
     "probe": "the error probe's own reference, sent only where a report is written",
 }
 """Why bytes travel as they do."""

@@ -1,6 +1,6 @@
 """Massive activations in measures of error: a few values that hide what becomes of all others.
 
-One of 1000 times its neighbours makes a relative error of 0.9 % of what has lost the other 127 values of its group.
+One of 1000 times its neighbours: a group that has lost the other 127 has a relative error of 0.9 %.
 """
 
 import torch

@@ -12,11 +12,11 @@ from megatron.compression.communication import massive
 class _Seen:
     """What was observed of a site's traffic; on the device."""
 
-    squares: torch.Tensor | float = 0.0
+    squares: torch.Tensor
     """``massive.squares``, summed."""
-    peak: torch.Tensor | float = 0.0
+    peak: torch.Tensor
     """The largest ``massive.peak``."""
-    samples: int = 0
+    samples: int = 1
 
 
 @dataclass
@@ -44,16 +44,18 @@ class ErrorProbe:
         """Add one pair of tensors (any dtype, same shape); the error is taken in fp32."""
         exact = exact.float()
         difference = massive.in_groups(approximate.float() - exact)
-        seen = self.seen.setdefault((site, traffic), _Seen())
-        seen.squares = seen.squares + massive.squares(massive.in_groups(exact), difference)
-        seen.peak = massive.peak(exact).clamp_min(seen.peak)
-        seen.samples += 1
+        found = _Seen(massive.squares(massive.in_groups(exact), difference), massive.peak(exact))
+        before = self.seen.get((site, traffic))
+        if before is not None:
+            found.squares = found.squares + before.squares
+            found.peak, found.samples = torch.maximum(found.peak, before.peak), before.samples + 1
+        self.seen[site, traffic] = found
 
     def rows(self) -> list[dict]:
         """JSON-ready rows in the order of first observation; synchronises with the device.
 
-        ``ordinary_error`` is the relative error of the values that are not massive, ``peak`` the largest value
-        over the median, None where the median was 0.
+        ``ordinary_error`` is the relative error of the values that are not massive, ``peak`` the largest
+        value over the median, None where the median was 0.
         """
         rows = []
         for (site, traffic), seen in self.seen.items():

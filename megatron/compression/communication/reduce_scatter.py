@@ -3,6 +3,7 @@
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
@@ -32,10 +33,10 @@ def reduce_scatter(
     if transport.fuses(codec):
         return transport.fused_reduce_scatter(x, codec, out)
     dtype = x.dtype
-    received, pending = transport.all_to_all(codec.encode(x.reshape(world_size, *shape)))
+    rows = x.reshape(world_size, *shape)
 
-    def decode() -> torch.Tensor:
+    def decode(received: torch.Tensor) -> torch.Tensor:
         into = None if out is None else out[None]
         return codec.decode_sum(received[:, None], shape, dtype, out=into)[0]
 
-    return Work(pending, decode)
+    return rest.all_to_all(codec.encode(rows), codec, rows, transport, decode)

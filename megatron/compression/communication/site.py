@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.all_gather import all_gather_encoded, encode_slice
+from megatron.compression.communication.all_gather import all_gather, all_gather_encoded, encode_slice
 from megatron.compression.communication.all_reduce import all_reduce
 from megatron.compression.communication.policy import Decision
 from megatron.compression.communication.reduce_scatter import reduce_scatter
@@ -50,9 +50,13 @@ class CommSite:
         """
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
-    def count_uncompressed(self, traffic: str, operation: str, nbytes: int) -> None:
-        """Count a collective that megatron-core does itself."""
-        self._count(traffic, self.decide(traffic, nbytes).why, operation, nbytes)
+    def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
+        """Count a collective that megatron-core or Transformer Engine does itself.
+
+        Args:
+            why: one of the ledger's kinds; by default what the policy says of such a message.
+        """
+        self._count(traffic, why or self.decide(traffic, nbytes).why, operation, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
         """Start to sum over the group; ``wait`` gives the sum (in ``out`` if given). ``tensor`` stays."""
@@ -76,10 +80,10 @@ class CommSite:
         """Start to sum ``[W * n, ...]``; ``wait`` gives this rank's ``[n, ...]``, in ``out`` if given."""
         return self._sum("reduce_scatter", reduce_scatter, uncompressed_reduce_scatter, tensor, traffic, out)
 
-    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """Start to gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]``."""
+    def all_gather(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
+        """Gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]`` (in ``out`` if given)."""
         packed = self.pack(tensor, traffic)
-        work = self.gather(packed, traffic)
+        work = self.gather(packed, traffic, out)
         if packed.decision.codec is None:
             return work
         return self._probed(work, traffic, "all_gather", lambda: tensor, uncompressed_all_gather)
@@ -89,19 +93,22 @@ class CommSite:
         decision = self.decide(traffic)
         if decision.codec is None:
             return Packed(tensor, tensor.shape, tensor.dtype, decision)
-        payload = encode_slice(tensor, decision.codec)
+        # What a lossless payload may need behind it is in the tensor: that is kept, and ``gather`` encodes.
+        payload = tensor if decision.codec.lossless else encode_slice(tensor, decision.codec)
         self._measure(traffic, tensor, decision.codec.hops[1])
         return Packed(payload, tensor.shape, tensor.dtype, decision)
 
-    def gather(self, packed: "Packed", traffic: str) -> Work:
+    def gather(self, packed: "Packed", traffic: str, out: torch.Tensor | None = None) -> Work:
         """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be repeated."""
         payload, shape, dtype, (codec, why) = packed
         plain = torch.Size(shape).numel() * dtype.itemsize * self.group.size()
         if codec is None:
             self._count(traffic, why, "all_gather", plain)
-            return uncompressed_all_gather(payload, self.group)
+            return uncompressed_all_gather(payload, self.group, out)
         transport = self._transport(traffic, "all_gather", plain)
-        return all_gather_encoded(payload, shape, dtype, codec, transport)
+        if codec.lossless:
+            return all_gather(payload, codec, transport, out)
+        return all_gather_encoded(payload, shape, dtype, codec, transport, out)
 
     def _sum(
         self,
@@ -138,7 +145,7 @@ class CommSite:
     def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Let the error bound measure what is encoded, when it is due."""
         bound, policy = self.run.policy.error_bound, self.run.policy
-        if bound is None or self.run.ledger.evaluating:
+        if bound is None or self.run.ledger.evaluating or codec.lossless:
             return
         if bound.due(self.name, traffic, policy.iteration()):
             bound.measure(self.name, traffic, tensor, codec)
@@ -165,7 +172,7 @@ class Packed(NamedTuple):
     """One rank's part of an all-gather, as it travels."""
 
     payload: torch.Tensor
-    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed."""
+    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed or lossless."""
     shape: torch.Size
     dtype: torch.dtype
     decision: Decision

@@ -51,10 +51,16 @@ class SymmetricTransport(TorchTransport):
         return Work.completed(out)
 
     def fused_all_gather(
-        self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype, codec: Codec
+        self,
+        payload: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        codec: Codec,
+        out: torch.Tensor | None = None,
     ) -> Work:
         """The whole of ``all_gather_encoded``."""
-        out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
+        if out is None:
+            out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
         self.symmetric.all_gather_encoded(payload, shape, dtype, codec.fused_config, out=out)
         self._report_stored(self.symmetric.all_gather_stores(shape, codec.fused_config))
         return Work.completed(out)

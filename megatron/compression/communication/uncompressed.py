@@ -61,8 +61,10 @@ def uncompressed_reduce_scatter(
     return Work(work, lambda: shard)
 
 
-def uncompressed_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
-    """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``."""
-    full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+def uncompressed_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> Work:
+    """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``, in ``out`` if given."""
+    full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:])) if out is None else out
     work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: full)

@@ -8,6 +8,7 @@ With one node, or one rank a node, there is one exchange.
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work, join
 from megatron.compression.data_parallel.compressor import GradientBucket
@@ -85,26 +86,34 @@ class CodecGradientSync:
         payloads = (
             self.first.encode(rows) if self.feedback is None else self._encode_and_remember(number, rows)
         )
-        received, pending = self.bucket.transport().all_to_all(payloads)
-        return Work(pending, lambda: self._finish_piece(number, received), 1 if self.bucket.sharded else 2)
+
+        def finish(received: torch.Tensor) -> torch.Tensor | Work:
+            return self._finish_piece(number, received)
+
+        exchanges = 1 if self.bucket.sharded else 2
+        return rest.all_to_all(payloads, self.first, rows, self.bucket.transport(), finish, exchanges)
 
     def _start_two_hops(self, number: int, values: torch.Tensor) -> Work:
-        topology, bucket = self.topology, self.bucket
+        bucket = self.bucket
         shape = values.shape[2:]
-        payloads = self.first.encode_grid(values).view(topology.local, -1)
-        received, pending = bucket.transport(INTRA).all_to_all(payloads)
+        exchanges = 2 if bucket.sharded else 3
 
-        def between_nodes() -> Work:
-            senders = received.view(topology.local, topology.nodes, -1)
+        def between_nodes(senders: torch.Tensor) -> Work:
             if self.feedback is None:
-                partial = self.first.decode_sum_encode(senders, shape, self.last)
+                dtype = values.dtype
+                partial, total = rest.sum_and_encode(self.first, senders, shape, dtype, self.last)
             else:
                 total = self.first.decode_sum(senders, shape, torch.float32)
                 partial = self._encode_and_remember(number, total)
-            arrived, pending = bucket.transport(INTER).all_to_all(partial)
-            return Work(pending, lambda: self._finish_piece(number, arrived), 1 if bucket.sharded else 2)
+            transport = bucket.transport(INTER)
+            return rest.all_to_all(partial, self.last, total, transport, finish, exchanges - 1)
 
-        return Work(pending, between_nodes, 2 if bucket.sharded else 3)
+        def finish(arrived: torch.Tensor) -> torch.Tensor | Work:
+            return self._finish_piece(number, arrived)
+
+        payloads = self.first.encode_grid(values)
+        transport = bucket.transport(INTRA)
+        return rest.all_to_all(payloads, self.first, values, transport, between_nodes, exchanges)
 
     def _encode_and_remember(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         total = self.feedback.compensated(number, rows)
@@ -112,7 +121,9 @@ class CodecGradientSync:
         self.feedback.remember(number, total, self._decoded(payloads, total))
         return payloads
 
-    def _encode_sum_and_remember(self, number: int, senders: torch.Tensor) -> torch.Tensor:
+    def _encode_sum_and_remember(
+        self, number: int, senders: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The own shard's sum of uint8 ``[S, 1, bytes]``, encoded to be gathered; its owner remembers the
         loss, beside that of its own addend."""
         begin, end = self.pieces[number]
@@ -121,7 +132,7 @@ class CodecGradientSync:
         topology = self.topology
         row = topology.rank // topology.local if topology.two_hops else topology.rank
         self.feedback.add(number, row, total, self._decoded(own, total))
-        return own
+        return own, total
 
     def _decoded(self, payloads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return self.last.decode(payloads, like.shape[1:], like.dtype, torch.empty_like(like))
@@ -135,11 +146,14 @@ class CodecGradientSync:
             own = bucket.shard[None, begin:end]
             return self.last.decode_sum(senders, shape, dtype, bucket.scale, own)
         if self.feedback is None:
-            own = self.last.decode_sum_encode(senders, shape, self.last)
+            own, total = rest.sum_and_encode(self.last, senders, shape, dtype, self.last)
         else:
-            own = self._encode_sum_and_remember(number, senders)
-        gathered, pending = bucket.transport().all_gather(own[0])
-        return Work(pending, lambda: self._spread(gathered, begin, end))
+            own, total = self._encode_sum_and_remember(number, senders)
+
+        def spread(gathered: torch.Tensor) -> torch.Tensor:
+            return self._spread(gathered, begin, end)
+
+        return rest.all_gather(own, self.last, total, bucket.transport(), spread)
 
     def _spread(self, gathered: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Decode one piece of every rank's shard, uint8 ``[W, bytes]``, into the bucket."""

@@ -182,6 +182,11 @@ class CodecGradients(GradientCompressor):
         """The codec's."""
         return self.codec.name
 
+    @property
+    def lossless(self) -> bool:
+        """Whether error feedback has nothing to remember."""
+        return self.codec.lossless
+
     def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
         from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 

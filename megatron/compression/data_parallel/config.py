@@ -8,10 +8,10 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
 from megatron.compression.data_parallel.error_feedback import parse_error_feedback
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError, naming
 
-PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off"}
+PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossless": "lossless"}
 """Weights' codec by the gradients' spec, where nobody chooses one: SDP4Bit's own (arXiv 2410.15526)."""
 
 # Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
@@ -38,8 +38,8 @@ class DataParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit alone
-    compresses the distributed optimizer's weights as well."""
+    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit or lossless
+    alone compresses the distributed optimizer's weights as well."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
@@ -64,6 +64,11 @@ class DataParallelConfig(Dimension):
             raise CompressionConfigError(
                 f"--dp-error-feedback {self.feedback} given, but gradients are not compressed; add "
                 "--dp-compression"
+            )
+        if getattr(compressor, "lossless", False) and self.feedback != "none":
+            raise CompressionConfigError(
+                f"--dp-error-feedback {self.feedback} has nothing to add to {self.compression}, which loses "
+                "nothing; drop it"
             )
         if compressor is not None and self.feedback == "none" != compressor.default_error_feedback:
             raise CompressionConfigError(
@@ -130,6 +135,8 @@ class DataParallelConfig(Dimension):
         if not self.enabled:
             return
         refuse_flags(args, _REFUSED, "drop it or --dp-compression")
+        gradients = getattr(self.compressor, "codec", None)
+        refuse_fp16(args, self.flag, (gradients, self.weight_codec))
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
             raise CompressionConfigError(
                 f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "

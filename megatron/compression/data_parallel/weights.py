@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication import rest
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
@@ -38,6 +39,7 @@ class BucketWeights:
         self.uncompressed_kind = "exact"
         """The ledger's kind of Megatron's next gather: exact where nothing has changed."""
         self._codec: Codec | None = None
+        self._new: torch.Tensor | None = None  # what the payload is of, for what a lossless one has to add
 
     @property
     def shard(self) -> torch.Tensor:
@@ -57,19 +59,20 @@ class BucketWeights:
         for start, master in masters:
             new[start : start + master.numel()].copy_(master.view(-1))
         self.pending = self._codec.encode_difference(new, self.shard)
+        self._new = new[None] if self._codec.lossless else None
 
     def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
-        payload, self.pending = self.pending, None
+        payload, new, self.pending, self._new = self.pending, self._new, None, None
         codec = self._codec
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
-        payloads, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload)
 
-        def apply() -> torch.Tensor:
+        def apply(payloads: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 return codec.add_decoded(payloads, self.weights)
 
-        return Work(pending, apply)
+        transport = self.topology.transport(self.ledger, "dp.weight")
+        return rest.all_gather(payload[None], codec, new, transport, apply)
 
 
 def copy_masters(optimizer) -> bool:

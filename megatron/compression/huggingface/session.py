@@ -33,7 +33,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 # Needed by the parser, without effect on the weights: nothing is trained here.
 _FILLERS = [
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--ckpt-format", "torch_dist"),
-    *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"),
+    *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "0", "--transformer-impl", "local"),
     *("--no-load-optim", "--no-load-rng", "--no-save-optim", "--no-save-rng"),
 ]
 

@@ -1,7 +1,9 @@
-"""Slots that megatron-core's wheel leaves empty: compiled dataset helpers, the fused rotary embedding."""
+"""Slots that megatron-core's wheel leaves empty: compiled dataset helpers, RoPE, fused weight gradients."""
 
 import importlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 from megatron.compression.patches.symbols import put
 
@@ -34,3 +36,22 @@ def fill_rope_slot(rotary: Callable) -> bool:
     if rope_utils.fused_apply_rotary_pos_emb is None:
         put(rope_utils, "fused_apply_rotary_pos_emb", rotary, "the slot of Transformer Engine's kernel")
     return rope_utils.fused_apply_rotary_pos_emb is rotary
+
+
+def fill_weight_gradient_slot(add_product: Callable) -> None:
+    """Put ``add_product`` where megatron-core calls apex's fused weight gradients. Idempotent.
+
+    Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused. Linear
+    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not reached:
+    Megatron FSDP, which takes Transformer Engine's.
+
+    Args:
+        add_product: called with ``(x, grad_output, main_grad)``, adds in place.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    name = "fused_weight_gradient_mlp_cuda"
+    module = ModuleType(name, "torch's GEMMs in place of apex's kernels")
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product
+    sys.modules[name] = layers.fused_weight_gradient_mlp_cuda = module
+    put(layers, "_grad_accum_fusion_available", True, "torch's GEMMs add to main_grad")

@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,18 @@ def change_class(instance: Any, cls: type) -> None:
             raise PatchError(f"{between.__name__} defines {state.pop()}: an instance cannot change class")
     instance.__class__ = cls
     logger.debug("patch: %s becomes %s.%s", current.__name__, cls.__module__, cls.__name__)
+
+
+def hide(package: str, why: str) -> None:
+    """Have ``import package`` fail, and ``find_spec`` find nothing, as if it were not installed.
+
+    Why: what tries an optional package passes over an ImportError and nothing else. Not reached: who holds
+    the package, or a name of it, already.
+    """
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None  # what the import system itself writes for a package that must not load
+    logger.debug("patch: %s is hidden: %s", package, why)
 
 
 def _where(owner: Any, name: str) -> str:

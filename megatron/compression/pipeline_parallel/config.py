@@ -5,14 +5,16 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of
+from megatron.compression.dimension import Dimension, codec_of, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
-RECOMMENDED = "int4:group=32,normalize=standardize"
+RECOMMENDED = "int4:group=32,normalize=standardize,outliers=on"
 """What ``--pp-compression auto`` means for activations, and below for their gradients (docs/choosing.md)."""
-RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off"
+RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class PipelineParallelConfig(Dimension):
         """
         if not self.enabled:
             return
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         if args.cuda_graph_impl == "full_iteration":
             raise CompressionConfigError(
                 "--pp-compression counts and chooses on the host, which a replayed graph leaves out; drop "
@@ -83,9 +86,10 @@ class PipelineParallelConfig(Dimension):
         if args.sequence_parallel:
             ranks *= args.tensor_model_parallel_size
         shape = args.seq_length // ranks, args.micro_batch_size, args.hidden_size
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         for codec in (self.forward_codec, self.backward_codec):
             if codec is not None:
-                message_bytes(codec, shape)
+                message_bytes(codec, shape, dtype)
 
     def describe(self) -> str:
         """For the log: what travels how."""
@@ -96,13 +100,13 @@ class PipelineParallelConfig(Dimension):
 
 
 @functools.lru_cache(maxsize=256)
-def message_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
+def message_bytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of the payload of a message ``[tokens, samples, channels]``, the same at both ends.
 
     Raises: CompressionConfigError: the codec cannot encode this shape.
     """
     try:
-        return codec.payload_bytes(shape)
+        return codec.message_bytes(shape, dtype)
     except ValueError as error:
         raise CompressionConfigError(
             f"--pp-compression {codec.name} does not fit messages of {list(shape)} (tokens, samples, "

@@ -14,6 +14,7 @@ def attach(policy: Policy, ledger: Ledger, probe: ErrorProbe) -> PipelineExchang
 
     Args:
         ledger: counts them, and under pp.other the sum of tied embeddings' gradients.
+    Returns: the exchange, whose ``prepare`` is to be called once there are process groups.
     """
     exchange = PipelineExchange(policy, ledger, probe)
     patches.through_pipeline_exchange(exchange)

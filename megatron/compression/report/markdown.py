@@ -10,7 +10,6 @@ from megatron.compression.report.memory import largest
 from megatron.compression.report.plots import draw_report
 from megatron.compression.report.summary import summarize, training_rows
 
-
 MASSIVE = 100
 """Times the median from where a value is called massive: it then raises a group's error noticeably."""
 
@@ -119,8 +118,8 @@ def _errors(errors: list[dict]) -> list[str]:
 def massive_sites(errors: list[dict]) -> list[str]:
     """A line for each site and traffic class whose largest value is MASSIVE times the median."""
     return [
-        f"Massive activations at {row['site']} ({row['traffic']}): max/median {row['peak']:.0f}, relative error of "
-        f"the ordinary values {row['ordinary_error']:.3g}."
+        f"Massive activations at {row['site']} ({row['traffic']}): max/median {row['peak']:.0f}, relative "
+        f"error of the ordinary values {row['ordinary_error']:.3g}."
         for row in errors
         if (row["peak"] or 0) >= MASSIVE
     ]
@@ -136,8 +135,8 @@ def _words(report: dict) -> list[str]:
         "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
         "ratio: uncompressed / sent.",
         "- training loss: the mean of a log interval. relative L2 error: |compressed - exact| / |exact| of a "
-        "site's sums or messages; samples: how often it was measured. ordinary values: those of at most 8 times "
-        "the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
+        "site's sums or messages; samples: how often it was measured. ordinary values: those of at most 8 "
+        "times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
     ]
     lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
     lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]

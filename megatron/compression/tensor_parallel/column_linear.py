@@ -71,6 +71,7 @@ def column_parallel_linear(
     sequence_parallel: bool,
     handover: Handover | None = None,
     chunks: int = 1,
+    fusion: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` with this rank's rows of the weight.
 
@@ -86,6 +87,7 @@ def column_parallel_linear(
         sequence_parallel: whether ``x`` is a slice of the sequence.
         handover: shared with the row-parallel layer that takes this layer's output.
         chunks: pieces of the sequence in which the input gradient is computed and summed.
+        fusion: add the weight gradient to ``weight.main_grad``.
     Returns: ``[s, b, h_out / W]``.
     """
     exchange, gradient = InputGradientExchange(), None
@@ -94,6 +96,6 @@ def column_parallel_linear(
         if handover is not None:
             handover.make(exchange)
         if weight.requires_grad:
-            gradient = WeightGradient(exchange)
+            gradient = WeightGradient(exchange, weight, fusion)
             weight = defer(weight, gradient)
     return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient, chunks)

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
-RECOMMENDED = "int6"
+RECOMMENDED = "int6:outliers=on"
 """What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
 
 NAMED_LAYERS = ("embedding", "output")
@@ -109,13 +109,15 @@ class TensorParallelConfig(Dimension):
         """
         if not self.enabled:
             return
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         own = "--tp-compression"
-        if args.transformer_impl != "local":
+        if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
-                f"--tp-compression compresses the layers of --transformer-impl local, not of "
-                f"{args.transformer_impl}, which communicates inside its own kernels; use --transformer-impl "
-                "local or drop --taco"
+                f"--tp-compression does not cover --transformer-impl {args.transformer_impl}; use "
+                "transformer_engine or local, or drop --taco"
             )
+        if args.transformer_impl == "transformer_engine":
+            self._check_transformer_engine(args)
         if args.num_experts is not None:
             raise CompressionConfigError(
                 "--tp-compression does not cover expert and router traffic; drop --num-experts or --taco"
@@ -134,6 +136,18 @@ class TensorParallelConfig(Dimension):
             raise CompressionConfigError(
                 f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
                 f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
+            )
+
+    def _check_transformer_engine(self, args: Namespace) -> None:
+        reasons = {
+            "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
+            "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
+        }
+        refuse_flags(args, reasons, "drop one of the two")
+        if self.chunks > 1:
+            raise CompressionConfigError(
+                f"--tp-compression-chunks {self.chunks} needs --transformer-impl local: Transformer Engine "
+                "computes a product in one piece; drop it"
             )
 
     def describe(self) -> str:

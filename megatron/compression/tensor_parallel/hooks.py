@@ -28,6 +28,11 @@ from megatron.compression.tensor_parallel.layers import (
 )
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.transformer_engine.hooks import (
+    TransformerEngineLayers,
+    communicating,
+    why_not_covered,
+)
 
 # Models name some of these classes themselves, outside the layer spec, and another entrypoint's spec names
 # megatron-core's: they change class after building. The subclasses add no state. Beside each, the methods
@@ -47,17 +52,20 @@ def attach(
     run: Run,
     say: Callable[[str], None] = print,
     broadcasts_batch: bool = False,
+    engine: TransformerEngineLayers | None = None,
 ) -> list[torch.nn.Module]:
     """Give each tensor-parallel layer of each model chunk its site.
 
     Args:
         model: the chunks of this pipeline stage, before they are wrapped.
         broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it.
+        engine: takes in Transformer Engine's layers; one for all calls of a run.
     Returns: The same chunks. (Collective over all ranks of the job where compression is on.)
     Raises: CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
     """
+    engine = engine or TransformerEngineLayers(run, config.enabled)
     for chunk in model:
-        _attach_chunk(chunk, config, run, broadcasts_batch)
+        _attach_chunk(chunk, config, run, broadcasts_batch, engine)
     if config.enabled:
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
@@ -78,13 +86,33 @@ def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
 
 
 def _attach_chunk(
-    chunk: torch.nn.Module, config: TensorParallelConfig, run: Run, broadcasts_batch: bool
+    chunk: torch.nn.Module,
+    config: TensorParallelConfig,
+    run: Run,
+    broadcasts_batch: bool,
+    engine: TransformerEngineLayers,
 ) -> None:
     layer_numbers = {
         path: module.layer_number
         for path, module in chunk.named_modules()
         if isinstance(module, TransformerLayer)
     }
+
+    def names(path: str) -> tuple[str, int | str | None]:
+        layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
+        number = layer_numbers.get(layer)
+        return site_name(path, number), layer_name(path, number)
+
+    def cannot(path: str, reason: str) -> None:
+        if config.enabled:
+            raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
+        # else it is not counted: the audit of the first iteration says so
+
+    for path, module in communicating(chunk):
+        if reason := why_not_covered(module):
+            cannot(path, reason)
+        else:
+            engine.attach(module, *names(path))
     for path, module in chunk.named_modules():
         base = next((base for base in _CLASSES if isinstance(module, base)), None)
         if base is None or not _communicates(module):
@@ -92,15 +120,12 @@ def _attach_chunk(
         reason = _why_not_covered(module)
         compressed = None if reason else _compressed_class(type(module), base)
         if compressed is None:
-            reason = reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own"
-            if config.enabled:
-                raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
-            continue  # not counted: the audit of the first iteration says so
+            cannot(path, reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own")
+            continue
         if type(module) is not compressed:
             patches.change_class(module, compressed)
-        layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
-        number = layer_numbers.get(layer)
-        module.site = CommSite(site_name(path, number), module.tp_group, run, layer_name(path, number))
+        name, layer = names(path)
+        module.site = CommSite(name, module.tp_group, run, layer)
         module.chunks = config.chunks
     for module in chunk.modules():
         _share_handover(module)
@@ -131,7 +156,11 @@ def _share_handover(module: torch.nn.Module) -> None:
     """Pair a column-parallel layer with the row-parallel one that takes its output."""
     for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
         column, row = getattr(module, first, None), getattr(module, second, None)
-        if getattr(column, "site", None) is not None and getattr(row, "site", None) is not None:
+        ours = (
+            isinstance(column, CompressedColumnParallelLinear),
+            isinstance(row, CompressedRowParallelLinear),
+        )
+        if all(ours) and column.site is not None and row.site is not None:
             column.handover = row.handover = Handover(row)
 
 

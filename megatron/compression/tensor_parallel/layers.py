@@ -54,7 +54,13 @@ class CompressedRowParallelLinear(RowParallelLinear):
             _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
             return super().forward(input_)
         output = row_parallel_linear(
-            input_, self.weight, self.site, self.sequence_parallel, self.chunks, self.handover
+            input_,
+            self.weight,
+            self.site,
+            self.sequence_parallel,
+            self.chunks,
+            self.handover,
+            self.gradient_accumulation_fusion,
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -83,7 +89,14 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
         traffic = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
         if self.site.compresses(nbytes, *traffic):
             return column_parallel_linear(
-                input, weight, kwargs["bias"], self.site, sequence_parallel, self.handover, self.chunks
+                input,
+                weight,
+                kwargs["bias"],
+                self.site,
+                sequence_parallel,
+                self.handover,
+                self.chunks,
+                kwargs["gradient_accumulation_fusion"],
             )
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes)

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.compression.communication import Work
+from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 
 class InputGradientExchange:
@@ -45,10 +46,13 @@ class InputGradientExchange:
 
 
 class WeightGradient:
-    """One weight's gradient, computed when the engine comes to its node."""
+    """One weight's gradient, computed when the engine comes to its node.
 
-    def __init__(self, exchange: InputGradientExchange) -> None:
-        self.exchange = exchange
+    With ``fusion`` it is added to the weight's main_grad, where there is one.
+    """
+
+    def __init__(self, exchange: InputGradientExchange, weight: torch.Tensor, fusion: bool = False) -> None:
+        self.exchange, self.weight, self.fusion = exchange, weight, fusion
         self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def provide(self, inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -56,19 +60,23 @@ class WeightGradient:
         self._inputs = inputs
         self.exchange.waiting += 1  # in each backward anew, where a graph is kept for several
 
-    def compute(self, like: torch.Tensor) -> torch.Tensor:
+    def compute(self) -> torch.Tensor | None:
         """``grad_output.T @ input``, in two halves where the exchange has two parts and nothing else runs."""
         inputs, self._inputs = self._inputs, None
         grad_output, x = inputs()
         self.exchange.waiting -= 1
         work = self.exchange.work
         halves = 2 if work is not None and work.exchanges > 1 and not self.exchange.waiting else 1
-        gradient = torch.empty_like(like)
-        rows = zip(grad_output.t().chunk(halves), gradient.chunk(halves), strict=True)
+        fused = has_main_grad(self.weight, self.fusion)
+        gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
+        rows = zip(grad_output.chunk(halves, dim=1), gradient.chunk(halves), strict=True)
         for part, destination in rows:
-            torch.matmul(part, x, out=destination)
+            if fused:
+                accumulate(x, part, destination)
+            else:
+                torch.matmul(part.t(), x, out=destination)
             self.exchange.advance()
-        return gradient
+        return dropped_gradient(self.weight) if fused else gradient
 
 
 class _Arrival(torch.autograd.Function):
@@ -86,13 +94,13 @@ class _Arrival(torch.autograd.Function):
 class _WeightGradientNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, gradient):
-        ctx.gradient, ctx.weight = gradient, weight.detach()
+        ctx.gradient = gradient
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, placeholder):
-        return ctx.gradient.compute(ctx.weight), None
+        return ctx.gradient.compute(), None
 
 
 def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
@@ -125,7 +133,8 @@ class Handover:
         weight = self._row.weight
         self._made = None
         if weight.requires_grad:
-            gradient = WeightGradient(exchange)
+            fusion = getattr(self._row, "gradient_accumulation_fusion", False)
+            gradient = WeightGradient(exchange, weight, fusion)
             self._made = defer(weight, gradient), gradient
 
     def take(self) -> tuple[torch.Tensor, WeightGradient] | None:

@@ -6,13 +6,14 @@ from torch.autograd.function import once_differentiable
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, placeholder
+from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient):
+    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient, fusion):
         ctx.save_for_backward(x, weight)
-        ctx.site, ctx.sequence_parallel, ctx.gradient = site, sequence_parallel, gradient
+        ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
         return product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks).wait()
 
     @staticmethod
@@ -25,12 +26,15 @@ class _RowParallelLinear(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
-            if ctx.gradient is None:
-                grad_weight = torch.matmul(rows[0].t(), rows[1])
-            else:
+            if ctx.gradient is not None:
                 ctx.gradient.provide(lambda: rows)
                 grad_weight = placeholder(weight)
-        return grad_input, grad_weight, None, None, None, None
+            elif has_main_grad(weight, ctx.fusion):
+                accumulate(rows[1], rows[0], weight.main_grad)
+                grad_weight = dropped_gradient(weight)
+            else:
+                grad_weight = torch.matmul(rows[0].t(), rows[1])
+        return grad_input, grad_weight, *(None,) * 5
 
 
 def row_parallel_linear(
@@ -40,6 +44,7 @@ def row_parallel_linear(
     sequence_parallel: bool,
     chunks: int = 1,
     handover: Handover | None = None,
+    fusion: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T`` summed over the ranks; in chunks, one's exchange runs behind the next one's GEMM.
 
@@ -50,10 +55,11 @@ def row_parallel_linear(
         chunks: pieces of the sequence, each a message of its own.
         handover: shared with the column-parallel layer before this one, whose exchange the weight gradient
             then runs behind.
+        fusion: add the weight gradient to ``weight.main_grad``.
     Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
     """
     made = handover.take() if handover is not None else None
     gradient = None
     if made is not None:
         weight, gradient = made
-    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient)
+    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient, fusion)

@@ -12,3 +12,4 @@ from megatron.compression.torch_native.defaults import (
 )
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
+from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.compression.torch_native.rope import fill_rope_fusion_slot
+from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
 
 def add_native_defaults(parser: ArgumentParser) -> ArgumentParser:
@@ -29,7 +30,7 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
     """
     if args.spec == ["local"]:
         args.spec = None
-    changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line)]
+    changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
     return [line for line in changed if line is not None]
 
 
@@ -63,3 +64,16 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
         return None
     args.apply_rope_fusion = True
     return "RoPE runs compiled (--no-rope-fusion: megatron-core's unfused one)"
+
+
+def _fuse_weight_gradients(args: Namespace) -> str | None:
+    """Let gradient accumulation fusion, Megatron's default, stand: without apex torch's GEMMs do it."""
+    if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
+        return None
+    flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
+    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:  # unfused, it is refused
+        flag = "--defer-embedding-wgrad-compute"
+    if flag is None:
+        return None
+    args.gradient_accumulation_fusion = False
+    return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"

@@ -40,9 +40,13 @@ class CompressedSpecProvider(LocalSpecProvider):
 
 def is_dense_local(transformer) -> bool:
     """Whether our spec covers this ``TransformerConfig``."""
+    return transformer.transformer_impl == "local" and is_dense(transformer)
+
+
+def is_dense(transformer) -> bool:
+    """Whether this ``TransformerConfig`` is of a dense GPT, whose traffic our hooks know in whole."""
     return (
-        transformer.transformer_impl == "local"
-        and transformer.num_moe_experts is None
+        transformer.num_moe_experts is None
         and not transformer.multi_latent_attention
         and transformer.experimental_attention_variant is None
         and not getattr(transformer, "heterogeneous_block_specs", False)

@@ -1,0 +1,3 @@
+"""As ``transformer_engine.pytorch.module``."""
+
+from transformer_engine.pytorch.module import base as base

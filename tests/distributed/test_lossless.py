@@ -1,0 +1,144 @@
+"""Lossless compression changes no bit: collectives, and the losses of whole runs to the last digit.
+
+Between pipeline stages under every schedule: test_pipeline_schedules.py.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import (
+    TorchTransport,
+    Transports,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from tests.distributed.launch import pretrain
+from tests.distributed.spawn import spawn
+from tests.distributed.test_training import GPT, read_report
+from tests.distributed.tiny_gpt import device_of
+from tests.kernels.wires.lossless import bits
+
+SIZES = (1, 1000, 40_000)
+
+
+def rank_tensor(rank: int, rows: int, size: int, dtype: torch.dtype, wild: bool) -> torch.Tensor:
+    """What a rank brings: ``[rows, size]``, of all magnitudes where ``wild``."""
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    x = torch.randn(rows, size, generator=generator)
+    if wild:
+        x = x * torch.exp2(40 * torch.rand(x.shape, generator=generator) - 20)
+    return x.to(device_of(dist.get_rank()), dtype)
+
+
+def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
+    """Every collective against torch's sums; returns the bytes sent by case."""
+    codec, group = parse_codec("lossless"), dist.group.WORLD
+    transports, sent = Transports("collective", communicators=2), {}
+    transports.prepare([group])
+    for dtype in (torch.bfloat16, torch.float32):
+        for wild in (None, 0, world_size - 1):  # no rank's values, the first's, the last's
+            for size in SIZES:
+                x = [rank_tensor(r, 2 * world_size, size, dtype, r == wild) for r in range(world_size)]
+                exact = x[0].float()
+                for other in x[1:]:
+                    exact = exact + other.float()
+                before, total = x[rank].clone(), 0
+
+                def count(operation: str, nbytes: int) -> None:
+                    nonlocal total
+                    total += nbytes
+
+                for transport in (TorchTransport(group, count), transports.transport(group)):
+                    summed = all_reduce(x[rank], codec, transport).wait()
+                    assert torch.equal(summed, exact.to(dtype)), (dtype, wild, size)
+                    into = torch.empty_like(x[rank])
+                    assert all_reduce(x[rank], codec, transport, out=into).wait() is not None
+                    assert torch.equal(into, summed)
+                    own = reduce_scatter(x[rank], codec, transport).wait()
+                    assert torch.equal(own, exact.to(dtype)[2 * rank : 2 * rank + 2])
+                    gathered = all_gather(x[rank], codec, transport).wait()
+                    assert torch.equal(bits(gathered), bits(torch.cat(x)))
+                assert torch.equal(bits(x[rank]), bits(before))
+                sent[f"{dtype} {wild} {size}"] = total
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives(world_size: int) -> None:
+    """Exact where payloads fit and where one rank's do not, in hardly more bytes than the tensors'."""
+    by_rank = spawn(collectives_worker, world_size)
+    assert all(other == by_rank[0] for other in by_rank), "all send alike"
+    for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        tensor = 2 * world_size * SIZES[-1] * itemsize
+        share = (world_size - 1) / world_size
+        plain = share * tensor * (2 + 2 + 1 + world_size)  # two all-reduces, reduce-scatter, all-gather
+        ratio = 1.39 if itemsize == 2 else 1.16
+        assert by_rank[0][f"{dtype} None {SIZES[-1]}"] < plain / ratio
+        for wild in (0, world_size - 1):
+            assert by_rank[0][f"{dtype} {wild} {SIZES[-1]}"] <= 1.005 * plain
+
+
+EVERY_MESSAGE = ("--tp-compression-min-mb", "0")
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+RUNS = {
+    "tensor": (2, ("--tensor-model-parallel-size", "2"), "--tp-compression", EVERY_MESSAGE),
+    "sequence": (
+        2,
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        "--tp-compression",
+        EVERY_MESSAGE,
+    ),
+    "pipeline": (2, ("--pipeline-model-parallel-size", "2"), "--pp-compression", ()),
+    "data": (2, ("--use-distributed-optimizer", *OVERLAP), "--dp-compression", ()),
+    "data, unsharded": (2, (), "--dp-compression", ()),
+}
+"""Ranks, flags, the flag that compresses and those that go with it."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
+    """In bf16, to the last digit; with payloads that fit and with some that do not, and in fewer bytes."""
+    ranks, flags, compression, more = RUNS[name]
+
+    def run(*compressed: str):
+        return pretrain(*GPT, "--bf16", *flags, *compressed, processes=ranks, exact=True)
+
+    plain = run()
+    losses = plain.exact_losses()
+    assert len(set(losses.values())) == len(losses) == 4
+    for spec in ("lossless", "lossless:escapes=1e-6"):
+        compressed = run(compression, spec, *more)
+        assert compressed.exact_losses() == losses, spec
+        traffic = {
+            "tensor": "tp.forward",
+            "sequence": "tp.backward",
+            "pipeline": "pp.forward",
+            "data": "dp.weight",
+        }.get(name, "dp.gradient")
+        pair = read_report(compressed)["summary"]["bytes_per_iteration"][traffic]
+        if spec == "lossless":
+            assert pair["sent"] < 0.9 * pair["uncompressed"], pair
+
+
+def test_two_levels_of_nodes() -> None:
+    """Gradients summed inside nodes and then between them: as the identity codec sums them, bit for bit."""
+    flags = (
+        *GPT,
+        "--global-batch-size",
+        "8",
+        "--bf16",
+        "--use-distributed-optimizer",
+        "--dp-compression-node-size",
+        "2",
+        *OVERLAP,
+    )
+
+    def losses(*compressed: str) -> dict[int, float]:
+        return pretrain(*flags, *compressed, processes=4, exact=True).exact_losses()
+
+    exact = losses("--dp-compression", "identity", "--dp-weight-compression", "identity")
+    for spec in ("lossless", "lossless:escapes=1e-6"):
+        assert losses("--dp-compression", spec, "--dp-weight-compression", spec) == exact

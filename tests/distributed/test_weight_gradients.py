@@ -1,0 +1,188 @@
+"""Gradient accumulation fusion by torch's GEMMs, of megatron-core's layers and ours, under Megatron's DDP.
+
+Four ranks, TP 2 x DP 2 (distributed optimizer, gradients reduced behind the backward) and TP 2 x PP 2: each
+case is trained without fusion and with it.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.test_pipeline_schedules import ASYNC, Case, _batches, _build, _forward_step
+from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with
+
+ITERATIONS = 2
+MICRO_BATCHES = 2
+LINEAR = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training; int6 of bf16 weights unless it says otherwise."""
+
+    codec: dict = field(default_factory=lambda: {"codec": "int6"})
+    """Of ``run_with``."""
+    changes: dict = field(default_factory=dict)
+    """Fields of the ``TransformerConfig``, and ``tied``."""
+    dtype: torch.dtype = torch.bfloat16
+    fp32_gradients: bool = True
+    fused: frozenset = frozenset(LINEAR)
+    """Layers whose weights are to be fused."""
+    frozen: str = ""
+    """Parameters with this in their names are frozen."""
+
+
+TIED = frozenset(LINEAR - {"output_layer"} | {"word_embeddings"})
+SETUPS = {
+    "uncompressed": Setup({"codec": "none"}),
+    "fp32 weights": Setup(dtype=torch.float32),
+    "sequence parallel, chunks": Setup({"codec": "int6", "chunks": 2}, dict(sequence_parallel=True)),
+    "recomputed, one of two layers": Setup({"codec": "int6", "layers": "0", "chunks": 2}, FULL),
+    "tied": Setup(changes=dict(tied=True), fused=TIED),
+    "frozen": Setup(frozen="fc2", fused=frozenset(LINEAR - {"linear_fc2"})),
+    "bf16 gradients": Setup(fp32_gradients=False),
+    "CAAT-Net": Setup(
+        {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset({"linear_qkv", "linear_fc1", "output_layer"})
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    """By rank: {case: {fusion: (fused layers, {parameter: main_grad}, losses)}}."""
+    return spawn(worker, 4)
+
+
+@pytest.mark.parametrize("name", [*SETUPS, "virtual stages"])
+def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
+    """In fp32 to the rounding of sums; in bf16, fusion leaves out one rounding a micro-batch."""
+    setup = SETUPS.get(name, Setup(dtype=torch.float32))
+    exact = setup.dtype == torch.float32
+    tolerance = 2e-6 if exact else 2**-7 if setup.fp32_gradients else 2**-6
+    for rank in results:
+        (none, plain, losses), (fused, gradients, fused_losses) = rank[name][False], rank[name][True]
+        assert not none and fused <= setup.fused and (fused == setup.fused or name == "virtual stages")
+        assert plain.keys() == gradients.keys() and plain
+        for parameter, gradient in plain.items():
+            scale = float(gradient.abs().max())
+            assert scale > 0, parameter
+            torch.testing.assert_close(
+                gradients[parameter] / scale,
+                gradient / scale,
+                rtol=0,
+                atol=tolerance,
+                msg=f"{name}: {parameter}",
+            )
+        assert fused_losses == pytest.approx(losses, rel=1e-4 if exact else 2e-3)
+
+
+def worker(rank: int, world_size: int) -> dict:
+    """All cases."""
+    from megatron import host
+
+    host.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+
+    fill_weight_gradient_slot()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    results = {
+        name: {fusion: _train(rank, setup, fusion) for fusion in (False, True)}
+        for name, setup in SETUPS.items()
+    }
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, 2, virtual_pipeline_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    results["virtual stages"] = {fusion: _pipeline(rank, fusion) for fusion in (False, True)}
+    return results
+
+
+def _train(rank: int, setup: Setup, fusion: bool) -> tuple:
+    """Two iterations; the gradients are the first one's."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    changes = dict(setup.changes, gradient_accumulation_fusion=fusion)
+    run = run_with(**setup.codec)
+    model = build_tiny_gpt(rank, 2, run, setup.dtype, **changes)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
+    wrapped = _wrapped(model, setup.fp32_gradients)
+    settings = dict(params_dtype=setup.dtype, bf16=setup.dtype == torch.bfloat16)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=2e-3, use_distributed_optimizer=True, overlap_param_gather=True, **settings),
+        [wrapped],
+    )
+    copy, losses, first = parallel_state.get_data_parallel_rank(), [], None
+    for iteration in range(ITERATIONS):
+        run.step = iteration
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        for number in range(MICRO_BATCHES):
+            inputs = batch(4 * iteration + 2 * number + copy, rank)
+            with contextlib.nullcontext() if number == MICRO_BATCHES - 1 else wrapped.no_sync():
+                loss = wrapped(**inputs).float().mean()
+                loss.backward()
+            losses.append(float(loss.detach()))
+        (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
+        first = first or (_fused(model), _gradients(model))
+        optimizer.step()
+    return *first, losses
+
+
+def _pipeline(rank: int, fusion: bool) -> tuple:
+    """Two chunks on each of two stages, four micro-batches: interleaved 1F1B."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.compression.tensor_parallel import hooks
+
+    changes = dict(ASYNC, gradient_accumulation_fusion=fusion)
+    chunks = _build(rank, Case("", 2, tensor=2, virtual=2, changes=changes))
+    run, losses = run_with("int6"), []
+    hooks.attach(chunks, run.config, run)
+    wrapped = [_wrapped(chunk, True) for chunk in chunks]
+    get_forward_backward_func()(
+        forward_step_func=_forward_step(losses, 1.0),
+        data_iterator=[_batches(rank) for _ in chunks],
+        model=wrapped,
+        num_microbatches=4,
+        seq_length=32,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    model = torch.nn.ModuleList(chunks)
+    return _fused(model), _gradients(model), losses
+
+
+def _wrapped(model: torch.nn.Module, fp32_gradients: bool):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=fp32_gradients,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        bucket_size=20_000,
+    )
+    return DistributedDataParallel(model.config, settings, model)
+
+
+def _fused(model: torch.nn.Module) -> set[str]:
+    """Layers whose weights' gradients came into main_grad without DDP's hook."""
+    names = (name for name, p in model.named_parameters() if getattr(p, "grad_added_to_main_grad", False))
+    return {name.split(".")[-2] for name in names}
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.main_grad.float().cpu().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }

@@ -1,0 +1,82 @@
+"""The lossless kernels on a CUDA device: every bit of every input, crosswise with the reference."""
+
+import pytest
+import torch
+
+from taco_kernels import lossless
+from taco_kernels.lossless import CUT, FLAG_AT, layout_of, reference
+from tests.kernels.wires.lossless import bits, cases, random_bits
+
+pytestmark = pytest.mark.gpu
+
+SHARE = 0.07
+DTYPES = (torch.bfloat16, torch.float32)
+SIZES = (1, 5, 128, 129, 3000, 2048, 2056, 16_384, 100_003)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_every_bit_comes_back(numel: int, dtype: torch.dtype) -> None:
+    layout = layout_of(numel, dtype, SHARE)
+    for name, on_host in cases(3, numel, dtype, seed=numel):
+        x = on_host.cuda()
+        payloads, exact = lossless.encode(x, layout), reference.encode(on_host, layout)
+        assert torch.equal(payloads[:, FLAG_AT].cpu(), exact[:, FLAG_AT]), name
+        if exact[0, FLAG_AT] == CUT:
+            rest = reference.rest(on_host, layout)
+            assert torch.equal(lossless.rest(x, layout).cpu(), rest), name
+            payloads, exact = torch.cat((payloads, rest.cuda()), 1), torch.cat((exact, rest), 1)
+        assert torch.equal(bits(lossless.decode(payloads, layout)).cpu(), bits(on_host)), name
+        assert torch.equal(bits(lossless.decode(exact.cuda(), layout)).cpu(), bits(on_host)), name
+        assert torch.equal(bits(reference.decode(payloads.cpu(), layout)), bits(on_host)), name
+        shifted = torch.empty(3, 2 * numel + 1, dtype=dtype, device="cuda")[:, 1 : numel + 1]
+        shifted.copy_(x)
+        again = payloads if exact[0, FLAG_AT] == CUT else lossless.encode(shifted, layout)
+        lossless.decode(again, layout, shifted.zero_())
+        assert torch.equal(bits(shifted).cpu(), bits(on_host)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_tensors(dtype: torch.dtype) -> None:
+    """Large ones: a random share of random bits among Gaussian values of random spread."""
+    generator = torch.Generator().manual_seed(1)
+    for trial in range(24):
+        numel = int(torch.randint(1, 3_000_000, (), generator=generator))
+        x = torch.randn(2, numel, generator=generator) * torch.exp2(
+            torch.randn(2, numel, generator=generator) * (trial % 4)
+        )
+        x = x.to(dtype)
+        there = torch.rand(2, numel, generator=generator) < 10.0 ** -(trial % 7)
+        x = torch.where(there, random_bits((2, numel), dtype, generator), x).cuda()
+        layout = layout_of(numel, dtype, SHARE)
+        payloads = lossless.encode(x, layout)
+        if payloads[0, FLAG_AT] == CUT:
+            payloads = torch.cat((payloads, lossless.rest(x, layout)), 1)
+        assert torch.equal(bits(lossless.decode(payloads, layout)), bits(x)), (trial, numel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", (4096, 5000))
+def test_sums(numel: int, dtype: torch.dtype) -> None:
+    """In the order of the senders, rounded once; raw payloads among coded ones."""
+    layout = layout_of(numel, dtype, SHARE)
+    senders = []
+    for name, x in cases(2, numel, dtype, seed=9):
+        if name in ("gaussian", "one value", "tiny", "every exponent"):
+            payloads = reference.encode(x, layout)
+            senders.append(torch.cat((payloads, reference.rest(x, layout)), 1))
+    stacked = torch.stack(senders)
+    for scale in (1.0, 0.3):
+        for into in (torch.float32, torch.bfloat16):
+            found = lossless.decode_sum(stacked.cuda(), layout, into, scale)
+            assert torch.equal(found.cpu(), reference.decode_sum(stacked, layout, into, scale))
+
+
+def test_long_rows() -> None:
+    """A row of more than 2^31 bytes."""
+    numel = 2**30 + 2**29 + 24
+    layout = layout_of(numel, torch.bfloat16, SHARE)
+    x = torch.randn(1, 2**20, device="cuda").bfloat16().repeat(1, numel // 2**20 + 1)[:, :numel].contiguous()
+    payloads = lossless.encode(x, layout)
+    assert payloads[0, FLAG_AT] == 0
+    assert torch.equal(lossless.decode(payloads, layout).view(torch.int16), x.view(torch.int16))

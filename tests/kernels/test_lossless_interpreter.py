@@ -1,0 +1,54 @@
+"""The lossless Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
+
+import pytest
+
+from tests.kernels.interpreter import output_interpreted
+
+pytestmark = pytest.mark.slow
+
+
+def test_kernels_keep_every_bit() -> None:
+    assert output_interpreted(__file__) == "90 cases"
+
+
+def main() -> None:
+    """Encode and decode by kernels and reference, crosswise; exits with a traceback on a difference."""
+    import torch
+
+    from taco_kernels.lossless import CUT, FLAG_AT, launch, layout_of, reference
+    from tests.kernels.interpreter import speed_up
+    from tests.kernels.wires.lossless import bits, cases
+
+    speed_up()
+    count = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for numel in (40, 3000, 2 * 2048):
+            layout = layout_of(numel, dtype, 0.07)
+            for name, x in cases(2, numel, dtype, seed=numel):
+                payloads, exact = launch.encode(x, layout), reference.encode(x, layout)
+                told = payloads[:, FLAG_AT].tolist()
+                assert told == exact[:, FLAG_AT].tolist(), (name, numel)
+                if told[0] == CUT:
+                    rest = reference.rest(x, layout)
+                    payloads, exact = (torch.cat((one, rest), 1) for one in (payloads, exact))
+                for decode in (launch.decode, reference.decode):
+                    for one in (payloads, exact):
+                        assert torch.equal(bits(decode(one, layout)), bits(x)), (name, numel, dtype)
+                if numel == 3000:
+                    shifted = torch.zeros(2, 2 * numel + 1, dtype=dtype)[:, 1 : numel + 1]
+                    shifted.copy_(x)
+                    into = torch.empty(2, numel + 3, dtype=dtype)[:, 3:]
+                    head = launch.encode(shifted, layout)
+                    again = payloads if told[0] == CUT else head
+                    assert torch.equal(bits(launch.decode(again, layout, into)), bits(x)), (name, "strides")
+                # the interpreter cuts fp32 off to bf16, where devices round
+                senders = torch.stack((payloads, exact, payloads))
+                total = launch.decode_sum(senders, layout, torch.float32, 0.5)
+                expected = reference.decode_sum(senders, layout, torch.float32, 0.5)
+                assert torch.equal(total.nan_to_num(9.0), expected.nan_to_num(9.0)), (name, numel, dtype)
+                count += 1
+    print(count, "cases")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Massive values apart, in plain torch: what becomes of their neighbours, in one message and in sums."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.compression.codecs import parse_codec
+from megatron.compression.pipeline_parallel.config import RECOMMENDED as PIPELINE
+from megatron.compression.pipeline_parallel.config import RECOMMENDED_BACKWARD as PIPELINE_BACKWARD
+from megatron.compression.tensor_parallel.config import RECOMMENDED
+from taco_kernels.taco import CodecConfig, outliers, reference
+
+SUMMED = (RECOMMENDED, "int8:outliers=on", "int5:outliers=on", "taco:outliers=on", PIPELINE_BACKWARD)
+MAGNITUDES = (100.0, 1000.0, 10000.0)
+VALUES = 16 * 1024
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(found: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> float:
+    return float((found - exact)[seen].norm() / exact[seen].norm())
+
+
+@pytest.mark.parametrize("spec", (*SUMMED, PIPELINE))
+def test_neighbours_keep_their_error(spec: str) -> None:
+    """One massive value in a group of 128: the others' error is that without it, and it comes back."""
+    codec, x = parse_codec(spec), values(1, 300, 1, 128)
+    shape, others = x.shape[1:], torch.ones(x.shape, dtype=torch.bool)
+    others[0, 7, 0, 40] = False
+    group = others.clone()
+    group[0, :7], group[0, 8:] = False, False
+    plain = codec.decode(codec.encode(x), shape, torch.float32)
+    for magnitude in MAGNITUDES:
+        massive = x.clone()
+        massive[0, 7, 0, 40] = -magnitude
+        found = codec.decode(codec.encode(massive), shape, torch.float32)
+        for seen in (others, group):
+            assert error(found, massive, seen) <= 1.1 * error(plain, x, seen), magnitude
+        assert abs(float(found[0, 7, 0, 40]) + magnitude) < 0.1 + 2**-11 * magnitude
+
+
+@pytest.mark.parametrize("spec", SUMMED)
+def test_sums_of_ranks_with_massive_values_in_different_places(spec: str) -> None:
+    """Four ranks' in one group: both exchanges of an all-reduce, and a reduce-scatter's sum."""
+    codec, senders = parse_codec(spec), [values(1, VALUES, seed=seed) for seed in range(4)]
+    places = [3, 40, 77, 126]
+    group = torch.zeros(1, VALUES, dtype=torch.bool)
+    group[:, :128] = True
+    group[:, places] = False
+
+    def errors(rows: list[torch.Tensor]) -> tuple[float, float]:
+        payloads = torch.stack([codec.encode(row) for row in rows])
+        total = codec.decode_sum(payloads, (VALUES,), torch.float32)
+        again = codec.decode_sum_encode(payloads, (VALUES,), codec)
+        again = codec.decode(again, (VALUES,), torch.float32)
+        return error(total, sum(rows), group), error(again, sum(rows), group)
+
+    plain = errors(senders)
+    for magnitude in MAGNITUDES:
+        massive = [row.clone() for row in senders]
+        for rank, place in enumerate(places):
+            massive[rank][0, place] = magnitude * (-1) ** rank
+        for found, bound in zip(errors(massive), plain, strict=True):
+            assert found <= 1.1 * bound, magnitude
+
+
+def test_ordinary_values_have_the_same_bits() -> None:
+    """Lists of zeros behind the wire of the codec without the setting."""
+    for format, scales in (("int6", "signed"), ("fp8-e4m3", "dual")):
+        x, on = values(5120).bfloat16(), CodecConfig(format, 128, scales, outliers=True)
+        off = CodecConfig(format, 128, scales)
+        wires, plain = reference.encode(x, on), reference.encode(x, off)
+        assert torch.equal(wires[:, : plain.shape[1]], plain) and not wires[:, plain.shape[1] :].any()
+        assert wires.shape[1] == on.wire_bytes(5120) == off.wire_bytes(5120) + 3 * 32
+
+
+def test_words_are_exact_in_bf16_and_fp16() -> None:
+    """Every magnitude comes back from its word; fp32 to 12 bits."""
+    g = torch.Generator().manual_seed(1)
+    for dtype, within in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 2**-12)):
+        x = (
+            (torch.randn(4096, generator=g) * 10 ** torch.empty(4096).uniform_(-3, 4, generator=g))
+            .to(dtype)
+            .float()
+        )
+        words = outliers.words_of(x)
+        assert words.min() >= 0
+        assert ((outliers.values_of(words).view(-1) - x).abs() <= within * x.abs()).all()
+
+
+def test_more_massive_values_than_slots() -> None:
+    """The largest go apart, the others stay in their groups; nor do senders' lists that overflow lose any."""
+    config = CodecConfig("int8", 128, "signed", outliers=True)
+    x = values(outliers.BLOCK)
+    places = torch.arange(12) * 170 + 5
+    x[places] = torch.arange(12.0) * 100 + 500
+    words, rest = outliers.take(x.view(-1, 128))
+    assert sorted((words[0] & 2047).tolist()) == places[4:].tolist()
+    assert outliers.add(rest, words).view(-1).equal(x)
+    stack = torch.cat([reference.encode(x.roll(shift), config) for shift in (0, 40)])
+    exact = reference.decode_sum(stack, config, x.shape, torch.float32)
+    again = reference.decode_sum_encode(stack, config, x.numel())
+    found = reference.decode(again[None], config, x.shape, torch.float32)
+    assert (found - exact).norm() < 0.03 * exact.norm()
+    kept = outliers.values_of(reference.lists_of(again, 16, config))
+    assert kept.min() > 1200, "of 16 words the 8 largest"
+
+
+def test_what_is_not_finite_is_not_taken() -> None:
+    """An infinity or a NaN makes its group NaN, as without the setting."""
+    config = CodecConfig("int6", 128, "signed", outliers=True)
+    for bad in (math.inf, -math.inf, math.nan):
+        x = values(4096)
+        x[130], x[140], x[300] = bad, 1e4, 1e4
+        y = reference.decode(reference.encode(x, config), config, x.shape, torch.float32)
+        assert y[128:256].isnan().all() and y[:128].isfinite().all() and y[256:].isfinite().all()
+        assert y[300] == pytest.approx(1e4, rel=1e-3)
+
+
+def test_hops_with_and_without() -> None:
+    """Codecs of which one alone has lists: sums go the long way, and are sums."""
+    x = values(1, VALUES)
+    x[0, 5] = 1e3
+    for spec in ("int6:outliers=on/int8", "int8/int6:outliers=on"):
+        first, second = parse_codec(spec).hops
+        payloads = torch.stack([first.encode(x), first.encode(values(1, VALUES, seed=1))])
+        again = first.decode_sum_encode(payloads, (VALUES,), second)
+        total = second.decode(again, (VALUES,), torch.float32)
+        seen = torch.arange(VALUES)[None] >= 128
+        assert error(total, x + values(1, VALUES, seed=1), seen) < 0.05
+    assert parse_codec("int6:outliers=on").fused_config is None

@@ -1,0 +1,134 @@
+"""Which layers a run gets: on this machine as it is, and with a stand-in for Transformer Engine's package."""
+
+import importlib.util
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import parse_args
+
+from megatron.compression import implementation
+from megatron.compression.errors import InputError
+from megatron.compression.implementation import Engine, check_implementation, describe
+from tests.distributed.launch import environment, tiny_flags, torchrun
+
+WHOLE = {"__init__.py": "__version__ = '2.20.2'\n", "pytorch/__init__.py": ""}
+BROKEN = {
+    "__init__.py": "__version__ = '2.20.2'\n",
+    "pytorch/__init__.py": "raise OSError('libcudnn.so.9: gone')",
+}
+SET_UP = "scripts/setup.sh --with-transformer-engine"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Gives what is found on a machine with or without CUDA, and with a package of these files or none."""
+
+    def looked_at(package: dict[str, str] | None, cuda: bool = True) -> Engine:
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+            monkeypatch.delitem(sys.modules, name)
+        for name, text in (package or {}).items():
+            file = tmp_path / "transformer_engine" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        implementation.transformer_engine.cache_clear()
+        return implementation.transformer_engine()
+
+    yield looked_at
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    implementation.transformer_engine.cache_clear()
+
+
+def asked(transformer_impl: str, **more) -> Namespace:
+    return Namespace(transformer_impl=transformer_impl, **more)
+
+
+needs_none_installed = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
+
+
+def test_where_it_works_it_is_the_default(machine) -> None:
+    """As in Megatron; and the log says the version."""
+    assert machine(WHOLE) == Engine(version="2.20.2")
+    assert implementation.default_implementation() == "transformer_engine"
+    check_implementation(asked("transformer_engine"))
+    assert describe(asked("transformer_engine"), []) == "layers: Transformer Engine 2.20.2"
+    assert (
+        describe(asked("local"), ["--transformer-impl=local"])
+        == "layers: torch-native (--transformer-impl local)"
+    )
+    contradiction = asked("transformer_engine", attention_backend=AttnBackend.local)
+    with pytest.raises(
+        InputError, match="--attention-backend local is of the local layers: add --transformer-impl"
+    ):
+        check_implementation(contradiction)
+
+
+@needs_none_installed
+@pytest.mark.parametrize("cuda", [True, False])
+def test_absent(machine, cuda: bool) -> None:
+    """Torch-native layers; the log says how to have the others where they could run; asked for, one line."""
+    machine(None, cuda)
+    assert implementation.default_implementation() == "local"
+    why = f"is not installed; {SET_UP}" if cuda else "needs CUDA, and there is none here"
+    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {why})"
+    check_implementation(asked("local"))
+    with pytest.raises(
+        InputError, match=f"which is not installed: run {SET_UP}, or use --transformer-impl local"
+    ):
+        check_implementation(asked("transformer_engine"))
+
+
+def test_broken(machine) -> None:
+    """A library that is gone: said with the import's message, and nothing else finds half a package."""
+    machine(BROKEN)
+    assert importlib.util.find_spec("transformer_engine") is None
+    with pytest.raises(ImportError):
+        import transformer_engine  # noqa: F401
+    assert implementation.default_implementation() == "local"
+    said = "cannot be imported (OSError: libcudnn.so.9: gone)"
+    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {said}; {SET_UP})"
+    with pytest.raises(InputError) as refused:
+        check_implementation(asked("transformer_engine"))
+    assert f"needs Transformer Engine, which {said}: run {SET_UP}, or use" in str(refused.value)
+
+
+def test_without_cuda_it_is_left_alone(machine) -> None:
+    """It is not even imported, and hidden from Megatron, which would take its Adam."""
+    machine(BROKEN, cuda=False)
+    assert importlib.util.find_spec("transformer_engine") is None
+    assert implementation.default_implementation() == "local"
+    none_here = "needs CUDA, and there is none here"
+    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {none_here})"
+    with pytest.raises(InputError, match=f"which {none_here}: use --transformer-impl local"):
+        check_implementation(asked("transformer_engine"))
+
+
+@pytest.mark.parametrize("package", [WHOLE, BROKEN])
+def test_the_command_line_has_it(machine, monkeypatch, package) -> None:
+    """What a script gets that says nothing, and one that does."""
+    from megatron.compression.setup import add_arguments
+
+    engine = machine(package)
+    default = "local" if engine.missing else "transformer_engine"
+    for words, expected in (([], default), (["--transformer-impl", "local"], "local")):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        assert parse_args(add_arguments).transformer_impl == expected
+
+
+@pytest.mark.slow
+def test_a_run_beside_a_broken_one_trains(machine, tmp_path: Path) -> None:
+    """pretrain_gpt.py as a process of its own, the package on its path: no trace, and a loss."""
+    machine(BROKEN)
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    run = torchrun("pretrain_gpt.py", *tiny_flags(train_iters="1"), processes=1, PYTHONPATH=path).finish(240)
+    assert run.returncode == 0 and "Traceback" not in run.output, run.output[-3000:]
+    assert list(run.losses()) == [1]
+    assert "layers: torch-native (Transformer Engine needs CUDA" in run.output

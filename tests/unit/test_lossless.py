@@ -1,0 +1,113 @@
+"""The lossless codec: its part of the contract, sums, cut payloads, and where it is refused."""
+
+import pytest
+import torch
+
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import rest
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from tests.kernels.wires.lossless import bits, cases
+from tests.unit.megatron_args import parsed
+
+LOSSLESS = parse_codec("lossless")
+DTYPES = (torch.bfloat16, torch.float32)
+SHAPES = ((1,), (1000,), (7, 3), (6, 1, 257), (64, 2, 96))
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Payloads, with their rest where they are cut."""
+    payloads = LOSSLESS.encode(x)
+    return torch.cat((payloads, LOSSLESS.rest(x)), dim=1) if LOSSLESS.is_cut(payloads) else payloads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_bit_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    numel = torch.Size(shape).numel()
+    for name, flat in cases(3, numel, dtype):
+        x = flat.view(3, *shape)
+        payloads = whole(x)
+        sizes = LOSSLESS.message_bytes(shape, dtype), LOSSLESS.rest_bytes(shape, dtype)
+        assert payloads.shape[1] in (sizes[0], sum(sizes)), name
+        found = LOSSLESS.decode(payloads, shape, dtype)
+        assert found.shape == x.shape and torch.equal(bits(found), bits(x)), name
+        strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(0, *range(len(shape), 0, -1))
+        strided.copy_(x)
+        assert torch.equal(whole(strided), payloads), name
+        assert LOSSLESS.decode(payloads, shape, dtype, strided.zero_()) is strided
+        assert torch.equal(bits(strided), bits(x)), name
+
+
+def test_cut_payloads_say_so() -> None:
+    generator = torch.Generator().manual_seed(0)
+    fits = torch.randn(2, 4096, generator=generator).bfloat16()
+    wild = fits * torch.exp2(60 * torch.rand(2, 4096, generator=generator)).bfloat16()
+    assert not LOSSLESS.is_cut(LOSSLESS.encode(fits)) and LOSSLESS.is_cut(LOSSLESS.encode(wild))
+    mixed = torch.stack((fits[0], wild[0]))
+    assert all(LOSSLESS.is_cut(payload) for payload in LOSSLESS.encode(mixed)), "rows of one exchange agree"
+    grid = torch.stack((fits, wild))
+    assert all(LOSSLESS.is_cut(payload) for payload in LOSSLESS.encode_grid(grid).flatten(0, 1))
+    wide = fits * torch.exp2(10 * torch.rand(2, 4096, generator=generator)).bfloat16()
+    roomy = parse_codec("lossless:escapes=0.7")
+    assert LOSSLESS.is_cut(LOSSLESS.encode(wide)) and not roomy.is_cut(roomy.encode(wide))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_rounded_to_what_was_encoded(dtype: torch.dtype) -> None:
+    """Two hops of an all-reduce: fp32 in rank order, one rounding, and that travels with every bit."""
+    x = torch.randn(3, 2, 640, generator=torch.Generator().manual_seed(1)).to(dtype)
+    payloads = torch.stack([whole(rows) for rows in x])
+    exact = ((x[0].float() + x[1].float()) + x[2].float()).to(dtype)
+    own, total = rest.sum_and_encode(LOSSLESS, payloads, (640,), dtype, LOSSLESS)
+    assert torch.equal(total, exact)
+    assert torch.equal(LOSSLESS.decode(own, (640,), dtype), exact)
+    into = torch.empty(2, 640)
+    assert LOSSLESS.decode_sum(payloads, (640,), dtype, 0.5, into) is into
+    assert torch.equal(into, ((x[0].float() + x[1].float()) + x[2].float()) * 0.5)
+
+
+def test_weights_are_sent_themselves() -> None:
+    """A difference of bf16 values need not be exact; and NaNs stay as they are."""
+    generator = torch.Generator().manual_seed(2)
+    for name, new in cases(2, 700, torch.bfloat16):
+        old = torch.randn(2, 700, generator=generator).bfloat16()
+        payloads = torch.stack([LOSSLESS.encode_difference(*pair) for pair in zip(new, old, strict=True)])
+        if LOSSLESS.is_cut(payloads):  # of one rank or both: both send a rest
+            payloads = torch.cat((payloads, LOSSLESS.rest(new)), dim=1)
+        assert torch.equal(bits(LOSSLESS.add_decoded(payloads, old)), bits(new)), name
+
+
+def test_bits() -> None:
+    """What the docs say: bf16 1.40 times and fp32 1.16 times smaller, at least."""
+    assert 16 / LOSSLESS.bits_per_value() > 1.40
+    assert 4 * 2**20 / LOSSLESS.message_bytes((2**20,), torch.float32) > 1.16
+    assert LOSSLESS.bits_per_value((2**20,)) < parse_codec("lossless:escapes=0.1").bits_per_value((2**20,))
+
+
+def test_refusals() -> None:
+    """fp16, a lossy codec beside it, error feedback, a share that is none."""
+    for spec in ("lossless/int6", "int6/lossless"):
+        with pytest.raises(CompressionConfigError, match="give it alone"):
+            parse_codec(spec)
+    with pytest.raises(CompressionConfigError, match="share=0"):
+        parse_codec("lossless:escapes=0")
+    with pytest.raises(ValueError, match="takes bf16 and fp32"):
+        LOSSLESS.encode(torch.zeros(1, 128, dtype=torch.float16))
+    with pytest.raises(CompressionConfigError, match="nothing to add to lossless"):
+        DataParallelConfig(compression="lossless", error_feedback="fp32")
+
+
+@pytest.mark.parametrize("dimension", [TensorParallelConfig, PipelineParallelConfig, DataParallelConfig])
+def test_fp16_is_refused(dimension) -> None:
+    config = dimension(compression="lossless")
+    with pytest.raises(CompressionConfigError, match=r"exponents of 8 bits, and fp16 has 5; use --bf16"):
+        config.check(parsed(bf16=False, fp16=True, use_distributed_optimizer=True))
+    config.check(parsed(use_distributed_optimizer=True, main_params_dtype=None))
+
+
+def test_lossless_gradients_bring_lossless_weights() -> None:
+    assert DataParallelConfig(compression="lossless").weight_codec == LOSSLESS
+    assert DataParallelConfig(compression="lossless", weights="none").weight_codec is None

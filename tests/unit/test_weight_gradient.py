@@ -1,0 +1,178 @@
+"""Gradient accumulation fusion without apex: weight gradients are added to main_grad by torch's GEMMs."""
+
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron import host
+
+host.install()
+
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
+
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
+from megatron.compression.tensor_parallel.overlap import Handover  # noqa: E402
+from megatron.compression.tensor_parallel.row_linear import row_parallel_linear  # noqa: E402
+from megatron.compression.torch_native import defaults, weight_gradient  # noqa: E402
+from megatron.compression.torch_native.weight_gradient import (  # noqa: E402
+    add_product,
+    dropped_gradient,
+    fill_weight_gradient_slot,
+)
+from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
+from tests.unit.test_overlap import OneRankSite  # noqa: E402
+
+SLOT = "fused_weight_gradient_mlp_cuda"
+
+
+@pytest.fixture
+def slot(monkeypatch):
+    """megatron-core's slot, filled for one test."""
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(layers, SLOT, None, raising=False)
+    monkeypatch.setitem(sys.modules, SLOT, None)
+    assert fill_weight_gradient_slot() and fill_weight_gradient_slot()
+
+
+def as_ddp_has_it(weight: torch.Tensor, dtype=torch.float32) -> torch.nn.Parameter:
+    """A parameter with a gradient in main_grad, from another micro-batch."""
+    parameter = torch.nn.Parameter(weight.detach().clone())
+    parameter.main_grad = torch.ones_like(parameter, dtype=dtype)
+    parameter.grad_added_to_main_grad = False
+    return parameter
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+def test_products_are_added_in_main_grads_precision(main: torch.dtype) -> None:
+    """In place, also to some of its rows. Rounding the product to bf16 first would be off by 2e-3."""
+    x, grad_output = torch.randn(40, 24).bfloat16(), torch.randn(40, 16).bfloat16()
+    main_grad = torch.randn(16, 24).to(main)
+    wanted = main_grad.double() + grad_output.double().t() @ x.double()
+    for part, rows in zip(grad_output.chunk(2, dim=1), main_grad.chunk(2), strict=True):
+        add_product(x, part, rows)
+    tolerance = 1e-5 if main == torch.float32 else 2**-7
+    torch.testing.assert_close(main_grad.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("exchanges", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_layers_add_to_main_grad(dtype: torch.dtype, exchanges: int, shared: bool) -> None:
+    """Two backwards of one graph add the gradient twice, each to what there was; the hook drops the rest."""
+    x = torch.randn(6, 2, 8).to(dtype).requires_grad_()
+    first, second = torch.randn(12, 8).to(dtype), torch.randn(8, 12).to(dtype)
+    main = torch.float64 if dtype == torch.float64 else torch.float32
+    added: list[list[torch.Tensor]] = []
+    for fusion in (False, True):
+        row = torch.nn.Module()
+        column_weight, row.weight = as_ddp_has_it(first, main), as_ddp_has_it(second, main)
+        row.gradient_accumulation_fusion = fusion
+        handover = Handover(row) if shared else None
+        fc1, fc2 = OneRankSite([], "fc1", exchanges), OneRankSite([], "fc2", exchanges)
+        inner = column_parallel_linear(x, column_weight, None, fc1, False, handover, fusion=fusion)
+        out = row_parallel_linear(inner, row.weight, fc2, False, 1, handover, fusion=fusion)
+        loss = out.float().square().sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        weights = column_weight, row.weight
+        assert all(weight.grad_added_to_main_grad == fusion for weight in weights)
+        assert all(weight.grad.dtype == dtype for weight in weights), "the hook refuses None"
+        added.append([w.main_grad - 1 if fusion else w.grad.to(main) for w in weights])
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-6
+    for unfused, fused in zip(*added, strict=True):
+        scale = float(unfused.abs().max())
+        torch.testing.assert_close(fused / scale, unfused / scale, rtol=tolerance, atol=tolerance)
+
+
+def test_weights_without_main_grad_keep_their_gradient() -> None:
+    """A model that DDP does not wrap trains as ever."""
+    x, weight = torch.randn(6, 2, 8), torch.nn.Parameter(torch.randn(12, 8))
+    column_parallel_linear(x, weight, None, OneRankSite([], "fc1"), False, fusion=True).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum((0, 1)).expand(12, 8))
+
+
+def test_dropped_gradients_follow_the_protocol() -> None:
+    """Zero where an embedding adds its own gradient to it; none where no DDP asks for one."""
+    weight = as_ddp_has_it(torch.randn(4, 3).bfloat16())
+    weight.zero_out_wgrad = True
+    assert torch.equal(dropped_gradient(weight), torch.zeros(4, 3).bfloat16())
+    assert weight.grad_added_to_main_grad
+    del weight.grad_added_to_main_grad
+    assert dropped_gradient(weight) is None
+
+
+def test_apex_is_used_where_it_is_installed(monkeypatch) -> None:
+    """Its kernels read rows one after the other, whatever the strides."""
+    calls = []
+
+    def kernel(name: str):
+        def call(x, grad_output, main_grad):
+            assert x.is_contiguous() and grad_output.is_contiguous()
+            calls.append(name)
+            add_product(x, grad_output, main_grad)
+
+        return call
+
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=kernel("fp32"), wgrad_gemm_accum_fp16=kernel("fp16"))
+    monkeypatch.setattr(weight_gradient, "_apex", apex)
+    monkeypatch.setattr(layers, SLOT, apex, raising=False)
+    x, grad_output = torch.randn(5, 3).bfloat16(), torch.randn(5, 8).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        main_grad = torch.zeros(4, 3, dtype=dtype)
+        weight_gradient.accumulate(x, grad_output[:, 4:], main_grad)
+        wanted = grad_output[:, 4:].float().t() @ x.float()
+        torch.testing.assert_close(main_grad.float(), wanted, rtol=2**-7, atol=2**-7)
+    assert calls == ["fp32", "fp16"]
+    assert not fill_weight_gradient_slot() and getattr(layers, SLOT) is apex
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+def test_megatron_cores_own_layers_have_it(slot, main: torch.dtype) -> None:
+    settings = dict(gradient_accumulation_fusion=True, dtype=torch.bfloat16)
+    options = dict(config=config(**settings), init_method=torch.nn.init.normal_, bias=False)
+    column = layers.ColumnParallelLinear(8, 12, **options).to(DEVICE)
+    column.weight = weight = as_ddp_has_it(column.weight, main)
+    x = torch.randn(6, 2, 8).bfloat16()
+    column(x)[0].sum().backward()
+    assert weight.grad_added_to_main_grad and weight.grad is not None
+    wanted = 1 + x.float().sum((0, 1)).expand(12, 8)
+    torch.testing.assert_close(weight.main_grad.float(), wanted, rtol=2**-7, atol=2**-6)
+
+
+def test_deferred_embedding_gradients_have_it(slot) -> None:
+    """The drain of ``--defer-embedding-wgrad-compute`` imports the module itself."""
+    weight = as_ddp_has_it(torch.randn(12, 8).bfloat16())
+    inputs = [torch.randn(6, 2, 8).bfloat16() for _ in range(2)]
+    outputs = [torch.ones(6, 2, 12).bfloat16() for _ in range(2)]
+    settings = SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
+    wanted = 1 + sum(x.float().sum((0, 1)) for x in inputs).expand(12, 8)
+    drain_embedding_wgrad_compute(settings, inputs, outputs, weight, torch.distributed.group.WORLD)
+    torch.testing.assert_close(weight.main_grad, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_fusion": False}, False),
+        ({"use_megatron_fsdp": True}, False),
+        ({"defer_embedding_wgrad_compute": True}, False),
+        ({"transformer_impl": "transformer_engine", "defer_embedding_wgrad_compute": True}, True),
+    ],
+)
+def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monkeypatch) -> None:
+    """Unless it is switched off, or megatron-core would call other kernels for it."""
+    filled = []
+    monkeypatch.setattr(defaults, "fill_weight_gradient_slot", lambda: filled.append(True) or True)
+    asked = dict(transformer_impl="local", gradient_accumulation_fusion=True)
+    others = dict(use_megatron_fsdp=False, defer_embedding_wgrad_compute=False)
+    args = Namespace(**{**asked, **others, **changes})
+    said = defaults._fuse_weight_gradients(args)
+    assert args.gradient_accumulation_fusion == fused
+    off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
+    assert said is None if fused or off is None else said.startswith(off)
+    assert bool(filled) == changes.get("gradient_accumulation_fusion", True)
