@@ -14,6 +14,8 @@ from taco_kernels.channel_norm.layout import ChannelNormLayout
 from taco_kernels.count_sketch import Layout, SketchConfig
 from taco_kernels.count_sketch import launch as count_sketch
 from taco_kernels.error_feedback import launch as error_feedback
+from taco_kernels.lossless import launch as lossless
+from taco_kernels.lossless.layout import LosslessLayout
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit
 from taco_kernels.sdp4bit.layout import BITS
@@ -28,7 +30,7 @@ from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TRANSFORMS
 
 LAUNCHERS = (
     *(taco, collectives, matrices, sdp4bit, tah_quant),
-    *(bitmap_sparse, count_sketch, channel_norm, error_feedback),
+    *(bitmap_sparse, count_sketch, channel_norm, error_feedback, lossless),
 )
 """Modules that have the kernels."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -192,7 +194,28 @@ def of_channels() -> Iterator[Setting]:
             yield Setting("channel_norm", text(config_text(config), dtype), partial(call, config, dtype))
 
 
+def of_lossless() -> Iterator[Setting]:
+    """Nothing is rounded."""
+
+    def call(dtype, numel, target) -> None:
+        x, layout = zeros(4, numel, dtype=dtype), LosslessLayout(numel, dtype)
+        payloads = lossless.encode(x, layout)
+        lossless.decode(payloads, layout)
+        lossless.decode_sum(payloads[None], layout, target)
+
+    for values in itertools.product((torch.bfloat16, torch.float32), (NUMEL, NUMEL + 100), DTYPES):
+        yield Setting("lossless", text(*values), partial(call, *values))
+
+
 def every_setting() -> list[Setting]:
     """All of them."""
-    families = (of_taco, of_symmetric_memory, of_sdp4bit, of_tah_quant, of_gradients, of_channels)
+    families = (
+        of_taco,
+        of_symmetric_memory,
+        of_sdp4bit,
+        of_tah_quant,
+        of_gradients,
+        of_channels,
+        of_lossless,
+    )
     return [setting for family in families for setting in family()]
