@@ -82,6 +82,8 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
         elif config.bits == 8:
             software = config.is_float and not device.hardware_fp8
             tuning = tuning._replace(registers=112 if software else 96)
+    elif config.group_size == 512 and device.capability[0] == 10:
+        tuning = tuning._replace(tile=8192)
     return tuning
 
 

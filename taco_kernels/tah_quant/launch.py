@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from taco_kernels.common.device import Tuning, device_for
+from taco_kernels.common.device import Device, Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.tah_quant.kernels import decode_kernel, encode_kernel
@@ -26,12 +26,20 @@ SLOTTED = 1024
 """Most units of a program of slots_kernel."""
 
 
-def tuning_of(operation: str, config: TahConfig, dtype: torch.dtype) -> Tuning:
-    """TUNING, with more registers where tiles of other than 64 values or the encoding of fp32 need them."""
+def tuning_of(operation: str, config: TahConfig, dtype: torch.dtype, device: Device) -> Tuning:
+    """TUNING, with more registers where tiles of other than 64 values or the encoding of fp32 need them.
+
+    Where tensor cores take registers alone (Device.small) 64 tiles of 128 would spill; compiled, not timed.
+    """
     tuning = TUNING[operation]
+    fp32_encode = operation == "encode" and dtype == torch.float32
+    if device.small and config.tile_size == 128:
+        return Tuning(16, 8, tuning.stages, 1) if fp32_encode else Tuning(32, 4, tuning.stages, 1)
+    if device.small and config.tile_size == 64 and (fp32_encode or operation == "decode"):
+        return tuning._replace(programs=2, registers=255 if fp32_encode else 168)
     if config.tile_size != 64:
         tuning = tuning._replace(programs=2, registers=255)
-    elif operation == "encode" and dtype == torch.float32:
+    elif fp32_encode:
         tuning = tuning._replace(programs=3, registers=168)
     return tuning
 
@@ -136,7 +144,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     x = x.contiguous()
     if x.data_ptr() % LOADED:
         x = x.clone()
-    device, tuning = device_for(x), tuning_of("encode", config, x.dtype)
+    device = device_for(x)
+    tuning = tuning_of("encode", config, x.dtype, device)
     spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
     mixed = config.extra_bits > 0
     sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
@@ -172,7 +181,8 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     check_tiles(layout)
     if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
         wire = wire.clone(memory_format=torch.contiguous_format)
-    device, tuning = device_for(wire), tuning_of("decode", config, dtype)
+    device = device_for(wire)
+    tuning = tuning_of("decode", config, dtype, device)
     spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
     slots = slots_of(wire, layout) if config.extra_bits else wire
     start(
