@@ -34,9 +34,9 @@ def tuning_of(operation: str, config: TahConfig, dtype: torch.dtype, device: Dev
     tuning = TUNING[operation]
     fp32_encode = operation == "encode" and dtype == torch.float32
     if device.small and config.tile_size == 128:
-        return Tuning(16, 8, tuning.stages, 1) if fp32_encode else Tuning(32, 4, tuning.stages, 1)
+        return Tuning(16, 8, tuning.stages, 1) if operation == "encode" else Tuning(32, 4, tuning.stages, 1)
     if device.small and config.tile_size == 64 and (fp32_encode or operation == "decode"):
-        return tuning._replace(programs=2, registers=255 if fp32_encode else 168)
+        return tuning._replace(programs=2, registers=255)
     if config.tile_size != 64:
         tuning = tuning._replace(programs=2, registers=255)
     elif fp32_encode:
