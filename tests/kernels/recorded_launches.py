@@ -98,7 +98,8 @@ def recorded_launches(
     """The launches of ``kernels`` within it, and the device they believe to be on.
 
     Args:
-        compiled: compile them, which takes seconds for a large one; else ``Device.compiled`` lists what would be.
+        compiled: compile them, which takes seconds for a large one; else ``Device.compiled`` has what would
+            be.
         architecture: 90 for sm_90.
     """
     records: list[Record] = []
