@@ -27,6 +27,12 @@ def _own(device: torch.device) -> Device:
     return device_number(-1 if device.index is None else device.index)
 
 
+def _check_no_lists(*configs: CodecConfig) -> None:
+    """Raise ValueError for what these kernels would leave out."""
+    if any(config.outliers for config in configs):
+        raise ValueError("outliers: collectives over symmetric memory carry no lists; use taco_kernels.taco")
+
+
 class Plan(NamedTuple):
     """What is to be done for all calls on a lane that are alike but for addresses."""
 
@@ -69,6 +75,7 @@ def all_reduce(
 def _plan_all_reduce(lane, config, config_out, numel, dtype, layout) -> Plan:
     config_out = config_out or config
     check_same_groups(config, config_out)
+    _check_no_lists(config, config_out)
     groups = config.chunk_numel(numel, lane.world_size) // config.group_size
     values = groups * config.group_size
     tiles = ceil_div(values, tile_of(config, _own(lane.table.device)))
@@ -137,6 +144,7 @@ def _all_gather(lane, x, layout, shape, dtype, config, out, encoded: bool) -> to
 
 def _plan_shards(lane, kernel, config, shard, dtype, layout, encoded=None) -> Plan:
     """Of the two whose pieces are slices of ``shard`` values."""
+    _check_no_lists(config)
     groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
     copied = tail and layout and kernel is reduce_scatter_kernel  # pieces of it that are no whole groups

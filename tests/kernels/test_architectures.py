@@ -18,13 +18,9 @@ CASES = (
     (80, "taco decode_sum fp8-e4m3 128 dual bfloat16"),
     (80, "taco encode fp8-e4m3 128 dual outliers bfloat16"),
     (86, "taco encode fp8-e4m3 512 dual float32"),
-    (86, "taco decode_sum int6 128 dual bfloat16 of 8"),
-    (86, "symmetric_memory all_reduce fp8-e4m3 128 dual bfloat16"),
-    (89, "taco encode int8 512 signed bfloat16"),
     (89, "sdp4bit add_dequantized int4 64 float32"),
     (90, "taco encode int6 128 signed bfloat16"),
     (100, "taco decode_sum_encode fp8-e4m3 128 dual of 16"),
-    (120, "taco decode_sum fp8-e5m2 256 dual bfloat16"),
     (120, "taco decode_sum_encode int6 128 dual outliers of 8"),
 )
 

@@ -30,3 +30,11 @@ def test_an_output_of_another_size(decode) -> None:
 def test_nothing_to_decode(decode) -> None:
     with pytest.raises(ValueError, match="hold nothing to decode"):
         decode(wires(0, 1024), CONFIG, (1024,), torch.float32)
+
+
+def test_symmetric_memory_has_no_lists() -> None:
+    """Its collectives would leave massive values out."""
+    from taco_kernels.symmetric_memory import collectives
+
+    with pytest.raises(ValueError, match="outliers: collectives over symmetric memory carry no lists"):
+        collectives._check_no_lists(CodecConfig("int6", scales="single", outliers=True))
