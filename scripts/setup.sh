@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with everything this project needs: ./scripts/setup.sh [--with-transformer-engine]
-#   --with-transformer-engine  Transformer Engine too, whose torch part is compiled here: some 20 minutes of CPU
+#   --with-transformer-engine  Transformer Engine too, whose torch part is compiled here: about 25 minutes of CPU
 #                              time; needs a C++ compiler, no GPU and no nvcc. MAX_JOBS=N limits its processes.
 # A second run takes seconds: it compares a stamp. PYTHON=/path/to/python3.12 picks the interpreter.
 set -euo pipefail
@@ -51,7 +51,7 @@ CHECK
         echo "error: --with-transformer-engine: $missing" >&2
         return 1
     fi
-    echo "setup: compiling Transformer Engine's torch part (some 20 minutes of CPU time)"
+    echo "setup: compiling Transformer Engine's torch part (about 25 minutes of CPU time)"
     # CUDA's headers come from torch's own wheels and two more, whatever toolkit the machine has.
     pip ninja pybind11 nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-frontend
     PATH="$PWD/.venv/bin:$PATH" MAX_JOBS="${MAX_JOBS:-$(nproc)}" \

@@ -12,7 +12,7 @@ from megatron.compression.communication.symmetric import SymmetricTransport
 from megatron.compression.communication.transport import OnSend, TorchTransport
 from megatron.compression.errors import CompressionConfigError
 
-TCP_COMMUNICATORS = 2  # measured: docs/benchmarks.md
+TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
 
 
 class TransportError(CompressionConfigError):
