@@ -12,4 +12,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONDONTWRITEBYTECODE=1
 if [[ "${1:-}" == --fast ]]; then
     set -- tests/unit -m "not slow" "${@:2}"
 fi
-exec .venv/bin/python -m pytest -n auto --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
