@@ -63,7 +63,7 @@ class Compression:
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
         """The data-parallel part: state for checkpoints, diagnostics."""
         self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
-        self._engine = TransformerEngineLayers(self.run, config.tensor_parallel.enabled)
+        self._engine = TransformerEngineLayers(self.run)
         self._bounded: BoundedRun | None = None
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
 

@@ -63,7 +63,7 @@ def attach(
     Returns: The same chunks. (Collective over all ranks of the job where compression is on.)
     Raises: CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
     """
-    engine = engine or TransformerEngineLayers(run, config.enabled)
+    engine = engine or TransformerEngineLayers(run)
     for chunk in model:
         _attach_chunk(chunk, config, run, broadcasts_batch, engine)
     if config.enabled:

@@ -21,13 +21,12 @@ class TransformerEngineLayers:
     """The layers of one run.
 
     Args:
-        run: whose policy and ledger the sites take.
-        hide: let weight gradients wait for an exchange to run behind, where gradients are compressed and TE
-            adds the weights' to ``main_grad``.
+        run: whose policy and ledger the sites take. Where it compresses gradients and TE adds weights' to
+            ``main_grad``, those wait for an exchange to run behind.
     """
 
-    def __init__(self, run: Run, hide: bool) -> None:
-        self.run, self.hide = run, hide
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.weight_gradients = WeightGradients()
         self.exchanges = Exchanges(self.weight_gradients)
         self._patched = False
@@ -50,7 +49,7 @@ class TransformerEngineLayers:
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
-        if self.hide and late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
+        if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
             module.wgrad_store = Aside(self.weight_gradients, partial(self._may_come_late, module))
 
     def _may_come_late(self, module: torch.nn.Module) -> bool:
