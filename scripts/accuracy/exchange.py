@@ -10,9 +10,12 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication.cutting import cut, joined
 from scripts.accuracy.settings import Setting
 
+MICRO_BATCH = 4
+"""Sequences of a message between pipeline stages."""
+
 
 class Exchange:
-    """Sums the ranks' partial sums, gathers their slices, as a setting says.
+    """Sums the ranks' partial sums, gathers their slices, sends between stages, as a setting says.
 
     The first hop encodes each rank's partial sum. The second encodes their sum; with sequence parallelism it
     encodes what is all-gathered: the normalised activations (forward), the gradients of the row-parallel
@@ -22,7 +25,8 @@ class Exchange:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.world_size = setting.world_size
-        self.codecs = setting.codecs
+        tensor, stages = setting.codecs, dict.fromkeys(setting.codecs)
+        self.codecs, self.stage_codecs = (stages, tensor) if setting.pipeline else (tensor, stages)
         self.number = 0
         """Exchanges so far."""
 
@@ -53,6 +57,16 @@ class Exchange:
             return x.clone()
         payloads, piece = self._encode(x[None], codec, codec.hops[1])
         return joined(codec.hops[1].decode(payloads[0], piece, x.dtype), x.shape)
+
+    def send(self, x: torch.Tensor, sequence: int, direction: str) -> torch.Tensor:
+        """x [T, h], one sequence after the other, as messages [sequence, samples, h], one a micro-batch."""
+        codec = self.stage_codecs[direction]
+        if codec is None:
+            return x.clone()
+        batch = x.view(-1, sequence, x.shape[1])
+        messages = batch.view(-1, min(MICRO_BATCH, len(batch)), *batch.shape[1:]).transpose(1, 2)
+        decoded = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype)
+        return decoded.transpose(1, 2).reshape(x.shape)
 
     def _encode(self, x: torch.Tensor, codec: Codec, hop: Codec) -> tuple[torch.Tensor, torch.Size]:
         """uint8 [S, rows, bytes] of x [S, ...], and the shape of a row: a piece for each rank only where that

@@ -75,6 +75,20 @@ def gather(x: Tensor) -> Tensor:
     return exchange.gather(x.contiguous(), "forward")
 
 
+@_operator("send")
+def send(x: Tensor, sequence: int) -> Tensor:
+    """x [T, h] as the next pipeline stage has it."""
+    [exchange] = _attached
+    return exchange.send(x.contiguous(), sequence, "forward")
+
+
+@_operator("send_backward")
+def send_backward(grad: Tensor, sequence: int) -> Tensor:
+    """Its gradient as the stage before has it."""
+    [exchange] = _attached
+    return exchange.send(grad.contiguous(), sequence, "backward")
+
+
 @row_linear.register_fake
 @column_linear.register_fake
 def _(x, weight):
@@ -90,7 +104,9 @@ def _(grad, x, weight):
 
 
 @gather.register_fake
-def _(x):
+@send.register_fake
+@send_backward.register_fake
+def _(x, sequence=None):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -105,6 +121,10 @@ column_linear.register_autograd(
     lambda ctx, grad: column_linear_backward(grad, *ctx.saved_tensors), setup_context=_save
 )
 gather.register_autograd(lambda ctx, grad: grad)
+send.register_autograd(
+    lambda ctx, grad: (send_backward(grad, ctx.sequence), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "sequence", inputs[1]),
+)
 
 
 class _ReduceEmbedding(torch.autograd.Function):

@@ -20,6 +20,9 @@ class ModelConfig:
     sequence: int = 1024
     dtype: torch.dtype = torch.bfloat16
     """Of the activations and of the weights in products."""
+    massive: float = 0.0
+    """What the second layer's fc2 adds to one channel of every first token, as the massive activations of
+    large models (arXiv 2402.17762): one of its neurons sees that token and no other. 0: an ordinary model."""
 
 
 class Norm(nn.Module):
@@ -33,13 +36,20 @@ class Norm(nn.Module):
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
 
 
+PIPELINE_STAGES = 4
+"""Between which activations are sent where a setting says so."""
+MASSIVE_LAYER, MASSIVE_CHANNEL = 1, 300
+"""Where a model's massive activations come from, and where they stand."""
+
+
 class Block(nn.Module):
     """One transformer layer on [T, h], T = batch * sequence."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sees_first_token: bool = False) -> None:
         super().__init__()
         h = config.hidden
         self.config = config
+        self.sees_first_token = sees_first_token
         self.sequence_parallel = False
         self.norm1, self.norm2 = Norm(h), Norm(h)
         self.qkv, self.qkv_bias = weight_and_bias(3 * h, h)
@@ -61,6 +71,9 @@ class Block(nn.Module):
         y = layers.gather(y) if self.sequence_parallel else y
         y = layers.column_linear(y, self.fc1.to(dtype)) + self.fc1_bias.to(dtype)
         y = F.gelu(y, approximate="tanh")
+        if self.sees_first_token:
+            first = torch.arange(len(y), device=y.device) % config.sequence == 0
+            y = torch.cat([first[:, None].to(dtype), y[:, 1:]], dim=1)
         return x + (layers.row_linear(y, self.fc2.to(dtype)) + self.fc2_bias.to(dtype))
 
 
@@ -87,7 +100,9 @@ class GPT(nn.Module):
         self.config = config
         self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.positions = nn.Parameter(torch.empty(config.sequence, config.hidden))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config, bool(config.massive) and layer == MASSIVE_LAYER) for layer in range(config.layers)
+        )
         self.norm = Norm(config.hidden)
         self.output = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.sequence_parallel = False
@@ -110,6 +125,9 @@ class GPT(nn.Module):
                     last = name.endswith(("projection", "fc2"))
                     std = 0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            for block in self.blocks:
+                if block.sees_first_token:
+                    block.fc2[MASSIVE_CHANNEL % self.config.hidden, 0] = self.config.massive
 
     def use_sequence_parallelism(self, value: bool) -> None:
         """Gather the inputs of the column-parallel layers or not."""
@@ -124,7 +142,10 @@ class GPT(nn.Module):
         rows = self.words[ids].to(dtype)
         x = layers.reduce_embedding(rows, ids, config.vocabulary).view(-1, config.sequence, config.hidden)
         x = (x + self.positions.to(dtype)).view(-1, config.hidden)
-        for block in self.blocks:
+        stage = -(-config.layers // PIPELINE_STAGES)
+        for layer, block in enumerate(self.blocks):
+            if layer and layer % stage == 0:
+                x = layers.send(x, config.sequence)
             x = block(x)
         x = self.norm(x)
         x = layers.gather(x) if self.sequence_parallel else x

@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
     parser.add_argument("--workers", type=int, help="processes, one a GPU (default: all GPUs)")
-    parser.add_argument("--size", choices=("111m", "tiny"), default="111m")
+    parser.add_argument("--size", choices=("111m", "111m-massive", "tiny"), default="111m")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def sizes(args: argparse.Namespace):
     if args.size == "tiny":
         model = ModelConfig(512, 2, 64, 2, 32, torch.float32)
         return model, Schedule(args.steps, 4, warmup=5)
-    return ModelConfig(), Schedule(args.steps)
+    return ModelConfig(massive=1000.0 if args.size == "111m-massive" else 0.0), Schedule(args.steps)
 
 
 def records_of(folder: Path) -> list[dict]:
@@ -116,7 +116,7 @@ class Worker:
             if time.time() > self.args.deadline:
                 return False
             time.sleep(0.5)
-        valid_tokens = 2_000_000 if self.args.size == "111m" else 2048
+        valid_tokens = 2048 if self.args.size == "tiny" else 2_000_000
         corpus = Corpus(self.args.work_dir / "corpus", self.config.sequence, self.device, valid_tokens)
         if int(corpus.train.max()) >= self.config.vocabulary:
             raise ValueError("the corpus has more tokens than the model; give another --work-dir")

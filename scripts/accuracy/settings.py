@@ -5,9 +5,12 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 
 RANKS = 4
 """Simulated ranks."""
+MESSAGE = (1024, 4, 768)
+"""Tokens, samples and channels of a message, by which bits a value are counted."""
 _SPECS: dict[str, str | tuple[str, str]] = {
     "none": "none",
     "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
@@ -45,6 +48,8 @@ class Setting:
     """The same of the gradients."""
     sequence_parallel: bool = False
     world_size: int = RANKS
+    pipeline: bool = False
+    """Whether the codecs encode what pipeline stages send each other instead."""
 
     def __post_init__(self) -> None:
         _ = self.codecs
@@ -61,6 +66,8 @@ class Setting:
         flags = ["--sequence-parallel"] if self.sequence_parallel else []
         if (self.forward, self.backward) == ("none", "none"):
             return flags
+        if self.pipeline:
+            return ["--pp-compression", self.forward, "--pp-backward-compression", self.backward]
         flags += ["--tp-compression", self.forward, "--tp-compression-min-mb", "0"]
         return flags + ([] if self.backward == self.forward else ["--tp-backward-compression", self.backward])
 
@@ -72,9 +79,16 @@ class Setting:
 def setting_of(name: str) -> Setting:
     """The setting of a name of the results (``-sp``: with sequence parallelism), or of any spec.
 
+    ``-pp`` behind a spec of ``--pp-compression``: between pipeline stages. Gradients go as that flag says, or
+    as a second spec behind ``,,`` does.
+
     Raises:
         CompressionConfigError: neither.
     """
+    if name.endswith("-pp"):
+        there, _, back = name.removesuffix("-pp").partition(",,")
+        config = PipelineParallelConfig(compression=there, backward=back or None)
+        return Setting(name, config.compression, config.backward_codec.name, pipeline=True)
     base = name.removesuffix("-sp")
     found = _SPECS.get(base, base)
     forward, backward = (found, found) if isinstance(found, str) else found
@@ -91,7 +105,7 @@ def bits_of(setting: dict) -> float:
         return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
     codecs = Setting(**setting).codecs.values()
     hops = [hop for codec in codecs for hop in (codec.hops if codec else (None, None))]
-    return statistics.fmean(hop.bits_per_value() if hop else 16.0 for hop in hops)
+    return statistics.fmean(hop.bits_per_value(MESSAGE) if hop else 16.0 for hop in hops)
 
 
 def _old_bits(codec: str) -> float:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.compression.codecs import parse_codec
 from scripts.accuracy import corpus, layers
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
@@ -85,6 +86,28 @@ def test_each_hop_has_its_own_codec(partials):
     assert torch.equal(whole, Exchange(Setting("s", f"{coarse}/{fine}")).reduce(partials, "forward"))
     gathered = sliced.gather(partials[0], "forward")
     assert 0 < float((gathered - partials[0]).norm() / partials[0].norm()) < 0.01
+
+
+def test_stages_send_messages_there_and_back():
+    """tah-quant and normalize see a micro-batch's tokens, samples and channels; the sums stay exact."""
+    setting = setting_of("tah-quant-pp")
+    assert (setting.forward, setting.backward) == ("tah-quant", parse_codec("tah-quant").backward.name)
+    assert setting_of("int4:group=32,,int8-pp").backward == "int8"
+    exchange = Exchange(setting)
+    layers.attach(exchange)
+    x = torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    sent = layers.send(x, 16)
+    sent.backward(torch.ones_like(x).cumsum(0))
+    for direction, before, after in (
+        ("forward", x.detach(), sent),
+        ("backward", torch.ones_like(x).cumsum(0), x.grad),
+    ):
+        codec = exchange.stage_codecs[direction]
+        messages = before.view(2, 4, 16, 128).transpose(1, 2)
+        expected = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype).transpose(1, 2)
+        assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
+    partials = torch.randn(4, 8, 128).bfloat16()
+    assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
 
 
 def test_names_stand_for_specs_and_specs_for_themselves():

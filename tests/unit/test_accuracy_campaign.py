@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.accuracy import estimates, plots, run, summarise
-from scripts.accuracy.model import ModelConfig
+from scripts.accuracy import estimates, layers, massive, plots, run, summarise
+from scripts.accuracy.model import GPT, MASSIVE_CHANNEL, MASSIVE_LAYER, ModelConfig
 from scripts.accuracy.plan import Job, cost_of, make_plan, next_job
 from scripts.accuracy.records import compact, load
 from scripts.accuracy.settings import setting_of
@@ -289,3 +289,18 @@ def test_a_failing_run_costs_only_itself(campaign, tmp_path, monkeypatch):
     do(tmp_path / "work", tmp_path / "out")
     ids = {r["id"] for r in load([tmp_path / "out" / "results-0.jsonl"])}
     assert ids == {"scratch/none-tp2/0", "scratch/none-tp2/1"}, "no trunk, no waiting"
+
+
+def test_a_model_made_to_have_massive_activations():
+    """The first token's neuron is sent, seen by the survey where it stands, and learned."""
+    model = GPT(ModelConfig(64, 2, 32, 2, 16, torch.float32, massive=1000.0))
+    model.initialise(0)
+    looker = massive.Survey(2, 16)
+    layers.attach(looker)
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(ids, ids).mean().backward()
+    layer, ratio, channel, position, first, others, *_ = looker.found["fc2, forward"]
+    assert (layer, channel, position) == (MASSIVE_LAYER, MASSIVE_CHANNEL % 32, 0)
+    assert ratio == first > 1000 * others
+    assert len(looker.found) == 6 and looker.number == 1 + 4 + 1 + 4
+    assert model.blocks[MASSIVE_LAYER].fc2.grad[MASSIVE_CHANNEL % 32, 0] != 0
