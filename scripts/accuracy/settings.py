@@ -88,7 +88,8 @@ def setting_of(name: str) -> Setting:
     if name.endswith("-pp"):
         there, _, back = name.removesuffix("-pp").partition(",,")
         config = PipelineParallelConfig(compression=there, backward=back or None)
-        return Setting(name, config.compression, config.backward_codec.name, pipeline=True)
+        backward = config.backward_codec
+        return Setting(name, config.compression, backward.name if backward else "none", pipeline=True)
     base = name.removesuffix("-sp")
     found = _SPECS.get(base, base)
     forward, backward = (found, found) if isinstance(found, str) else found
