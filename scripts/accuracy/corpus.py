@@ -44,14 +44,8 @@ def _tokenize(texts: list[str]) -> np.ndarray:
 
 def tokenize(texts: list[str], model: bytes, max_tokens: int, workers: int) -> np.ndarray:
     """uint16 ids of the texts one after the other, each ended by EOS, at most ``max_tokens`` of them."""
-    pieces, chosen, total = [texts[i : i + 50] for i in range(0, len(texts), 50)], [], 0
     with get_context(START).Pool(workers, _start, (model,)) as pool:
-        for ids in pool.imap(_tokenize, pieces):
-            chosen.append(ids)
-            total += len(ids)
-            if total >= max_tokens:
-                pool.terminate()
-                break
+        chosen = pool.map(_tokenize, [texts[i : i + 50] for i in range(0, len(texts), 50)], chunksize=1)
     return np.concatenate(chosen)[:max_tokens] if chosen else np.empty(0, np.uint16)
 
 
@@ -83,7 +77,7 @@ def prepare(
     meta = {"root": root.name, "vocab_size": vocab_size, "validation": validation}
     digest = hashlib.sha256()
     for name in texts:
-        ids = tokenize(texts[name], model, max_tokens, workers or os.cpu_count() or 1)
+        ids = tokenize(texts[name], model, max_tokens, workers or min(os.cpu_count() or 1, 32))
         np.save(output / f"{name}.npy", ids)
         size = sum(len(text.encode()) for text in texts[name])
         meta[name] = {"files": len(texts[name]), "bytes": size, "tokens": len(ids)}

@@ -3,13 +3,11 @@
 Every schedule of the CPU tests, and whole runs with all kinds of parallelism compressed.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import tiny_flags, torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_pipeline_schedules import (
     CASES,
@@ -24,6 +22,7 @@ from tests.distributed.test_pipeline_schedules import (
     run_cases,
 )
 from tests.gpu.devices import DEVICES
+from tests.gpu.training import losses, train
 
 THREE_DIMENSIONS = """--hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
     --use-distributed-optimizer --compression-3d --tp-compression-min-mb 0"""
@@ -74,26 +73,14 @@ def test_three_dimensions_train_save_and_resume(tmp_path: Path) -> None:
     data-parallel rank has nobody to send to); a resumed run takes the same course."""
     saved = tmp_path / "saved"
     flags = THREE_DIMENSIONS.split()
-    whole = _train(*flags, "--save", str(saved), "--save-interval", "2", report=tmp_path / "whole")
-    losses = _losses(whole)
-    assert sorted(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
+    interval = ("--save", str(saved), "--save-interval", "2")
+    whole = train(*flags, *interval, processes=WORLD, report=tmp_path / "whole")
+    found = losses(whole)
+    assert sorted(found) == [1, 2, 3, 4] and found[4] < found[1]
     for channel in ("tp.forward", "tp.backward", "pp.forward", "pp.backward"):
         pair = whole["summary"]["bytes_per_iteration"][channel]
         assert 0 < pair["sent"] < 0.6 * pair["uncompressed"], channel
     shutil.rmtree(saved / "iter_0000004")
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = _losses(_train(*flags, "--load", str(saved), report=tmp_path / "resumed"))
-    assert resumed == pytest.approx({iteration: losses[iteration] for iteration in (3, 4)}, rel=1e-3)
-
-
-def _train(*flags: str, report: Path) -> dict:
-    """One run of pretrain_gpt.py on four devices; its report."""
-    words = tiny_flags(*flags, "--compression-report", str(report))
-    devices = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=WORLD, **devices).finish(timeout=240)
-    assert run.returncode == 0, run.output[-6000:]
-    return json.loads((report / "report.json").read_text())
-
-
-def _losses(report: dict) -> dict[int, float]:
-    return {row["iteration"]: row["losses"]["lm loss"] for row in report["history"] if "split" not in row}
+    resumed = losses(train(*flags, "--load", str(saved), processes=WORLD, report=tmp_path / "resumed"))
+    assert resumed == pytest.approx({iteration: found[iteration] for iteration in (3, 4)}, rel=1e-3)
