@@ -51,13 +51,14 @@ def parse_setting(text: str) -> Setting:
         ValueError: no spec, more than two, or one that names no codec.
     """
     from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+    from megatron.compression.data_parallel.presets import PRESETS
 
     words = shlex.split(text)
     count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     if count not in (1, 2):
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
     for spec in words[:count]:
-        if spec in ("none", "auto"):
+        if spec in ("none", "auto", *PRESETS):
             continue
         for part in spec.split("/"):
             registry = CODECS

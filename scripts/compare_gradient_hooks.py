@@ -140,7 +140,7 @@ class Ours:
             node_size=args.dp_compression_node_size,
         )
         self.topology = find_topology(dist.group.WORLD, self.config.node_size)
-        self.ledger, self.held = Ledger(), None
+        self.ledger, self.held, self.calls = Ledger(), None, 0
 
     def __call__(self, bucket: Bucket) -> torch.Tensor:
         buffer = bucket.buffer()
@@ -149,7 +149,9 @@ class Ours:
             view = GradientBucket(
                 buffer, (whole,), 1 / self.topology.world_size, False, self.topology, self.ledger
             )
-            self.held = self.config.compressor.build(view, parse_error_feedback(self.config.feedback))
+            memory = parse_error_feedback(self.config.feedback)
+            self.held = self.config.compressor.build(view, lambda: memory(lambda: self.calls))
+        self.calls += 1
         self.held.start().wait()
         return buffer
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import CompressionConfig
+from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.errors import CompressionConfigError
 
 COMPRESSION_3D = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
@@ -38,7 +39,7 @@ _FIELDS = {
 }
 """Flag -> field of ``CompressionConfig``, whose type, default and description are the flag's."""
 
-_METAVARS = {"--dp-error-feedback": "{none,fp32,int8}[:average=A]"}
+_METAVARS = {"--dp-error-feedback": "{none,fp32,int8}[:average=A,reset=N]"}
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -46,7 +47,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(
         "compression",
         f"SPEC is CODEC[:SETTING=VALUE,...], CODEC one of {', '.join(CODECS.names())}, for --dp-compression "
-        f"also {', '.join(GRADIENT_COMPRESSORS.names())}; none = uncompressed. See docs/choosing.md.",
+        f"also {', '.join(sorted({*GRADIENT_COMPRESSORS.names(), *PRESETS} - {*CODECS.names()}))}; "
+        "none = uncompressed. See docs/choosing.md.",
     )
     group.add_argument(
         "--taco",

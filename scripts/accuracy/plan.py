@@ -22,7 +22,9 @@ ENDED = (
     *("int5-signed-g64", "int5-signed-g32", "int4-signed-g32", *SCRATCH[6:9], "int5-nearest-g32"),
     *("int6-signed-sp", "int5-signed-g64-sp", "int5-signed-g32-sp", "int8-nearest-sp", "int6-nearest-sp"),
     *("int6655-nearest", "int5655-nearest", "int5-signed", "int4-signed", "int6655-signed"),
-    *("int5655-signed", "int6-signed-g64"),
+    *("int5655-signed", "int6-signed-g64", "int5-quadratic", "int6-quadratic", "int5655-quadratic"),
+    *("int6655-quadratic", "int5-quadratic-g64", "int6-quadratic-g64", "int4-quadratic"),
+    *("int5-quadratic-g256", "int6-quadratic-g256"),
 )
 """To the end of the schedule from the last checkpoint of every seed, on the data that came next."""
 PAIRED = ("none-tp2", "paper", "int6-signed", "int6-nearest", "int4-nearest", "paper-sp", "paper-forward")
@@ -102,7 +104,7 @@ def make_plan(
     settings: list[str] | None,
     branch_settings: list[str] | None,
 ) -> list[Job]:
-    """The jobs of a plan: trial, scratch, branch or campaign.
+    """The jobs of a plan: trial, scratch, branch, ending (and the runs that those start from) or campaign.
 
     Args:
         settings: for the runs from scratch and the endings; names or specs, see ``setting_of``.
@@ -129,10 +131,11 @@ def make_plan(
     plans = {
         "trial": [*whole[:1], *first, again, *whole[1:]],
         "branch": [*whole[:seeds], *first, *rest],
+        "ending": [*whole[:seeds], *final],
         "campaign": [*whole[:seeds], *first, again, *final, *whole[seeds:], *rest],
     }
     if name not in plans:
-        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch or campaign")
+        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch, ending or campaign")
     return plans[name]
 
 

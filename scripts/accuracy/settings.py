@@ -33,6 +33,13 @@ _SPECS: dict[str, str | tuple[str, str]] = {
             "signed-g32": ":group=32",
         }.items()
     },
+    "int6655-quadratic": ("int6:grid=quadratic", "int5:grid=quadratic"),
+    "int5655-quadratic": ("int5:grid=quadratic/int6:grid=quadratic", "int5:grid=quadratic"),
+    **{
+        f"int{bits}-quadratic{name}": f"int{bits}:{group}grid=quadratic"
+        for bits in (6, 5, 4)
+        for name, group in {"": "", "-g64": "group=64,", "-g256": "group=256,"}.items()
+    },
 }
 """A setting's name to its spec, or to those of the forward and the backward."""
 

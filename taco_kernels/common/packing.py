@@ -106,13 +106,22 @@ def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def store_groups(h, inverse, wire, first, groups, C: tl.constexpr):
     """Round h[R, G] * inverse[R] and store groups first... of the chunk at wire."""
-    if C.INTERPRET or C.BITS == 8:
+    if C.BITS == 8:
         store_codes(quantize(h, inverse, C), wire, first, groups, C)
+    else:
+        store_integers(fixed_point(h, inverse, C), wire, first, groups, C)
+
+
+@triton.jit
+def store_integers(codes, wire, first, groups, C: tl.constexpr):
+    """Store the lowest 4, 5 or 6 bits of int32[R, G] as groups first... of the chunk at wire."""
+    if C.INTERPRET:
+        store_codes(codes, wire, first, groups, C)
     else:
         text: tl.constexpr = assembly(C.BITS)
         registers: tl.constexpr = constraints(C.BITS)
         kinds: tl.constexpr = (tl.int32,) * outputs_of(C.BITS)
-        inputs = sixteen_of(fixed_point(h, inverse, C), C)
+        inputs = sixteen_of(codes, C)
         result = tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)
         high = wire + tl.full((), C.G // 2, tl.int64) * groups

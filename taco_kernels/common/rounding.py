@@ -51,17 +51,12 @@ def fixed_point(h, inverse, C: tl.constexpr):
 
 @triton.jit
 def quantize(h, inverse, C: tl.constexpr):
-    """Codes of h[R, G] * inverse[R]: uint8 (8-bit formats) or int32, whose bits from 8 on mean nothing.
-
-    packing.store_groups does the latter with fewer instructions; the interpreter comes this way.
-    """
-    if C.BITS == 8 and C.FORMAT != "int8":
+    """uint8 codes of h[R, G] * inverse[R] in an 8-bit format."""
+    if C.FORMAT != "int8":
         codes = nearest_fp8(h * inverse[:, None], C)
     else:
         codes = fixed_point(h, inverse, C)
-    if C.BITS == 8:
-        codes = codes.to(tl.uint8)
-    return codes
+    return codes.to(tl.uint8)
 
 
 @triton.jit

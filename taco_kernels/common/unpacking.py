@@ -2,6 +2,7 @@
 
 A byte, the code plus 2^(bits - 1), is set into the low mantissa bits of 1024 (fp16) or 2^23 (fp32), and what
 is too much is taken off. fp16 values, for the tensor cores, come from PTX: two with one permutation.
+``bend`` makes them the values u (|u| + 2 bend + 1) of codes u, see taco/quadratic.py.
 """
 
 import triton
@@ -19,9 +20,19 @@ def inputs_of(bits):
 
 
 @triton.constexpr_function
-def assembly(bits):
+def two_halves(number):
+    """The bits of two fp16 numbers, both this integer from 1 to 2047."""
+    exponent = number.bit_length() - 1
+    return 0x10001 * ((exponent + 15 << 10) + ((number << 10 - exponent) - 1024))
+
+
+@triton.constexpr_function
+def assembly(bits, bend=0):
     """PTX from 16 codes to 16 fp16 numbers."""
     lines = ["{", ".reg .b32 t, u, v, ones;", f"mov.b32 ones, {0x64646464};"]
+    if bend:
+        lines += [".reg .b32 x, zero, slope;", f"mov.b32 zero, {two_halves(1024 + 2 ** (bits - 1))};"]
+        lines += [f"mov.b32 slope, {two_halves(2 * bend + 1)};"]
     keep = {5: 0x01010101, 6: 0x03030303}.get(bits)
     if bits == 5:  # bits 2 w and 2 w + 1 of two bytes, of elements 2 apart: to bits 2 w of four
         lines += ["shl.b32 v, $18, 15;", f"lop3.b32 v, $18, v, {0x0000FFFF}, {SELECT};"]
@@ -41,6 +52,9 @@ def assembly(bits):
                 lines.append(f"lop3.b32 t, u, {keep << 4}, t, {MASKED_OR};")
             for pair, order in enumerate(("0x5140", "0x7362")):
                 lines.append(f"prmt.b32 u, t, ones, {order};")
+                if bend:
+                    lines += ["sub.rn.f16x2 u, u, zero;", "abs.f16x2 x, u;"]
+                    lines += ["add.rn.f16x2 x, x, slope;", "mul.rn.f16x2 u, u, x;"]
                 first = 4 * number + 2 * pair
                 lines.append(f"mov.b32 {{${first}, ${first + 1}}}, u;")
     return "\n".join([*lines, "}"])
@@ -53,9 +67,9 @@ def constraints(bits):
 
 
 @triton.constexpr_function
-def offset(bits):
+def offset(bits, bend=0):
     """What load_halves gives more than the code's value."""
-    return 1024 + 2 ** (bits - 1)
+    return 0 if bend else 1024 + 2 ** (bits - 1)
 
 
 @triton.jit
@@ -75,7 +89,7 @@ def load_halves(wire, first, groups, C: tl.constexpr):
     They are too large by ``offset``, which is cheaper taken off the Hadamard transform: that of a constant is
     zero but in its first element. Not interpretable.
     """
-    text: tl.constexpr = assembly(C.BITS)
+    text: tl.constexpr = assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints(C.BITS)
     kinds: tl.constexpr = (tl.float16,) * 16
     if C.BITS == 8:

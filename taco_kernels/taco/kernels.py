@@ -9,6 +9,7 @@ import triton.language as tl
 from taco_kernels.common.constants import as_tensor
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
+from taco_kernels.taco import quadratic_kernels as quadratic
 from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
@@ -89,7 +90,11 @@ def add_sender_words(t0, t1, t2, t3, wires, sender, wire_stride, first, groups, 
     """add_sender in an integer format, for the sums of every fourth element: fp32[R, G / 4] each."""
     wire = wires + sender * wire_stride
     words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
-    return add_products(t0, t1, t2, t3, words, step, magic, C)
+    if C.BEND > 0:
+        totals = quadratic.add_products(t0, t1, t2, t3, words, step, magic, C)
+    else:
+        totals = add_products(t0, t1, t2, t3, words, step, magic, C)
+    return totals
 
 
 @triton.jit

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from taco_kernels.common.sizes import aligned, ceil_div, check_choice
+from taco_kernels.taco import quadratic
 from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 SCALES = ("dual", "single", "signed")
+GRIDS = ("uniform", "quadratic")
 GROUP_SIZES = (32, 64, 128, 256, 512)
 
 _QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
@@ -47,6 +49,9 @@ class CodecConfig:
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
     outliers: bool = False
     """Massive values travel apart, not to drown their groups (outliers.py): 0.125 bits a value."""
+    grid: str = "uniform"
+    """What codes stand for: ``uniform``, themselves; ``quadratic``, values that lie closer near zero
+    (quadratic.py), in int4, int5 and int6 with signed scales."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -55,17 +60,28 @@ class CodecConfig:
             ("scales", SCALES),
             ("hadamard", (True, False)),
             ("outliers", (True, False)),
+            ("grid", GRIDS),
         ):
             check_choice(name, getattr(self, name), allowed)
         if self.scales == "signed" and self.is_float:
             raise ValueError(
                 f"scales='signed' needs an integer format, not {self.format}; use scales='single'"
             )
+        if self.grid == "quadratic" and (self.scales != "signed" or self.format not in quadratic.BEND):
+            raise ValueError(
+                f"grid='quadratic' is for {', '.join(quadratic.BEND)} with scales='signed', "
+                f"not {self.format} with {self.scales!r}; use grid='uniform'"
+            )
 
     @property
     def is_float(self) -> bool:
         """Whether codes are fp8 numbers."""
         return self.format.startswith("fp8")
+
+    @property
+    def bend(self) -> int:
+        """What makes the grid quadratic (quadratic.py), 0: it is uniform."""
+        return quadratic.BEND[self.format] if self.grid == "quadratic" else 0
 
     @property
     def qmax(self) -> float:

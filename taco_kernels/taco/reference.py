@@ -15,7 +15,8 @@ which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exac
 Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Signed
 scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on either side of zero, rounded up
 to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
-overflows (values above bf16's largest may decode to infinity). Without the Hadamard transform h = x and the
+overflows (values above bf16's largest may decode to infinity). The quadratic grid has values, a step and a
+rounding of its own (quadratic.py). Without the Hadamard transform h = x and the
 factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
 zero, and a group that is not finite sends NaN and so decodes to NaN. Massive values go apart first, if the
 config says so (outliers.py).
@@ -27,7 +28,7 @@ import torch
 
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
 from taco_kernels.common.sizes import ALIGNMENT
-from taco_kernels.taco import outliers
+from taco_kernels.taco import outliers, quadratic
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 
 EPSILON = 1e-6
@@ -51,6 +52,9 @@ def round_to_grid(h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig) -
     -2^(bits - 1) <= v <= qmax for integers, |v| <= qmax in fp8, up to the rounding of one product: the clamp
     is for NaN and infinity alone, which only groups with a NaN step have; their codes mean nothing.
     """
+    if config.bend:
+        codes = quadratic.nearest((h * inverse).nan_to_num(nan=0.0), config.bend)
+        return (codes + 2 ** (config.bits - 1)).to(torch.uint8)
     if not config.is_float:
         return round_to_integers(h, inverse, config.bits)
     v = (h * inverse).nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
@@ -70,12 +74,18 @@ def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     if config.format == "fp8-e5m2":
         return codes.view(torch.float8_e5m2).float()
-    return integer_values(codes, config.bits)
+    values = integer_values(codes, config.bits)
+    return quadratic.values(values, config.bend) if config.bend else values
 
 
 def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
     """Smallest bf16 that is not below x (x fp32, finite and >= 0)."""
     return ((x.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32).bfloat16()
+
+
+def nearest_bf16(x: torch.Tensor) -> torch.Tensor:
+    """The nearest bf16, of two the larger (x fp32, finite and >= 0)."""
+    return ((x.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32).bfloat16()
 
 
 def encode_groups(h: torch.Tensor, config: CodecConfig) -> torch.Tensor:
@@ -86,8 +96,12 @@ def encode_groups(h: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
     if config.scales == "signed":
         high, low = h.amax(dim=1), (-h).amax(dim=1)
-        near = torch.minimum(high, low).masked_fill(bad, 0.0) / qmax
-        step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near))
+        near = torch.minimum(high, low).masked_fill(bad, 0.0)
+        if config.bend:
+            far_end, near_end = quadratic.ends(config.bits, config.bend)
+            step = nearest_bf16(torch.maximum(amax * (1 / far_end), near * (1 / near_end)))
+        else:
+            step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near / qmax))
         step = torch.where(high > low, -step, step)
         inverse = step.float().reciprocal()
         scales = [step]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from taco_kernels.common.constants import Constants
 from taco_kernels.common.device import Device, Tuning
-from taco_kernels.taco import reference
+from taco_kernels.taco import quadratic, reference
 from taco_kernels.taco.layout import CodecConfig
 
 STEP_BYTES = 4  # a group saves with its dual scales merged into a step
@@ -53,6 +53,11 @@ class Spec(Constants):
     HADAMARD: tl.constexpr
     OUTLIERS: tl.constexpr
     """Massive values lie behind the groups (outliers.py); a tile is whole blocks."""
+    BEND: tl.constexpr
+    """``a`` of the quadratic grid (quadratic.py), 0 of a uniform one."""
+    FAR: tl.constexpr
+    NEAR: tl.constexpr
+    """1 / quadratic.ends, 0 of a uniform grid."""
     ROOT: tl.constexpr
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
@@ -71,6 +76,7 @@ class Spec(Constants):
 def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged: bool = False) -> Spec:
     """Constants for ``config``; cached, as launches hash and compare them. ``merged``: see Spec.MERGED."""
     G, merged = config.group_size, merged and config.scales == "dual"
+    far, near = (1 / end for end in quadratic.ends(config.bits, config.bend)) if config.bend else (0.0, 0.0)
     return Spec.of(
         R=groups_per_tile,
         G=G,
@@ -87,6 +93,9 @@ def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged:
         SIGNED=config.scales == "signed",
         HADAMARD=config.hadamard,
         OUTLIERS=config.outliers,
+        BEND=config.bend,
+        FAR=far,
+        NEAR=near,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
         UNROLLED=4 if device.small else 8,

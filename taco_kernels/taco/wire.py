@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
-from taco_kernels.common.packing import store_groups
+from taco_kernels.common.packing import store_groups, store_integers
 from taco_kernels.common.planes import load_codes
 from taco_kernels.common.rounding import code_values
 from taco_kernels.common.unpacking import load_halves, load_singles, offset
+from taco_kernels.taco import quadratic_kernels as quadratic
 
 
 @triton.jit
@@ -38,9 +39,11 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
     step = load_step(wire, first, groups, C)
     if C.INTEGER and not C.INTERPRET:
         q = load_halves(wire, first, groups, C)
-        OFFSET: tl.constexpr = offset(C.BITS)
+        OFFSET: tl.constexpr = offset(C.BITS, C.BEND)
     else:
         q = code_values(load_codes(wire, first, groups, C), tl.float16, C)
+        if C.BEND > 0:
+            q = quadratic.value_of(q, 1.0, C)
         OFFSET: tl.constexpr = 0
     if C.HADAMARD:
         h = transform(shuffle(q, C), matrix, C)
@@ -57,6 +60,8 @@ def load_values(wire, first, groups, C: tl.constexpr):
     """Values fp32[R, G] of codes, and step fp32[R]: groups first... at wire."""
     if C.INTEGER:
         values = load_singles(wire, first, groups, C)
+        if C.BEND > 0:
+            values = quadratic.value_of(values, 1.0, C)
     else:
         values = code_values(load_codes(wire, first, groups, C), tl.float32, C)
     return values, load_step(wire, first, groups, C)
@@ -123,14 +128,16 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
             tl.store(at, s, mask=row < groups)
             tl.store(at + groups, alpha, mask=row < groups)
     else:
-        if C.SIGNED:
+        if C.BEND > 0:
+            near = tl.where(bad, 0.0, tl.minimum(high, low))
+            step = tl.maximum(amax * C.FAR, near * C.NEAR)
+        elif C.SIGNED:
             near = tl.div_rn(tl.where(bad, 0.0, tl.minimum(high, low)), qmax)
             step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
         else:
             step = tl.div_rn(amax, qmax)
-        step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(
-            tl.float32, bitcast=True
-        )  # up to bf16
+        ROUNDING: tl.constexpr = 0x8000 if C.BEND > 0 else 0xFFFF  # to the nearest bf16, or up
+        step = ((step.to(tl.int32, bitcast=True) + ROUNDING) & -65536).to(tl.float32, bitcast=True)
         if C.SIGNED:
             step = tl.where(high > low, -step, step)
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
@@ -141,4 +148,7 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     pad = used + tl.arange(0, 16)  # zeros up to the next multiple of 16 bytes
     tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
     inverse = tl.where(bad, 0.0, inverse)
-    store_groups(h, inverse, wire, first, groups, C)
+    if C.BEND > 0:
+        store_integers(quadratic.nearest_codes(h, inverse, C), wire, first, groups, C)
+    else:
+        store_groups(h, inverse, wire, first, groups, C)

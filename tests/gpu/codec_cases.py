@@ -21,6 +21,16 @@ SIGNED = (
     ("int8", 64, True),
 )
 """Format, group size, whether transformed: integers whose step has a sign."""
+QUADRATIC = (
+    ("int4", 32, True),
+    ("int4", 128, True),
+    ("int5", 64, False),
+    ("int5", 128, True),
+    ("int5", 256, True),
+    ("int6", 128, True),
+    ("int6", 512, True),
+)
+"""The same on the quadratic grid."""
 
 
 class Case(NamedTuple):

@@ -51,6 +51,19 @@ def test_sdp4bit_alone_means_both() -> None:
     assert alone.enabled and alone.compressor is None
 
 
+def test_presets_of_other_systems() -> None:
+    """LoCo and ZeRO++ by name: what they stand for, what the flags beside them change, and no settings."""
+    loco, zero = _check({"compression": "loco"}), _check({"compression": "zero++"})
+    assert loco.compressor == zero.compressor == parse_gradient_compressor("sdp4bit:intra=4,hadamard=off")
+    assert (loco.weights, loco.error_feedback) == ("none", "int8:average=0.2,reset=1024")
+    assert (zero.error_feedback, zero.weight_codec.bits_per_value()) == ("none", 8.015625)
+    assert "gradients sdp4bit:intra=4,hadamard=off; error feedback in int8" in loco.describe()
+    assert _check({"compression": "loco", "error_feedback": "fp32", "weights": "int8"}).feedback == "fp32"
+    assert _check({"compression": "zero++"}, use_distributed_optimizer=False).weights == "none"
+    with pytest.raises(CompressionConfigError, match="loco has no settings; it stands for sdp4bit:intra=4"):
+        DataParallelConfig(compression="loco:group=64")
+
+
 def test_what_the_log_says() -> None:
     line = _check({**ON, "error_feedback": "int8:average=0.5"}).describe()
     assert f"weight changes {WEIGHTS}" in line and "error feedback in int8:average=0.5" in line

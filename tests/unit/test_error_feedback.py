@@ -39,6 +39,22 @@ def test_the_moving_average(store) -> None:
     torch.testing.assert_close(feedback.values(), torch.cat(expected, dim=1), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("store", [None, INT8], ids=["fp32", "int8"])
+def test_the_memory_is_forgotten_at_times(store) -> None:
+    """Every three iterations, counted from the training's first: a resumed run forgets when it would have."""
+    iteration = 0
+    feedback = ErrorFeedback(0.5, store, 3, lambda: iteration)
+    feedback.allocate(2, PIECES, torch.device("cpu"))
+    feedback.set_values(torch.ones(2, 640))
+    zeros = torch.zeros(2, 256)
+    for iteration, held in ((2, True), (3, False), (4, True), (5, True), (6, False)):
+        assert feedback.compensated(0, zeros).any() == held, iteration
+        feedback.remember(0, _random(iteration, 256), zeros)
+    assert feedback.values()[:, 256:].all(), "a piece is forgotten where it is asked for"
+    with pytest.raises(ValueError, match="iteration"):
+        ErrorFeedback(reset=3)
+
+
 def test_values_that_are_not_finite_are_left_out() -> None:
     feedback = _feedback(1.0)
     held = _random(0, 256)
@@ -59,6 +75,16 @@ def test_memories_by_name() -> None:
     made = parse_error_feedback("int8:average=0.25")()
     assert (made.average, made.store) == (0.25, INT8)
     assert parse_error_feedback("fp32")().store is None
-    for text in ("fp16", "none:average=0.5", "fp32:average=0", "fp32:average=2", "int8:a=1"):
+    assert parse_error_feedback("int8:average=0.25,reset=7")(lambda: 0).average == 0.25
+    for text in (
+        "int8:reset=-1",
+        "int8:reset=x",
+        "none:reset=4",
+        "fp16",
+        "none:average=0.5",
+        "fp32:average=0",
+        "fp32:average=2",
+        "int8:a=1",
+    ):
         with pytest.raises(CompressionConfigError, match=f"--dp-error-feedback {text}"):
             parse_error_feedback(text)

@@ -1,4 +1,4 @@
-"""Integers in groups: a uniform grid, more accurate than FP8 for the same bits once values are rotated."""
+"""Integers in groups: more accurate than FP8 for the same bits once values are rotated."""
 
 import math
 from dataclasses import dataclass, replace
@@ -48,6 +48,10 @@ class IntCodec(GroupedCodec):
     """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
     not drown their neighbours: 0.125 bits a value."""
 
+    grid: str = "uniform"
+    """What the integers stand for: uniform = multiples of the scale; quadratic = values that lie closer near
+    zero, where most of a rotated group's do: a fifth less squared error for the same bytes (4 to 6 bits)."""
+
     def __post_init__(self) -> None:
         if self.scales == "dual":
             raise ValueError("scales=dual belongs to taco; give taco:format=int8, or scales=signed")
@@ -62,7 +66,7 @@ class IntCodec(GroupedCodec):
     @cached_property
     def config(self) -> CodecConfig:
         rotated = self.normalize == "none" if self.hadamard is None else self.hadamard
-        return CodecConfig(f"int{self.bits}", self.group, self.scales, rotated, self.outliers)
+        return CodecConfig(f"int{self.bits}", self.group, self.scales, rotated, self.outliers, self.grid)
 
     @property
     def sees_shape(self) -> bool:

@@ -22,6 +22,7 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.errors import CompressionConfigError
 
 NewFeedback = Callable[[], ErrorFeedback | None]
@@ -200,15 +201,22 @@ class CodecGradients(GradientCompressor):
 
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:
-    """What a spec of ``--dp-compression`` names: a gradient compressor, or a codec.
+    """What a spec of ``--dp-compression`` names: a gradient compressor, a codec, or that of a preset.
 
     Raises: CompressionConfigError: an unknown name or setting, or a value that it refuses.
     """
+    if text in PRESETS:
+        text = PRESETS[text].gradients
     name = text.partition(":")[0]
+    if name in PRESETS and CODECS.entry(name) is None:
+        raise CompressionConfigError(
+            f"--dp-compression {text}: {name} has no settings; it stands for {PRESETS[name].gradients}, "
+            "--dp-weight-compression and --dp-error-feedback, which have"
+        )
     if GRADIENT_COMPRESSORS.entry(name) is None and ("/" in text or CODECS.entry(name) is not None):
         return CodecGradients(parse_codec(text))
     if GRADIENT_COMPRESSORS.entry(name) is None and ":" not in text:
-        known = sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names()})
+        known = sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names(), *PRESETS})
         raise CompressionConfigError(
             f"--dp-compression {text} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS"
         )

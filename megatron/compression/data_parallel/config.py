@@ -8,11 +8,9 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
 from megatron.compression.data_parallel.error_feedback import parse_error_feedback
+from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError, naming
-
-PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossless": "lossless"}
-"""Weights' codec by the gradients' spec, where nobody chooses one: SDP4Bit's own (arXiv 2410.15526)."""
 
 # Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
 _REFUSED = {
@@ -38,8 +36,8 @@ class DataParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit or lossless
-    alone compresses the distributed optimizer's weights as well."""
+    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit, lossless
+    and zero++ alone compress the distributed optimizer's weights as well; loco and zero++ are presets."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
@@ -47,7 +45,8 @@ class DataParallelConfig(Dimension):
 
     error_feedback: str | None = None
     """What the compression of a gradient lost is added to the next one: fp32, or int8 (LoCo), each with
-    ``:average=A`` in (0, 1], the weight of the newest error; none. By default the compressor's own choice.
+    ``:average=A`` in (0, 1], the weight of the newest error, and ``reset=N``, iterations after which all is
+    forgotten; none. By default the compressor's own choice.
     What is lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
     node_size: int | None = None
@@ -95,22 +94,29 @@ class DataParallelConfig(Dimension):
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        spec = PAIRED_WEIGHTS.get(self.compression) if self.weights is None else self.weights
-        return codec_of(spec, "--dp-weight-compression")
+        return codec_of(self._weights, "--dp-weight-compression")
+
+    @property
+    def _weights(self) -> str:
+        """``weights``, or what the compression's name means."""
+        if self.weights is not None or self.compression not in PRESETS:
+            return self.weights or "none"
+        return PRESETS[self.compression].weights
 
     @property
     def feedback(self) -> str:
         """``error_feedback``, or the compressor's own choice."""
         if self.error_feedback is not None or self.compressor is None:
             return self.error_feedback or "none"
-        return self.compressor.default_error_feedback
+        preset = PRESETS.get(self.compression)
+        return (preset and preset.error_feedback) or self.compressor.default_error_feedback
 
     def resolved(self, args: Namespace) -> "DataParallelConfig":
         """What is left to be understood, spelled out: weights and error feedback."""
         weights = self.weights
         if weights is None:
             sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
-            weights = PAIRED_WEIGHTS.get(self.compression, "none") if sharded else "none"
+            weights = self._weights if sharded else "none"
         return replace(self, weights=weights, error_feedback=self.feedback)
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:

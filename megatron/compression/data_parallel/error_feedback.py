@@ -5,11 +5,11 @@ Kept by the rank that did the compressing, in the units of the gradients' sum (b
 
     sent_t = C(g_t + m_t)    lost_t = g_t + m_t - sent_t    m_(t+1) = (1 - a) m_t + a lost_t
 
-where a = 1 keeps the newest error only, so that nothing is ever lost. A rank that encodes a sum again adds
-that error to lost_t. A value whose error is not finite keeps what it remembered: the step of such a gradient
-is skipped. Finite values of such a step, and other ranks', are sent and remembered as ever, and what they
-sent of their memory is lost with the step: keeping the memory until the step is known to be taken would
-double it.
+where a = 1 keeps the newest error only, so that nothing is ever lost. LoCo also forgets m every so many
+iterations (``reset``). A rank that encodes a sum again adds that error to lost_t. A value whose error is not
+finite keeps what it remembered: the step of such a gradient is skipped. Finite values of such a step, and
+other ranks', are sent and remembered as ever, and what they sent of their memory is lost with the step:
+keeping the memory until the step is known to be taken would double it.
 
 It survives a restart, also on another number of ranks (checkpoint.py). It is lost where nothing is left to
 compress: a run that goes on on one data-parallel rank drops what the others held back, and says so.
@@ -35,11 +35,22 @@ class ErrorFeedback:
     Args:
         average: weight of the newest error, in (0, 1].
         store: the codec that keeps the values; None keeps fp32.
+        reset: iterations after which everything is forgotten; 0: never.
+        iteration: the zero-based training iteration; needed where there is a ``reset``.
     """
 
-    def __init__(self, average: float = 1.0, store: Codec | None = None) -> None:
+    def __init__(
+        self,
+        average: float = 1.0,
+        store: Codec | None = None,
+        reset: int = 0,
+        iteration: Callable[[], int] | None = None,
+    ) -> None:
+        if reset and iteration is None:
+            raise ValueError(f"reset={reset} needs to be told the iteration")
         self.average = average
         self.store = store
+        self._reset, self._iteration = reset, iteration
         self._held: list[torch.Tensor] = []
         self._widths: list[int] = []
 
@@ -49,7 +60,13 @@ class ErrorFeedback:
         self._held = [self._kept(torch.zeros(rows, width, device=device)) for width in self._widths]
 
     def compensated(self, piece: int, values: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[rows, n]``: ``values`` (any float type) plus what is remembered for this piece."""
+        """fp32 ``[rows, n]``: ``values`` (any float type) plus what is remembered for this piece.
+
+        Once an iteration for each piece.
+        """
+        if self._iteration and self._reset and self._iteration() % self._reset == 0:
+            zeros = torch.zeros(len(values), self._widths[piece], device=values.device)
+            self._held[piece] = self._kept(zeros)
         held = self._decoded(piece, self._held[piece])
         return held + values if self.store is None else held.add_(values)
 
@@ -92,24 +109,30 @@ class ErrorFeedback:
         return self.store.decode(held, (self._widths[piece],), torch.float32)
 
 
-def parse_error_feedback(text: str) -> Callable[[], ErrorFeedback | None]:
+def parse_error_feedback(text: str) -> Callable[..., ErrorFeedback | None]:
     """What makes the memories that ``--dp-error-feedback`` asks for: none, fp32, or int8, the last two with
-    ``:average=A``.
+    ``:average=A,reset=N`` or one of these. Its argument is ``ErrorFeedback``'s ``iteration``.
 
     Raises: CompressionConfigError: something else.
     """
-    kind, _, setting = text.partition(":")
-    name, _, value = setting.partition("=")
-    if kind not in ("none", "fp32", "int8") or (setting and (name != "average" or kind == "none")):
+    kind, _, settings = text.partition(":")
+    values = dict(part.partition("=")[::2] for part in filter(None, settings.split(",")))
+    if kind not in ("none", "fp32", "int8") or not values.keys() <= {"average", "reset"}:
         raise CompressionConfigError(
-            f"--dp-error-feedback {text} must be none, fp32 or int8; :average=A can follow the last two"
+            f"--dp-error-feedback {text} must be none, fp32 or int8; :average=A,reset=N can follow the last "
+            "two"
         )
+    if kind == "none" and settings:
+        raise CompressionConfigError(f"--dp-error-feedback {text}: none has no settings; give fp32 or int8")
     try:
-        average = float(value or 1)
+        average, reset = float(values.get("average", 1)), int(values.get("reset", 0))
     except ValueError:
-        average = math.nan
-    if not 0 < average <= 1:
-        raise CompressionConfigError(f"--dp-error-feedback {text}: average must lie in (0, 1]")
+        average, reset = math.nan, 0
+    if not 0 < average <= 1 or reset < 0:
+        raise CompressionConfigError(
+            f"--dp-error-feedback {text}: average must lie in (0, 1], and reset be a whole number"
+        )
     if kind == "none":
-        return lambda: None
-    return lambda: ErrorFeedback(average, INT8 if kind == "int8" else None)
+        return lambda iteration=None: None
+    store = INT8 if kind == "int8" else None
+    return lambda iteration=None: ErrorFeedback(average, store, reset, iteration)

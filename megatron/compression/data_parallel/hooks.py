@@ -41,7 +41,7 @@ class Gradients:
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached: what checkpoints carry the state of."""
         self._communicators = run.transports.communicators
-        self._new_feedback = parse_error_feedback(config.feedback)
+        self._new_feedback = partial(parse_error_feedback(config.feedback), lambda: run.policy.iteration())
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._state: GradientState | None = None
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.common.reference import unpack
+from taco_kernels.common.reference import integer_values, unpack
 from taco_kernels.taco import reference
 from taco_kernels.taco.layout import CodecConfig
 
@@ -27,7 +27,7 @@ def ranks(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     if config.is_float:
         codes = codes.int()
         return torch.where(codes >= 128, 128 - codes, codes)
-    return reference.code_values(codes, config).int()
+    return integer_values(codes, config.bits).int()
 
 
 def parts(wire: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

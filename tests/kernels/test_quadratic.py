@@ -1,0 +1,136 @@
+"""The quadratic grid: what codes stand for, that the nearest is taken and none overflows, and the gain."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import taco_kernels.taco as tk
+from taco_kernels.common.unpacking import two_halves
+from taco_kernels.taco import CodecConfig, quadratic
+from tests.kernels.codec_formulas import inputs, read_wire
+
+FORMATS = tuple(quadratic.BEND)
+BITS = {"int4": 4, "int5": 5, "int6": 6}
+
+
+def config_of(format: str, group_size: int = 128, hadamard: bool = True, grid="quadratic") -> CodecConfig:
+    """Signed scales."""
+    return CodecConfig(format, group_size, "signed", hadamard, grid=grid)
+
+
+def grid_of(format: str) -> torch.Tensor:
+    """Values of all codes, ascending, by the formula."""
+    half, a = 2 ** (BITS[format] - 1), quadratic.BEND[format]
+    return torch.tensor([u * (abs(u) + 2 * a + 1) for u in range(-half, half)], dtype=torch.float64)
+
+
+def round_trip(x: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    return tk.decode(tk.encode(x, config), config, x.shape, torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_and_their_sums_are_exact_in_fp16_and_fp32(format: str) -> None:
+    points, codes = grid_of(format), torch.arange(2 ** BITS[format]) - 2 ** (BITS[format] - 1)
+    assert torch.equal(quadratic.values(codes.float(), quadratic.BEND[format]).double(), points)
+    assert torch.equal(points.half().double(), points) and (points % 2 == 0).all()
+    assert 512 * float(points.abs().max()) < 2**24
+    gaps = points.diff()
+    assert gaps.max() / gaps.min() == pytest.approx(2.5, abs=0.15)
+
+
+def test_constants_of_the_assembly() -> None:
+    for number in (1, 9, 19, 37, 1032, 1040, 1056, 2047):
+        bits = torch.tensor([two_halves(number)]).int().view(torch.float16)
+        assert bits.tolist() == [number, number]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_nearest_value_is_taken(format: str) -> None:
+    """Of values all along the grid, to within the sixteenth that they are rounded to."""
+    points = grid_of(format)
+    v = torch.linspace(float(points[0]), float(points[-1]), 200_001, dtype=torch.float64).float()
+    middles = ((points[1:] + points[:-1]) / 2).float()
+    v = torch.cat([v, middles, middles - 0.04, middles + 0.04])
+    found = quadratic.values(quadratic.nearest(v, quadratic.BEND[format]), quadratic.BEND[format])
+    best = (v.double()[:, None] - points).abs().amin(1)
+    assert ((found.double() - v.double()).abs() <= best + 2 / 32).all()
+    assert torch.isin(found.double(), points).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
+    config, half = config_of(format, 32, hadamard=False), 2 ** (BITS[format] - 1)
+    points = grid_of(format)
+    x = inputs("gaussian", 4000, 32).view(4000, 32)
+    x[::4] = x[::4].abs()
+    x[1::4, 5] = 9.0  # extremes of every ratio, in every order
+    x[1::4, 6] = -9.0 * torch.linspace(0.8, 1.25, 1000)
+    x[2] = -3.0
+    q, step, _ = read_wire(tk.encode(x, config)[0], config)
+    high, low = x.amax(1).clamp(min=0).double(), -x.amin(1).clamp(max=0).double()
+    assert torch.equal(step < 0, high > low)
+    assert q.min() == -half and q.max() == half - 1
+    v = x.double() / step[:, None]
+    assert (q * v >= -1e-9).all(), "no code has wrapped around to the other sign"
+    best = (v[:, :, None] - points).abs().amin(2)
+    assert ((points[(q + half).long()] - v).abs() <= best + 2 / 32 + 1e-3).all()
+    far, near = torch.maximum(high, low), torch.minimum(high, low)
+    exact = torch.maximum(far / -points[0], near / points[-1])
+    assert ((step.abs() - exact).abs() <= 2**-8 * exact).all()
+    lone = torch.where(far / -points[0] < near / points[-1], near, far)  # what decides the step
+    y = round_trip(x, config).double().abs()
+    assert ((y - lone[:, None]).abs().amin(1) <= 1.0001 * 2**-8 * lone).all(), "it comes back to half a bf16"
+
+
+GAINS = {32: (0.875, 0.860, 0.855), 128: (0.806, 0.791, 0.787), 512: (0.755, 0.740, 0.733)}
+
+
+@pytest.mark.parametrize("group_size", GAINS)
+def test_less_error_than_a_uniform_grid_for_the_same_bytes(group_size: int) -> None:
+    """Squared error of Gaussian groups; and none to speak of where a group is one value or a constant."""
+    x = inputs("gaussian", 2**18 // group_size, group_size)
+    for format, gain in zip(FORMATS, GAINS[group_size], strict=True):
+        config, uniform = config_of(format, group_size), config_of(format, group_size, grid="uniform")
+        assert config.wire_bytes(1000) == uniform.wire_bytes(1000)
+        errors = [float((round_trip(x, c) - x).square().sum()) for c in (config, uniform)]
+        assert errors[0] / errors[1] == pytest.approx(gain, abs=0.012)
+    lone = torch.zeros(64, group_size)
+    lone[torch.arange(64), torch.arange(64) % group_size] = torch.logspace(-3, 3, 64)
+    for sparse in (lone, -lone, torch.full((3, group_size), 0.7)):
+        for hadamard in (True, False):
+            y = round_trip(sparse, config_of("int5", group_size, hadamard))
+            assert (y - sparse).norm() <= 2**-8 * sparse.norm()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sums_and_what_is_not_finite(format: str) -> None:
+    """decode_sum is the sum of decodes; the sum is encoded on this grid or on another; NaN stays alone."""
+    config = replace(config_of(format, 64), outliers=format == "int5")
+    xs = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(4))
+    xs[0, 1, 7] = math.nan
+    xs[1, 2] = 0.0
+    xs[2, 0] *= 3e38 / xs[2, 0].abs().max()
+    wires = torch.cat([tk.encode(x, config) for x in xs])
+    parts = [tk.decode(wire[None], config, (3, 64), torch.float32) for wire in wires]
+    assert parts[0][1].isnan().all() and parts[0][[0, 2]].isfinite().all()
+    assert (parts[1][2] == 0).all() and parts[2][0].isfinite().all()
+    total = tk.decode_sum(wires, config, (3, 64), torch.float32)
+    torch.testing.assert_close(total[2], sum(parts)[2], rtol=1e-5, atol=1e-5)
+    assert total[1].isnan().all() and total[[0, 2]].isfinite().all()
+    for other in (config, replace(config, grid="uniform"), replace(config, format="int8", grid="uniform")):
+        again = tk.decode_sum_encode(wires, config, 192, config_out=other)
+        y = tk.decode(again[None], other, (3, 64), torch.float32)
+        assert y[1].isnan().all() and (y[2] - total[2]).norm() < 0.12 * total[2].norm()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [dict(format="int8", scales="signed"), dict(format="int5", scales="single"), dict(format="fp8-e4m3")],
+)
+def test_what_has_no_such_grid_is_refused(arguments: dict) -> None:
+    with pytest.raises(ValueError, match=r"int4, int5, int6 with scales='signed'.*use grid='uniform'"):
+        CodecConfig(**arguments, grid="quadratic")
+    with pytest.raises(ValueError, match="uniform"):
+        CodecConfig("int5", scales="signed", grid="cubic")
