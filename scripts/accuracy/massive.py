@@ -10,6 +10,7 @@ the norm of the loudest channel and of the loudest position over that of the mid
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own = parser.parse_args(argv)
     args = run.parse(["--work-dir", str(own.work_dir), "--size", own.size, "--worker", "0"])
     args.deadline = float("inf")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic, as in training
     worker = run.Worker(args, [])
     worker.wait_for_corpus()
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
