@@ -123,7 +123,7 @@ def resolve(args: Namespace) -> CompressionConfig:
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
     if args.compression == "auto" and not open_parts:
         raise CompressionConfigError(
-            "--compression auto has nothing to decide: every kind of parallelism has a flag of its own; drop it"
+            "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
     config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
     config.check(args)

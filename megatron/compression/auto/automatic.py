@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.compression.auto import candidates, store
 from megatron.compression.auto.candidates import Candidate
 from megatron.compression.auto.check import Check
-from megatron.compression.auto.decision import LEAST_GAIN, NAMES, Choice, Decision, choose
+from megatron.compression.auto.decision import LEAST_GAIN, Choice, Decision, choose
 from megatron.compression.auto.messages import activations, workload
 from megatron.compression.auto.predict import Message, iteration_seconds
 from megatron.compression.auto.timing import LIMIT, Sender, Stopwatch, gemm_rate
@@ -83,7 +83,7 @@ class Automatic:
         policy.left_out = self._check.left_out
         self._announce()
         if dimensions:
-            self._say(f"compression: auto compares iterations with and without, {self._check.iterations} in all")
+            self._tell(f"compares iterations with and without, {self._check.iterations} in all")
         for line in config.describe(self.args):
             self._say(f"compression: {line}")
 
@@ -131,7 +131,8 @@ class Automatic:
             self._say(f" {line}")
         if dist.get_rank() == 0:
             store.write(self.args.save, decision, self._made_for, self._tell)
-        self._publish({"auto": decision.asdict(), "compression": self.compression.config.asdict()})
+        self._publish({"compression": self.compression.config.asdict()})
+        self._publish_decision()
 
     def _checked(self, gains: dict[str, float]) -> None:
         """Take in what the run has measured, on all ranks."""
@@ -139,13 +140,16 @@ class Automatic:
         for dimension, gain in gains.items():
             off = dimension in self._check.off
             measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
-            self._tell(f"{NAMES[dimension]}: {measured}: {'switched off' if off else 'kept'}")
+            self._tell(f"{dimension.replace('_', ' ')}: {measured}: {'switched off' if off else 'kept'}")
             if off:
                 useless[dimension] = f"switched off: in this run {measured}"
         self.decision = self.decision.after_check(useless)
         if dist.get_rank() == 0:
             store.write(self.args.save, self.decision, self._made_for, self._tell)
-        self._publish({"auto": self.decision.asdict()})
+        self._publish_decision()
+
+    def _publish_decision(self) -> None:
+        self._publish({"auto": {**self.decision.asdict(), "table": self.decision.table()}})
 
     def _tell(self, line: str) -> None:
         self._say(f"compression auto: {line}")
@@ -196,7 +200,7 @@ class Measurement:
             if dimension not in config.auto:
                 specs = [spec for spec in getattr(config, dimension).specs if spec not in (None, "none")]
                 name = ", back ".join(specs) or "none"
-                choices.append(Choice(dimension, link, None, name, 0.0, 0.0, "its own flag"))
+                choices.append(Choice(dimension, link, None, name, 0.0, 0.0, "as its own flag says"))
             elif dimension in chosen:
                 one = chosen[dimension]
                 settings, gain = dict(one.settings), gains[dimension][one]
@@ -205,6 +209,8 @@ class Measurement:
             else:
                 reason = why[dimension] or self._beaten(gains[dimension])
                 choices.append(Choice(dimension, link, None, "none", 0.0, 0.0, reason))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         computation, seconds = self.work.computation, self.watch.elapsed()
         return Decision(tuple(choices), budget, 1e3 * whole, 1e3 * computation, seconds)
 
@@ -245,7 +251,9 @@ class Measurement:
             found[candidate] = saved / whole
         if found and max(found.values()) < LEAST_GAIN:
             best = max(found, key=lambda one: found[one])
-            reason = f"{best.name} would gain {100 * found[best]:.1f} %, less than {100 * LEAST_GAIN:.0f}"
+            percent, least = 100 * found[best], f"under {100 * LEAST_GAIN:.0f} %"
+            gain = f"gain {percent:.1f} %, {least}" if percent > 0 else f"cost {-percent:.1f} %"
+            reason = f"{best.name}, the best here, would {gain} of an iteration"
         elif found:
             reason = ""
         return found, reason
@@ -254,8 +262,8 @@ class Measurement:
         """Why a dimension with good candidates has none."""
         best = max(gains, key=lambda one: gains[one])
         return (
-            f"{best.name} would gain {100 * gains[best]:.1f} % for +{best.loss:.3g} % of loss, and the budget is "
-            "spent; raise --compression-loss-budget"
+            f"{best.name} would gain {100 * gains[best]:.1f} % for +{best.loss:.3g} % of loss, and the budget "
+            "is spent; raise --compression-loss-budget"
         )
 
     def _link(self, dimension: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.ledger import DIMENSIONS
+
 WARM_UP = 3
 """Iterations before the first turn: kernels and allocations of training."""
 TURN = 4
@@ -15,8 +17,6 @@ TURN = 4
 ROUNDS = 2
 LEAST_GAIN = 0.01
 """Of an iteration without: what gains less is switched off."""
-PREFIXES = {"tensor_parallel": "tp.", "data_parallel": "dp.", "pipeline_parallel": "pp."}
-"""How the traffic classes of a dimension begin."""
 
 
 class Check:
@@ -54,13 +54,13 @@ class Check:
 
     def left_out(self, traffic: str) -> bool:
         """Whether a traffic class goes uncompressed now, for ``Policy.left_out``."""
-        if any(traffic.startswith(PREFIXES[dimension]) for dimension in self.off):
+        if any(_belongs(traffic, dimension) for dimension in self.off):
             return True
         if self.done or self._begin is None:
             return False
         place = self._iteration() - self._begin
         turn = self._turns[place // TURN] if 0 <= place < self.iterations else None
-        return turn is not None and traffic.startswith(PREFIXES[turn])
+        return turn is not None and _belongs(traffic, turn)
 
     def on_training_log(self, iteration: int) -> None:
         """Behind each iteration, counted from 1; decides behind the last turn. Collective then."""
@@ -91,3 +91,7 @@ class Check:
         gains = {name: 1 - everything / seconds for name, seconds in zip(names, without, strict=True)}
         self.off = {name for name, gain in gains.items() if gain < LEAST_GAIN}
         self._decided(gains)
+
+
+def _belongs(traffic: str, dimension: str) -> bool:
+    return traffic.startswith(DIMENSIONS[dimension.replace("_", " ")])

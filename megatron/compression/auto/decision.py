@@ -12,11 +12,6 @@ LEAST_GAIN = 0.02
 ALIKE = 0.005
 """Of an iteration: settings that differ by less count as equally fast, and the smaller loss decides."""
 
-NAMES = {
-    "tensor_parallel": "tensor parallel",
-    "data_parallel": "data parallel",
-    "pipeline_parallel": "pipeline parallel",
-}
 _COLUMNS = ("dimension", "link as measured", "choice", "expected gain", "cost in loss", "why")
 
 
@@ -44,7 +39,7 @@ class Choice:
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
         gain, loss = (f"{100 * self.gain:.1f} %", f"+{self.loss:.3g} %") if self.settings else ("-", "-")
-        return NAMES[self.dimension], self.link, self.name, gain, loss, self.why
+        return self.dimension.replace("_", " "), self.link, self.name, gain, loss, self.why
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,5 @@ def choose(gains: Mapping[str, Mapping[Candidate, float]], budget: float) -> dic
         if loss <= budget + 1e-9:
             found.append((sum(gain for _, _, gain in combination), loss, combination))
     most = max(gain for gain, _, _ in found)
-    _, _, best = min(
-        (one for one in found if one[0] >= most - ALIKE), key=lambda one: (one[1], -one[0])
-    )
+    _, _, best = min((one for one in found if one[0] >= most - ALIKE), key=lambda one: (one[1], -one[0]))
     return {dimension: one for dimension, one, _ in best if one is not None}

@@ -65,9 +65,7 @@ def _tensor_parallel(
     def message(direction: str, operation: str, many: float, behind: float = 0.0) -> Message:
         shape = activations(args)
         traffic = f"tp.{direction}"
-        return Message(
-            "tensor_parallel", traffic, operation, shape, args.params_dtype, many * bubble, behind
-        )
+        return Message("tensor_parallel", traffic, operation, shape, args.params_dtype, many * bubble, behind)
 
     forward = count * (2 if recomputed else 1)
     if not args.sequence_parallel:
@@ -101,9 +99,7 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
         if not overlapped:
             return Message("data_parallel", traffic, operation, (values,), dtype, count)
         least = min(count, bucket / values)  # the last bucket has nothing left to run behind
-        return Message(
-            "data_parallel", traffic, operation, (values,), dtype, count, behind / count, least
-        )
+        return Message("data_parallel", traffic, operation, (values,), dtype, count, behind / count, least)
 
     found = [message("dp.gradient", "gradients", dtype, args.overlap_grad_reduce, micro_batch * 2 / 3)]
     if args.use_distributed_optimizer:

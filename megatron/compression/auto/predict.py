@@ -25,7 +25,7 @@ class Message:
     traffic: str
     """The ledger's class."""
     operation: str
-    """all_reduce, reduce_scatter, all_gather, exchange (between stages), gradients or weights (a bucket's)."""
+    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's)."""
     shape: tuple[int, ...]
     """Of the whole tensor over all ranks: what an all-gather makes, what a reduce-scatter takes."""
     dtype: torch.dtype
@@ -50,7 +50,9 @@ class Message:
         return max(self.count * (seconds - self.hidden), self.least * seconds, 0.0)
 
 
-def iteration_seconds(computation: float, messages: Iterable[Message], times: Mapping[Message, float]) -> float:
+def iteration_seconds(
+    computation: float, messages: Iterable[Message], times: Mapping[Message, float]
+) -> float:
     """An iteration whose messages take ``times`` (seconds one by one)."""
     return computation + sum(message.exposed(times[message]) for message in messages)
 

@@ -52,7 +52,9 @@ def read(folder: str | None, wanted: dict[str, Any], say: Callable[[str], None])
     return decision
 
 
-def write(folder: str | None, decision: Decision, made_for: dict[str, Any], say: Callable[[str], None]) -> None:
+def write(
+    folder: str | None, decision: Decision, made_for: dict[str, Any], say: Callable[[str], None]
+) -> None:
     """Keep a decision; a folder that cannot be written to is said, and a resume measures anew."""
     if folder is None:
         return
