@@ -28,7 +28,8 @@ class Check:
         dimensions: that are compressed.
         first: the first iteration, counted from 0, that compresses anything.
         iteration: the zero-based one that all ranks are in.
-        decided: called on all ranks with the gain by dimension (part of an iteration without it).
+        decided: called on all ranks with the gain by dimension (part of an iteration without it), and with
+            the dimensions that are switched off.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Check:
         dimensions: Sequence[str],
         first: int,
         iteration: Callable[[], int],
-        decided: Callable[[dict[str, float]], None],
+        decided: Callable[[dict[str, float], set[str]], None],
     ) -> None:
         self._turns: list[str | None] = [None, *dimensions] * ROUNDS
         self._first, self._iteration, self._decided = first, iteration, decided
@@ -90,7 +91,7 @@ class Check:
         names = [turn for turn in self._times if turn is not None]
         gains = {name: 1 - everything / seconds for name, seconds in zip(names, without, strict=True)}
         self.off = {name for name, gain in gains.items() if gain < LEAST_GAIN}
-        self._decided(gains)
+        self._decided(gains, self.off)
 
 
 def _belongs(traffic: str, dimension: str) -> bool:
