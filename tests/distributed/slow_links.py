@@ -1,9 +1,10 @@
 """Runs an entrypoint whose links are slow on purpose: every collective sleeps in proportion to its bytes.
 
-    python slow_links.py pretrain_gpt.py --slow MS_PER_KIB [--slow-timings-only] <its flags>
+    python slow_links.py pretrain_gpt.py --slow MS_PER_KIB [--slow-payloads] <its flags>
 
 Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1 is slow:
-the others wait for it, and have to decide as it does. Each rank prints what it has decided.
+the others wait for it, and have to decide as it does. Each rank prints what it has decided. With
+--slow-payloads training finds another link than the timings did: payloads are slow there, and nothing else.
 """
 
 import json
@@ -12,6 +13,7 @@ import runpy
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 
 _BYTES = {
@@ -26,14 +28,16 @@ _BYTES = {
 training = False
 
 
-def make_slow(milliseconds_per_kib: float, timings_only: bool) -> None:
+def make_slow(milliseconds_per_kib: float, payloads: bool) -> None:
     """Let what this rank sends take time."""
 
     def slow(original, nbytes):
         def function(*args, **kwargs):
             group = kwargs.get("group")
             alone = group is not None and group.size() == 1
-            if not alone and not (timings_only and training):
+            tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
+            payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
+            if not alone and (payload or not (payloads and training)):
                 time.sleep(nbytes(*args, **kwargs) / 1024 * milliseconds_per_kib / 1000)
             return original(*args, **kwargs)
 
@@ -49,12 +53,12 @@ def tell_decisions() -> None:
     from megatron.compression.auto import check
     from megatron.compression.auto.automatic import Automatic
 
-    check.TURN, check.WARM_UP = 3, 1
+    check.TURN, check.WARM_UP = 2, 1
     announce, created = Automatic._announce, Automatic.__init__
 
-    def announced(self):
+    def announced(self, decision):
         global training
-        announce(self)
+        announce(self, decision)
         training = True
 
     def init(self, *args, **kwargs):
@@ -74,10 +78,10 @@ def main() -> None:
     place = words.index("--slow")
     slowness = float(words[place + 1])
     del words[place : place + 2]
-    timings_only = "--slow-timings-only" in words
-    words = [word for word in words if word != "--slow-timings-only"]
+    payloads = "--slow-payloads" in words
+    words = [word for word in words if word != "--slow-payloads"]
     if os.environ["RANK"] == "1":
-        make_slow(slowness, timings_only)
+        make_slow(slowness, payloads)
     tell_decisions()
     sys.argv = [entrypoint, *words]
     runpy.run_path(entrypoint, run_name="__main__")
