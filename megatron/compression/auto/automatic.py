@@ -67,7 +67,10 @@ class Automatic:
         if kept[0] is not None:
             return kept[0]
         budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
-        measured = [Measurement(self.args, self.compression, self.flops(), chunks).decide(budget)]
+        measurement = Measurement(self.args, self.compression, self.flops(), chunks)
+        measured = [measurement.decide(budget)]
+        for line in measurement.lines:
+            self._tell(line)
         dist.broadcast_object_list(measured, src=0)
         return measured[0]
 

@@ -38,6 +38,8 @@ class Measurement:
     ) -> None:
         self.args, self.config, self.watch = args, compression.config, Stopwatch()
         self._transports = compression.run.transports
+        self.lines: list[str] = []
+        """For the log: how payloads of tensor parallelism travel."""
         reason = why_not_attachable(chunks)
         if getattr(args, "tp_comm_overlap", False):
             reason = "--tp-comm-overlap sends past NCCL"
@@ -99,7 +101,8 @@ class Measurement:
             return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only"
         allowed, reason = self._possible(dimension, budget)
         if allowed and dimension == "tensor_parallel":
-            self._transports.prepare([parallel_state.get_tensor_model_parallel_group()])
+            group = parallel_state.get_tensor_model_parallel_group()
+            self.lines += self._transports.prepare([group])
         found: dict[Candidate, float] = {}
         for candidate, rules in allowed.items():
             if self.watch.over():
