@@ -116,7 +116,7 @@ class CompressionConfig:
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "auto": list(self.auto)}
 
     def describe(self, args: Namespace) -> list[str]:
         """Lines for the log: what travels how, and what has no effect here."""
