@@ -145,10 +145,8 @@ def verdicts(rows: list[dict]) -> list[str]:
         for row in here:
             if row["auto"] and plain:
                 beside_none, beside_best = (min(times) / row["milliseconds"] for times in (plain, fixed))
-                lines.append(
-                    f"{regime}: auto has {beside_none:.3f} of the speed uncompressed and {beside_best:.3f} of "
-                    "the best fixed setting's"
-                )
+                beside = f"{beside_none:.3f} of the speed uncompressed and {beside_best:.3f}"
+                lines.append(f"{regime}: auto has {beside} of the best fixed setting's")
     return lines
 
 
