@@ -107,11 +107,12 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     if config.auto:
         flops = partial(num_floating_point_operations, args, args.global_batch_size)
         automatic = Automatic(args, compression, flops, print_rank_0, settings.update)
-    attach_model = automatic.attach_model if automatic else compression.attach_model
     if model_config is None:
-        patches.around_model_building(attach_model, compression.attach_wrapped)
+        attach_next = automatic.attach_next if automatic else compression.attach_model
+        patches.around_model_building(attach_next, compression.attach_wrapped)
     else:
         complete(model_config, args)
+        attach_model = automatic.attach_model if automatic else compression.attach_model
         model_config.pre_wrap_hooks.append(attach_model)
         model_config.post_wrap_hooks.append(compression.attach_wrapped)
     small = config.tensor_parallel.min_mb

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.compression import CompressionConfig, CompressionConfigError, attach, parse_codec
 from megatron.compression.auto import check, store
+from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.candidates import CANDIDATES, within
 from megatron.compression.auto.decision import Choice, Decision, choose
 from megatron.compression.auto.measurement import decided_config
@@ -246,3 +247,13 @@ class TestCheck:
     def test_nothing_to_check(self, run):
         history, verdict = run(lambda out: 1.0, ())
         assert not any(history) and not verdict
+
+
+def test_a_model_provider_makes_chunk_after_chunk():
+    """They are attached together, behind the last one of a stage."""
+    run, attached = Automatic.__new__(Automatic), []
+    run.args, run._built = megatron(virtual_pipeline_model_parallel_size=2), []
+    run.attach_model = attached.append
+    first, second = torch.nn.Identity(), torch.nn.Identity()
+    assert run.attach_next([first]) == [first] and not attached
+    assert run.attach_next([second]) == [second] and attached == [[first, second]]

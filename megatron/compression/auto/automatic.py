@@ -43,17 +43,29 @@ class Automatic:
         self.decision: Decision | None = None
         """None until the first model chunk is there."""
         self._check: Check | None = None
+        self._built: list[torch.nn.Module] = []
         settings = self.config.asdict()
         settings = {key: value for key, value in settings.items() if key not in _SAME_RESULTS}
         self._made_for = store.circumstances(args, settings)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Decide, the first time, and hook into the chunks. Collective over all ranks."""
+        """Decide, the first time, and hook into this stage's chunks. Collective over all ranks."""
         if self.decision is None:
             decision = self._decide(chunks)
             self._adopt(decision)
             self._announce(decision)
         return self.compression.attach_model(chunks)
+
+    def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """The same where a model provider makes one chunk after the other: behind the last one.
+
+        Not before: building a chunk may be collective (tied embeddings), in another order on each stage.
+        """
+        self._built += chunks
+        if len(self._built) == (self.args.virtual_pipeline_model_parallel_size or 1):
+            self.attach_model(self._built)
+            self._built = []
+        return chunks
 
     def on_training_log(self, iteration: int) -> None:
         """Behind each iteration, counted from 1."""

@@ -30,7 +30,7 @@ class Measurement:
     Args:
         args: Megatron's, validated.
         flops: of an iteration over all ranks.
-        chunks: this rank's model chunks, or the first of them.
+        chunks: of this rank's pipeline stage.
     """
 
     def __init__(
@@ -44,10 +44,8 @@ class Measurement:
         if getattr(args, "tp_comm_overlap", False):
             reason = "--tp-comm-overlap sends past NCCL"
         self._not_attachable = _of_any_rank(reason)
-        # a model provider makes one chunk after the other
-        more = (args.virtual_pipeline_model_parallel_size or 1) / len(chunks)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-        (parameters,) = self.watch.largest(parameters * more)
+        (parameters,) = self.watch.largest(parameters)
         tokens, samples, channels = activations(args)
         columns = args.ffn_hidden_size // args.tensor_model_parallel_size
         rate = gemm_rate(self.watch, tokens * samples, columns, channels, args.params_dtype)
