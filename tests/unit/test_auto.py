@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +65,34 @@ class TestChoice:
             assert len(within(math.inf, dimension)) == len(known) == len({one.name for one in known})
             for one in known:
                 assert all(parse_codec(spec) for spec in one.name.split(", back "))
+
+
+def test_costs_are_those_of_the_results():
+    """Means of the tables' seeds."""
+    pages = Path(__file__).parents[2] / "docs" / "results"
+    endings, stages, replicas = (
+        (pages / name).read_text() for name in ("accuracy.md", "pipeline_parallel.md", "data_parallel.md")
+    )
+
+    def losses(dimension: str) -> dict[str, float]:
+        return {one.name.split(", ")[0].split(":")[0]: one.loss for one in CANDIDATES[dimension]}
+
+    tensor = [one.loss for one in CANDIDATES["tensor_parallel"]]
+    for setting, loss in zip(
+        ("int6-signed", "int8-nearest", "int5655-signed", "int5-signed"), tensor, strict=False
+    ):
+        (mean,) = re.findall(rf"^\| {setting} \|[^|]*\|(?:[^|]*,){{2}}[^|]*\| \+([\d.]+) ±", endings, re.M)[
+            :1
+        ]
+        assert float(mean) == loss, setting
+    for bits in (5, 6):
+        (row,) = re.findall(rf"^\| int{bits} standardized \| .*$", stages, re.M)
+        seeds = [float(value) for value in re.findall(r"\+([\d.]+) %", row)]
+        assert losses("pipeline_parallel")[f"int{bits}"] == pytest.approx(sum(seeds) / 2)
+    assert f"cost {losses('pipeline_parallel')['int4']} % in the mean" in " ".join(stages.split())
+    (row,) = re.findall(r"^\| sdp4bit \| .*$", replicas, re.M)
+    seeds = [float(value) for value in re.findall(r"([-+][\d.]+) %", row)]
+    assert losses("data_parallel")["sdp4bit"] == pytest.approx(sum(seeds) / 2)
 
 
 class TestIteration:
