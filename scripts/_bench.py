@@ -9,6 +9,7 @@ A regime is a kind of link, by NCCL's own switches:
 Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
 each, so that they see the same machine, model and weights. Both sides of every comparison use as many
 communicators (--communicators): the uncompressed collectives are cut as payloads are, see _split.py.
+"none --compression auto" is a run of its own that decides, and is timed behind its check.
 Flags that are not the script's own go to pretrain_gpt.py.
 """
 
@@ -36,6 +37,9 @@ MODEL = """--transformer-impl local
     --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
 WARM_UP = 3
 """Iterations of a block that are not timed."""
+AUTO = ("--compression", "auto")
+AUTO_CHECKS = 20
+"""Iterations in which --compression auto checks its choice for one dimension, and those before them."""
 _ORDER = "BENCH_ORDER"
 
 
@@ -78,7 +82,7 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{regime} done", flush=True)
-    print("\n" + table(rows, traffic))
+    print("\n".join(["", table(rows, traffic), *verdicts(rows)]))
     if len(rows) < len(options.regimes) * len(settings):
         sys.exit(1)
 
@@ -93,9 +97,11 @@ def _run(
 ) -> list[dict]:
     first = next((one for one in settings if one.specs != ("none",)), settings[0])
     words = [*flags, *first.words(options.dimension), *options.extra]
-    if first.specs != ("none",) and options.dimension != "pipeline":
+    auto = is_auto(first)
+    if (auto or first.specs != ("none",)) and options.dimension != "pipeline":
         words += ["--compression-communicators", options.communicators]
-    words += ["--train-iters", options.iterations * len(settings)]
+    before = AUTO_CHECKS if auto else 0
+    words += ["--train-iters", before + options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings]}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
     with tempfile.TemporaryDirectory() as folder:
@@ -108,13 +114,40 @@ def _run(
         if status:
             print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
             return []
-        history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()]
+        history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()][before:]
+        if auto:
+            print("\n".join([regime, *decision_lines(Path(folder, "log.txt").read_text())]), flush=True)
     rows = []
     for block, setting in enumerate(settings):
         lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
-        row = {"regime": regime, "communicators": options.communicators, "codec": setting.text}
+        row = {"regime": regime, "communicators": options.communicators, "codec": setting.text, "auto": auto}
         rows.append(row | summary(lines, traffic))
     return rows
+
+
+def is_auto(setting: Setting) -> bool:
+    """Whether the setting leaves the choice to the run."""
+    return setting.flags[: len(AUTO)] == AUTO
+
+
+def decision_lines(log: str) -> list[str]:
+    """What --compression auto has said in a log: its start-up time, its table, its check."""
+    return [line for line in log.splitlines() if line.startswith(("compression auto:", " | ", " |--"))]
+
+
+def verdicts(rows: list[dict]) -> list[str]:
+    """How fast runs with --compression auto are, beside uncompressed ones and the best other setting."""
+    lines = []
+    for regime in dict.fromkeys(row["regime"] for row in rows):
+        here = [row for row in rows if row["regime"] == regime]
+        fixed = [row["milliseconds"] for row in here if not row["auto"]]
+        plain = [row["milliseconds"] for row in here if row["codec"] == "none"]
+        for row in here:
+            if row["auto"] and plain:
+                beside_none, beside_best = (min(times) / row["milliseconds"] for times in (plain, fixed))
+                beside = f"{beside_none:.3f} of the speed uncompressed and {beside_best:.3f}"
+                lines.append(f"{regime}: auto has {beside} of the best fixed setting's")
+    return lines
 
 
 def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
@@ -197,7 +230,7 @@ def worker() -> None:
                 _split.split_over([get()], order["communicators"])
                 return chunks
 
-            model_config.pre_wrap_hooks.append(before_building)
+            model_config.pre_wrap_hooks.insert(0, before_building)  # before auto times anything
 
     _launch.train(change)
 

@@ -23,6 +23,7 @@ from megatron.compression.communication.run import Run
 from megatron.compression.communication.transports import Transports
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel import hooks as data_parallel
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
 from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
@@ -51,6 +52,7 @@ class Compression:
         self.config, self._say, self._broadcasts_batch = config, say, broadcasts_batch
         self.steps = 0
         """Calls of ``step`` so far."""
+        self._train_iters = train_iters
         ledger = Ledger()
         policy = Policy(
             config.rules(train_iters),
@@ -71,6 +73,13 @@ class Compression:
     def ledger(self) -> Ledger:
         """Bytes sent, by traffic class, reason and operation."""
         return self.run.ledger
+
+    def adopt(self, config: CompressionConfig) -> None:
+        """Take over settings in place of the present ones; before anything is attached."""
+        self.config = config
+        policy = self.run.policy
+        policy.rules, policy.error_bound = config.rules(self._train_iters), _error_bound(config)
+        self.gradients.adopt(config.data_parallel)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
@@ -130,8 +139,12 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     Returns: the run's compression. Its ``attach_wrapped`` takes the chunks once they are wrapped by
     DistributedDataParallel; ``step`` is to be called behind each iteration.
 
-    Raises: CompressionConfigError: a layer communicates in a way that is not covered.
+    Raises: CompressionConfigError: a layer communicates in a way that is not covered; settings left open.
     """
+    if config.auto:
+        raise CompressionConfigError(
+            "CompressionConfig.auto needs Megatron's arguments, which enable() gets; name the codecs instead"
+        )
     patches.make_torch_adam_resumable()
     compression = Compression(config, **options)
     compression.attach_model(chunks)
@@ -139,7 +152,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:
-    if config.error_bound is None:
+    if config.error_bound is None or not config.tensor_parallel.enabled:
         return None
     codecs = config.tensor_parallel.forward_codec, config.tensor_parallel.backward_codec
     return ErrorBound(

@@ -25,6 +25,14 @@ class CompressionConfig:
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
+    auto: tuple[str, ...] = ()
+    """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
+    (``--compression auto``)."""
+
+    loss_budget: float | None = None
+    """Percent of validation loss that ``--compression auto`` may spend, over all dimensions together; by
+    default 0.1."""
+
     start_iteration: int | None = None
     """Iterations that run uncompressed first; by default a codec's own choice, which is none but for TAGC."""
 
@@ -57,6 +65,7 @@ class CompressionConfig:
             ("communicators", self.communicators >= 0, "must be a number >= 1, or 0 for a choice"),
             ("start_iteration", (self.start_iteration or 0) >= 0, "must be an iteration >= 0"),
             ("error_bound", finite, "must be a relative error > 0, such as 0.05"),
+            ("loss_budget", _is_percent(self.loss_budget), "must be a percentage >= 0, such as 0.1"),
         ):
             if not valid:
                 flag = f"--compression-{name.replace('_', '-')}"
@@ -65,14 +74,17 @@ class CompressionConfig:
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
-        tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
+        tensors, undecided = "--taco", bool(self.auto)
+        activations = self.tensor_parallel.enabled or self.pipeline_parallel.enabled
+        tensor_parallel, anything = self.tensor_parallel.enabled or undecided, self.enabled or undecided
         report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
         for given, needed, flag, fix in (
-            (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
-            (self.error_bound, self.tensor_parallel.enabled, "--compression-error-bound", tensors),
-            (self.start_iteration, self.enabled, "--compression-start-iteration", tensors),
-            (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", tensors),
-            (self.communicators, self.enabled, "--compression-communicators", tensors),
+            (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
+            (self.validate_uncompressed, activations or undecided, "--validate-uncompressed", evaluated),
+            (self.error_bound, tensor_parallel, "--compression-error-bound", tensors),
+            (self.start_iteration, anything, "--compression-start-iteration", tensors),
+            (self.transport != "auto", tensor_parallel, "--compression-transport", tensors),
+            (self.communicators, anything, "--compression-communicators", tensors),
             (self.report_baseline, self.report, "--compression-report-baseline", report),
         ):
             if given and not needed:
@@ -104,7 +116,7 @@ class CompressionConfig:
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "auto": list(self.auto)}
 
     def describe(self, args: Namespace) -> list[str]:
         """Lines for the log: what travels how, and what has no effect here."""
@@ -142,6 +154,10 @@ class CompressionConfig:
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
         return lines
+
+
+def _is_percent(value: float | None) -> bool:
+    return value is None or (math.isfinite(value) and value >= 0)
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

@@ -29,6 +29,7 @@ _FIELDS = {
     "--dp-error-feedback": "data_parallel.error_feedback",
     "--dp-compression-node-size": "data_parallel.node_size",
     "--caat-net-sync-fraction": "caat_net.sync_fraction",
+    "--compression-loss-budget": "loss_budget",
     "--compression-start-iteration": "start_iteration",
     "--compression-transport": "transport",
     "--compression-communicators": "communicators",
@@ -63,6 +64,14 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="Compress three dimensions as the TACO paper does: --tp-compression taco, --dp-compression "
         "sdp4bit, --pp-compression tah-quant. A dimension's own flag beside it wins.",
+    )
+    group.add_argument(
+        "--compression",
+        choices=["none", "auto"],
+        default="none",
+        help="auto: time this run's own messages at the start, compress each kind of parallelism with what "
+        "gains most within --compression-loss-budget, and leave alone what would not gain. A dimension's own "
+        "flag beside it wins.",
     )
     for flag, path in _FIELDS.items():
         part, _, name = path.rpartition(".")
@@ -106,14 +115,26 @@ def resolve(args: Namespace) -> CompressionConfig:
     parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
     for part, spec in COMPRESSION_3D.items():
         chosen = parts[part]["compression"]
-        parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen or "none"
+        parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen
+    open_parts = [part for part in COMPRESSION_3D if args.compression == "auto" and _is_open(parts, part)]
+    for part in COMPRESSION_3D:
+        parts[part]["compression"] = parts[part]["compression"] or "none"
     own = parts.pop("")
     kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
-    config = CompressionConfig(**configs, **own)
+    if args.compression == "auto" and not open_parts:
+        raise CompressionConfigError(
+            "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
+        )
+    config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
     config.check(args)
     return config
+
+
+def _is_open(parts: dict[str, dict[str, Any]], part: str) -> bool:
+    """Whether no flag says how this dimension is compressed."""
+    return all(parts[part].get(name) is None for name in ("compression", "backward", "weights"))
 
 
 def compresses_tensors(args: Namespace) -> bool:

@@ -130,7 +130,7 @@ def check_checkpoints(args: Namespace) -> None:
     """
     load = args.load
     wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
-    if wanted and not (os.path.isdir(load) and os.listdir(load)):
+    if wanted and not (os.path.isdir(load) and set(os.listdir(load)) - {"compression-auto.json"}):
         what = "the folder is empty" if os.path.isdir(load) else "no such folder"
         raise InputError(f"--load {load}: {what}; name a run's --save folder, or drop it")
     asynchronous = args.async_save and getattr(args, "async_strategy", "nvrx") == "nvrx"

@@ -13,9 +13,11 @@ from functools import partial
 from megatron.core import parallel_state
 from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.training import num_floating_point_operations
 
 from megatron import host
 from megatron.compression import flags, patches, preflight, shared_gpus
+from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
@@ -100,18 +102,25 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     if config.report:
         compression.run.probe.interval = args.log_interval
+    settings = {"compression": config.asdict(), "megatron": _megatron_settings(args)}
+    automatic = None
+    if config.auto:
+        flops = partial(num_floating_point_operations, args, args.global_batch_size)
+        automatic = Automatic(args, compression, flops, print_rank_0, settings.update)
     if model_config is None:
-        patches.around_model_building(compression.attach_model, compression.attach_wrapped)
+        attach_next = automatic.attach_next if automatic else compression.attach_model
+        patches.around_model_building(attach_next, compression.attach_wrapped)
     else:
         complete(model_config, args)
-        model_config.pre_wrap_hooks.append(compression.attach_model)
+        attach_model = automatic.attach_model if automatic else compression.attach_model
+        model_config.pre_wrap_hooks.append(attach_model)
         model_config.post_wrap_hooks.append(compression.attach_wrapped)
     small = config.tensor_parallel.min_mb
     reporter = Reporter(
         compression.run.ledger,
         compression.run.probe,
         log_interval=args.log_interval,
-        settings={"compression": config.asdict(), "megatron": _megatron_settings(args)},
+        settings=settings,
         directory=config.report,
         baseline=config.report_baseline,
         train_iters=lambda: args.train_iters,
@@ -120,10 +129,10 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         diagnostics=compression.gradients.diagnostics,
         clock=megatron_seconds,
     )
-    _follow(args, compression, reporter)
+    _follow(args, compression, reporter, automatic)
     if model_config is not None and not is_dense(model_config.transformer):
         print_rank_0("compression: not a dense GPT: not all of its tensor-parallel traffic is counted")
-    for line in config.describe(args):
+    for line in [] if automatic else config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
 
@@ -137,9 +146,10 @@ def complete(model_config: GPTModelConfig, args: Namespace) -> None:
         model_config.rope_scaling_factor = args.rope_scaling_factor
 
 
-def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> None:
+def _follow(
+    args: Namespace, compression: Compression, reporter: Reporter, automatic: Automatic | None
+) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
-    config = compression.config
     audit = BackendAudit(compression.ledger, _groups)
     compression.on_attached(audit.start_with_first_forward)
 
@@ -148,6 +158,8 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
             print_rank_0(f"compression: {line}")
         reporter.on_training_log(iteration, losses)
         compression.on_training_log(iteration, args.log_interval)
+        if automatic is not None:
+            automatic.on_training_log(iteration)
 
     patches.on_training_log(on_training_log)
     patches.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
@@ -155,7 +167,7 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
 
     def add_state(state_dict: dict, is_loading: bool) -> None:
         if not is_loading:
-            state_dict[STATE] = {"config": config.asdict(), **compression.state()}
+            state_dict[STATE] = {"config": compression.config.asdict(), **compression.state()}
         if "optimizer" in state_dict:
             compression.gradients.add_state(state_dict, is_loading, args)
 
@@ -166,7 +178,7 @@ def _follow(args: Namespace, compression: Compression, reporter: Reporter) -> No
         saved = (state_dict or {}).get(STATE)
         if saved and not args.finetune and not resumed:
             resumed = True
-            if changed := changed_settings(saved["config"], config.asdict()):
+            if changed := changed_settings(saved["config"], compression.config.asdict()):
                 print_rank_0(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
             compression.load_state(saved)
 

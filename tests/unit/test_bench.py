@@ -64,3 +64,19 @@ def test_ranges_and_speed_ups_of_the_table():
     assert "| pcie | none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) | 1.5 | 0.0 | 5.0000 |" in text
     assert "| pcie | int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) | 1.5 | 0.0 | 5.0000 |" in text
     assert text.endswith("Communicators of every message: 2.")
+
+
+def test_auto_is_compared_with_the_fastest_uncompressed_block_and_setting():
+    assert [
+        _bench.is_auto(_launch.parse_setting(t)) for t in ("none --compression auto", "auto", "none")
+    ] == [*(True, False, False)]
+    times = {"none": 20.0, "int6": 10.0, "none --compression auto": 12.5}
+    rows = [
+        {"regime": "pcie", "codec": codec, "milliseconds": milliseconds, "auto": "--" in codec}
+        for codec, milliseconds in times.items()
+    ]
+    (line,) = _bench.verdicts(rows)
+    assert line == "pcie: auto has 1.600 of the speed uncompressed and 0.800 of the best fixed setting's"
+    assert not _bench.verdicts(rows[:2])
+    log = "x\ncompression auto: decided in 3.0 s\n | dimension |\n |-----|\n | tp |\niteration 1 | 2"
+    assert len(_bench.decision_lines(log)) == 4

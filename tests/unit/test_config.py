@@ -75,7 +75,10 @@ def test_every_flag_reaches_its_field() -> None:
     assert _config("--caat-net-sync-fraction", "0.5").caat_net == CaatNetConfig(sync_fraction=0.5)
 
 
-@pytest.mark.parametrize("flags", ["", "--compression-3d", "--tp-compression auto --pp-compression auto"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--compression-3d", "--tp-compression auto --pp-compression auto", "--compression auto --taco"],
+)
 def test_resolve_is_pure(flags: str) -> None:
     """Nothing is written into Megatron's arguments; twice is the same; the result is plain values."""
     args = parsed(*flags.split(), use_distributed_optimizer=True)

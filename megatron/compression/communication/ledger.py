@@ -41,6 +41,7 @@ KINDS = {
     "guarded": "uncompressed: the site's error passed the bound",
     "evaluation": "uncompressed: evaluation with --validate-uncompressed",
     "off": "uncompressed: no codec chosen",
+    "auto": "uncompressed: --compression auto compares iterations without, or has seen no gain",
     "exact": "uncompressed by design",
     "fp8": "in Transformer Engine's own fp8, as without compression",
     "probe": "the error probe's own reference, sent only where a report is written",

@@ -15,7 +15,7 @@ class Decision(NamedTuple):
     codec: Codec | None
     """None: uncompressed, for the reason ``why``."""
     why: str
-    """The ledger's kind: compressed, off, evaluation, excluded, guarded, warmup or small."""
+    """The ledger's kind: compressed, off, auto, evaluation, excluded, guarded, warmup or small."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Policy:
     iteration: Callable[[], int] = lambda: 0
     validate_uncompressed: bool = False
     error_bound: ErrorBound | None = field(default=None)
+    left_out: Callable[[str], bool] = field(default=lambda traffic: False)
+    """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has it."""
 
     def rule(self, traffic: str) -> Rule:
         """The settings of a traffic class."""
@@ -70,6 +72,8 @@ class Policy:
             return _NOT_CHOSEN
         if self.validate_uncompressed and self.ledger.evaluating and rule.activations:
             return Decision(None, "evaluation")
+        if self.left_out(traffic):
+            return Decision(None, "auto")
         if rule.layers is not None and layer not in rule.layers:
             return Decision(None, "excluded")
         if self.error_bound is not None and (site, traffic) in self.error_bound.tripped:

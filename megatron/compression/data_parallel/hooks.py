@@ -36,12 +36,11 @@ class Gradients:
     """
 
     def __init__(self, config: DataParallelConfig, run: Run) -> None:
-        self.config, self.policy, self.ledger = config, run.policy, run.ledger
-        self.compressor: GradientCompressor | None = run.policy.rule("dp.gradient").codec
+        self.policy, self.ledger = run.policy, run.ledger
+        self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached: what checkpoints carry the state of."""
         self._communicators = run.transports.communicators
-        self._new_feedback = partial(parse_error_feedback(config.feedback), lambda: run.policy.iteration())
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._state: GradientState | None = None
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
@@ -49,6 +48,15 @@ class Gradients:
         patches.on_master_copy(copy_masters)
         record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
         patches.on_replicated_gradient_sync(record, align_gradients)
+
+    def adopt(self, config: DataParallelConfig) -> None:
+        """Take over settings, whose rules the policy has already; before anything is attached."""
+        self.config = config
+        self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
+        self._new_feedback = partial(parse_error_feedback(config.feedback), self._iteration)
+
+    def _iteration(self) -> int:
+        return self.policy.iteration()
 
     @property
     def diagnostics(self) -> list[Diagnostic]:
@@ -89,7 +97,7 @@ class Gradients:
                 raise TypeError(
                     f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
                 )
-            self._topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
+            self.topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
             names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
@@ -104,7 +112,7 @@ class Gradients:
         ranks = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
         if ranks.size() == 1:
             return
-        topology = self._topology(ranks)
+        topology = self.topology(ranks)
         patches.change_class(group, CompressedBucketGroup)
         group.policy, group.topology, group.in_flight = self.policy, topology, in_flight
         group.gradient_syncs, group.weights = [], []
@@ -138,7 +146,7 @@ class Gradients:
     def _replicas(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> Replicas:
         return Replicas(flat, ranges, parallel_state.get_tensor_model_parallel_group(), self.ledger)
 
-    def _topology(self, ranks: dist.ProcessGroup) -> Topology:
+    def topology(self, ranks: dist.ProcessGroup) -> Topology:
         """The topology of a data-parallel group, found once a group; the first time collectively."""
         if ranks not in self._topologies:
             topology = find_topology(ranks, self.config.node_size, self._communicators)

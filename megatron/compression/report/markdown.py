@@ -52,6 +52,8 @@ def _markdown(report: dict, baseline: dict | None, pictures: list[str], why_none
     if baseline is not None:
         where = report["baseline"]["directory"]
         lines += [f"## Against {where}", "", *comparison_markdown(baseline, report), ""]
+    if decided := report["settings"].get("auto"):
+        lines += ["## What --compression auto decided", "", *decided["table"], ""]
     lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]
     lines += _dimensions(summary) + _traffic(summary)
     lines += ["## Time, memory, loss", "", *_figures(summary)]

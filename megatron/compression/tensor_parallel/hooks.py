@@ -78,6 +78,31 @@ def attach(
     return model
 
 
+def why_not_attachable(model: list[torch.nn.Module]) -> str | None:
+    """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
+    for chunk in model:
+        for path, module in communicating(chunk):
+            if reason := why_not_covered(module):
+                return f"{path} {reason}"
+        for path, module in chunk.named_modules():
+            _, reason = _covered(module)
+            if reason:
+                return f"{path} {reason}"
+    return None
+
+
+def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
+    """The class that compresses what a module of megatron-core's sends, or why there is none."""
+    base = next((base for base in _CLASSES if isinstance(module, base)), None)
+    if base is None or not _communicates(module):
+        return None, None
+    reason = _why_not_covered(module)
+    compressed = None if reason else _compressed_class(type(module), base)
+    if compressed is None:
+        reason = reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own"
+    return compressed, reason
+
+
 def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
     """The sites of a chunk's layers."""
     for module in chunk.modules():
@@ -114,13 +139,10 @@ def _attach_chunk(
         else:
             engine.attach(module, *names(path))
     for path, module in chunk.named_modules():
-        base = next((base for base in _CLASSES if isinstance(module, base)), None)
-        if base is None or not _communicates(module):
-            continue
-        reason = _why_not_covered(module)
-        compressed = None if reason else _compressed_class(type(module), base)
+        compressed, reason = _covered(module)
+        if reason:
+            cannot(path, reason)
         if compressed is None:
-            cannot(path, reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own")
             continue
         if type(module) is not compressed:
             patches.change_class(module, compressed)

@@ -1,0 +1,145 @@
+"""``--compression auto`` in a run of Megatron: decides before the hooks go in, then lets the run check."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.auto import store
+from megatron.compression.auto.candidates import BUDGET
+from megatron.compression.auto.check import Check
+from megatron.compression.auto.decision import Decision
+from megatron.compression.auto.measurement import Measurement, decided_config
+from megatron.compression.compression import Compression
+from megatron.compression.errors import CompressionConfigError
+
+_SAME_RESULTS = ("report", "report_baseline", "transport", "communicators")
+
+
+class Automatic:
+    """Stands before ``Compression.attach_model``: the config is whole from then on.
+
+    Args:
+        args: Megatron's, validated.
+        flops: of an iteration over all ranks.
+        say: prints a line, on rank 0 alone.
+        publish: takes {"auto": ..., "compression": ...} for the report.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        compression: Compression,
+        flops: Callable[[], float],
+        say: Callable[[str], None],
+        publish: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.args, self.compression, self.flops = args, compression, flops
+        self._say, self._publish = say, publish
+        self.config = compression.config
+        """As the flags have it, with dimensions left open."""
+        self.decision: Decision | None = None
+        """None until the first model chunk is there."""
+        self._check: Check | None = None
+        self._built: list[torch.nn.Module] = []
+        settings = self.config.asdict()
+        settings = {key: value for key, value in settings.items() if key not in _SAME_RESULTS}
+        self._made_for = store.circumstances(args, settings)
+
+    def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Decide, the first time, and hook into this stage's chunks. Collective over all ranks."""
+        if self.decision is None:
+            decision = self._decide(chunks)
+            self._adopt(decision)
+            self._announce(decision)
+        return self.compression.attach_model(chunks)
+
+    def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """The same where a model provider makes one chunk after the other: behind the last one.
+
+        Not before: building a chunk may be collective (tied embeddings), in another order on each stage.
+        """
+        self._built += chunks
+        if len(self._built) == (self.args.virtual_pipeline_model_parallel_size or 1):
+            self.attach_model(self._built)
+            self._built = []
+        return chunks
+
+    def on_training_log(self, iteration: int) -> None:
+        """Behind each iteration, counted from 1."""
+        if self._check is not None:
+            self._check.on_training_log(iteration)
+
+    def _decide(self, chunks: list[torch.nn.Module]) -> Decision:
+        """As before, or by measuring; rank 0's word."""
+        kept = [self._kept() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(kept, src=0)
+        if kept[0] is not None:
+            return kept[0]
+        budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
+        measurement = Measurement(self.args, self.compression, self.flops(), chunks)
+        measured = [measurement.decide(budget)]
+        for line in measurement.lines:
+            self._tell(line)
+        dist.broadcast_object_list(measured, src=0)
+        return measured[0]
+
+    def _kept(self) -> Decision | None:
+        """What an earlier part of this run has decided."""
+        decision = store.read(self.args.load, self._made_for, self._tell)
+        if decision is None:
+            return None
+        try:
+            decided_config(self.config, decision, self.args)
+        except (TypeError, CompressionConfigError) as error:
+            self._tell(f"{store.FILE} names what is not possible ({error}); the run measures anew")
+            return None
+        self._tell(f"as decided before: {self.args.load}/{store.FILE} (remove it to measure anew)")
+        return decision
+
+    def _adopt(self, decision: Decision) -> None:
+        config = decided_config(self.config, decision, self.args)
+        self.compression.adopt(config)
+        policy = self.compression.run.policy
+        unchecked = [] if decision.checked else list(decision.settings())
+        self._check = Check(unchecked, config.start_iteration or 0, policy.iteration, self._checked)
+        policy.left_out = self._check.left_out
+
+    def _announce(self, decision: Decision) -> None:
+        """Log the decision."""
+        self._tell(
+            f"decided in {decision.seconds:.1f} s within {decision.budget:g} % of loss, for an iteration of "
+            f"{decision.iteration_ms:.4g} ms, {decision.computation_ms:.4g} of them computation"
+        )
+        for line in decision.table():
+            self._say(f" {line}")
+        if self._check is not None and not self._check.done:
+            self._tell(f"compares iterations with and without, {self._check.iterations} in all")
+        for line in self.compression.config.describe(self.args):
+            self._say(f"compression: {line}")
+        self._keep(decision)
+
+    def _checked(self, gains: dict[str, float], off: set[str]) -> None:
+        """Take in what the run has measured, on all ranks."""
+        useless = {}
+        for dimension, gain in gains.items():
+            measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
+            verdict = "switched off" if dimension in off else "kept"
+            self._tell(f"{dimension.replace('_', ' ')}: {measured}: {verdict}")
+            if dimension in off:
+                useless[dimension] = f"switched off: in this run {measured}"
+        if self.decision is not None:
+            self._keep(self.decision.after_check(useless))
+
+    def _keep(self, decision: Decision) -> None:
+        """For the run, for a resume and for the report."""
+        self.decision = decision
+        if dist.get_rank() == 0:
+            store.write(self.args.save, decision, self._made_for, self._tell)
+        auto = {**decision.asdict(), "table": decision.table()}
+        self._publish({"auto": auto, "compression": self.compression.config.asdict()})
+
+    def _tell(self, line: str) -> None:
+        self._say(f"compression auto: {line}")

@@ -1,0 +1,183 @@
+"""Times a run's messages with every candidate, and decides. Once, in at most ``timing.LIMIT`` seconds.
+
+All ranks come to the same: everything follows from values that are the largest over all ranks.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.compression.auto import candidates
+from megatron.compression.auto.candidates import Candidate
+from megatron.compression.auto.decision import LEAST_GAIN, Choice, Decision, choose
+from megatron.compression.auto.messages import activations, workload
+from megatron.compression.auto.predict import Message, iteration_seconds
+from megatron.compression.auto.timing import LIMIT, Sender, Stopwatch, gemm_rate
+from megatron.compression.codecs.registry import settings_of
+from megatron.compression.compression import Compression
+from megatron.compression.config import CompressionConfig
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.hooks import why_not_attachable
+
+
+class Measurement:
+    """One measurement of a run. Collective over all ranks.
+
+    Args:
+        args: Megatron's, validated.
+        flops: of an iteration over all ranks.
+        chunks: of this rank's pipeline stage.
+    """
+
+    def __init__(
+        self, args: Namespace, compression: Compression, flops: float, chunks: list[torch.nn.Module]
+    ) -> None:
+        self.args, self.config, self.watch = args, compression.config, Stopwatch()
+        self._transports = compression.run.transports
+        self.lines: list[str] = []
+        """For the log: how payloads of tensor parallelism travel."""
+        reason = why_not_attachable(chunks)
+        if getattr(args, "tp_comm_overlap", False):
+            reason = "--tp-comm-overlap sends past NCCL"
+        self._not_attachable = _of_any_rank(reason)
+        parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        (parameters,) = self.watch.largest(parameters)
+        tokens, samples, channels = activations(args)
+        columns = args.ffn_hidden_size // args.tensor_model_parallel_size
+        rate = gemm_rate(self.watch, tokens * samples, columns, channels, args.params_dtype)
+        self.work = workload(args, int(parameters), flops, rate)
+        sharded, topology = args.use_distributed_optimizer, compression.gradients.topology
+        self._sender = Sender(self._transports, topology, sharded, self.watch.device)
+        self._times: dict[Message, float] = {}
+
+    def decide(self, budget: float) -> Decision:
+        """Time everything and choose.
+
+        Args:
+            budget: percent of loss, over all dimensions.
+        """
+        for message in self.work.messages:
+            self._times[message] = self.watch.seconds(self._sender.sends(message))
+        whole = iteration_seconds(self.work.computation, self.work.messages, self._times)
+        gains: dict[str, dict[Candidate, float]] = {}
+        why: dict[str, str] = {}
+        used = list(dict.fromkeys(message.dimension for message in self.work.messages))
+        for dimension in used:
+            if dimension in self.config.auto:
+                gains[dimension], why[dimension] = self._gains(dimension, whole, budget)
+        chosen = choose(gains, budget)
+        choices = []
+        for dimension in used:
+            name, settings, gain, loss = "none", None, 0.0, 0.0
+            if dimension not in self.config.auto:
+                specs = [spec for spec in getattr(self.config, dimension).specs if spec]
+                name, reason = ", back ".join(specs), "its own flag says so"
+            elif dimension in chosen:
+                one = chosen[dimension]
+                name, settings, loss = one.name, dict(one.settings), one.loss
+                gain, reason = gains[dimension][one], f"gains most within the budget; loss: {one.source}"
+            else:
+                reason = why[dimension] or _beaten(gains[dimension])
+            choices.append(Choice(dimension, self._link(dimension), settings, name, gain, loss, reason))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        computation = self.work.computation
+        return Decision(tuple(choices), budget, 1e3 * whole, 1e3 * computation, self.watch.elapsed())
+
+    def _messages(self, dimension: str) -> list[Message]:
+        return [message for message in self.work.messages if message.dimension == dimension]
+
+    def _gains(self, dimension: str, whole: float, budget: float) -> tuple[dict[Candidate, float], str]:
+        """The part of an iteration that each candidate saves; or why none is to be had."""
+        messages = self._messages(dimension)
+        exposed = sum(message.exposed(self._times[message]) for message in messages)
+        if exposed < LEAST_GAIN * whole:
+            return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only"
+        allowed, reason = self._possible(dimension, budget)
+        if allowed and dimension == "tensor_parallel":
+            group = parallel_state.get_tensor_model_parallel_group()
+            self.lines += self._transports.prepare([group])
+        found: dict[Candidate, float] = {}
+        for candidate, rules in allowed.items():
+            if self.watch.over():
+                reason = f"no time was left of the {LIMIT:g} s for timings"
+                break
+            saved = 0.0
+            for message in messages:
+                rule = rules[message.traffic]
+                if rule.codec is not None:
+                    seconds = self.watch.seconds(self._sender.sends(message, rule))
+                    saved += message.exposed(self._times[message]) - message.exposed(seconds)
+            found[candidate] = saved / whole
+        if not found:
+            return {}, reason
+        best = max(found, key=lambda one: found[one])
+        percent = 100 * found[best]
+        if found[best] >= LEAST_GAIN:
+            return found, ""
+        gain = (
+            f"gain {percent:.1f} %, under {100 * LEAST_GAIN:.0f} %"
+            if percent > 0
+            else f"cost {-percent:.1f} %"
+        )
+        return found, f"{best.name}, the best here, would {gain} of an iteration"
+
+    def _possible(self, dimension: str, budget: float) -> tuple[dict[Candidate, dict], str]:
+        """The candidates that go with this run, each with its rules; or why there are none."""
+        if dimension == "tensor_parallel" and self._not_attachable:
+            return {}, f"not possible: {self._not_attachable}"
+        found, reason = {}, "no candidate is within the budget"
+        for candidate in candidates.within(budget, dimension):
+            try:
+                found[candidate] = dimension_config(dimension, dict(candidate.settings), self.args).rules(0)
+            except CompressionConfigError as error:
+                reason = f"not possible: {error}"
+        return found, reason
+
+    def _link(self, dimension: str) -> str:
+        message = max(self._messages(dimension), key=lambda one: one.exposed(self._times[one]))
+        return self._sender.describe(message, self._times[message])
+
+
+def dimension_config(dimension: str, settings: dict[str, Any], args: Namespace) -> Any:
+    """A dimension's config with a candidate's settings.
+
+    Raises: CompressionConfigError: they do not go with this run.
+    """
+    kind: Any = settings_of(CompressionConfig)[dimension].type
+    config = kind(**settings)
+    if dimension == "data_parallel":
+        config = config.resolved(args)
+    config.check(args)
+    return config
+
+
+def decided_config(config: CompressionConfig, decision: Decision, args: Namespace) -> CompressionConfig:
+    """``config`` with what was left open.
+
+    Raises: CompressionConfigError: a setting that does not go with this run.
+    """
+    decided = decision.settings().items()
+    return replace(
+        config, **{dimension: dimension_config(dimension, one, args) for dimension, one in decided}
+    )
+
+
+def _beaten(gains: dict[Candidate, float]) -> str:
+    """Why a dimension with good candidates has none."""
+    best = max(gains, key=lambda one: gains[one])
+    return (
+        f"{best.name} would gain {100 * gains[best]:.1f} % for +{best.loss:.3g} % of loss, but the budget is "
+        "spent; raise --compression-loss-budget"
+    )
+
+
+def _of_any_rank(reason: str | None) -> str | None:
+    """The first rank's reason, where any has one."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, reason)
+    return next((one for one in found if one), None)

@@ -1,0 +1,176 @@
+"""--compression auto on links that are slow on purpose: the choice, its check in the run, resumes, ranks."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.launch import tiny_flags
+from tests.distributed.spawn import spawn
+
+SLOW = "tests/distributed/slow_links.py"
+CHECKED = 2 + 2 * 2 * 2
+"""Iterations that slow_links.py's check of one dimension takes, with those before it."""
+
+
+def decisions(run: ForkedRun) -> list[dict]:
+    """What each rank has decided, by rank."""
+    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d) decided (.*)", run.output)}
+    return [found[rank] for rank in sorted(found)]
+
+
+def kinds(run: ForkedRun, traffic: str) -> dict[str, int]:
+    """Calls of the first rank by kind, of an uncompressed operation or in place of one."""
+    calls: dict[str, int] = {}
+    for row in run.ranks[0].ledger:
+        whole = row["operation"].startswith("instead_of") or row["kind"] != "compressed"
+        if row["traffic"] == traffic and whole:
+            calls[row["kind"]] = calls.get(row["kind"], 0) + row["calls"]
+    return calls
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory):
+    """TP 2 over a slow link, two iterations past the check; and the same resumed behind the check."""
+    directory = tmp_path_factory.mktemp("auto")
+    saved = directory / "saved"
+    flags = [
+        *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)),
+        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto", "--slow", "16"),
+        *("--save", str(saved), "--save-interval", str(CHECKED)),
+    ]
+    whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
+    shutil.rmtree(saved / f"iter_{CHECKED + 2:07}")
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(CHECKED))
+    resumed = pretrain(*flags, "--load", str(saved), ranks=2, directory=directory, through=SLOW)
+    return whole, resumed, saved / "compression-auto.json"
+
+
+def test_a_slow_link_is_compressed(slow_run) -> None:
+    """By what gains most within 0.1 %; the run's own iterations agree, and the log says all of it."""
+    whole, _, _ = slow_run
+    (choice,) = decisions(whole)[0]["choices"]
+    assert (choice["name"], choice["loss"]) == ("int6:outliers=on", 0.085) and choice["gain"] > 0.02
+    assert re.search(r"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| int6:outliers=on \|", whole.output)
+    assert re.search(
+        r"compression auto: tensor parallel: iterations with it take .* less: kept", whole.output
+    )
+    assert whole.output.count("compression auto: decided in") == 1
+    assert "that the ledger does not know" not in whole.output
+
+
+def test_ranks_decide_alike(slow_run) -> None:
+    """One rank's links are slow, and all decide by the slowest; so does a resume."""
+    whole, resumed, kept = slow_run
+    first, second = decisions(whole)
+    assert first == second == decisions(resumed)[0] == decisions(resumed)[1] and first["checked"]
+    assert json.loads(kept.read_text())["decision"] == first
+
+
+def test_the_check_takes_turns(slow_run) -> None:
+    """Two of four turns go without. What was counted on for the choice is what an iteration sends."""
+    whole, resumed, _ = slow_run
+    sums = 2 * 1 + 1  # two a layer, and the embedding's or the output layer's
+    for traffic in ("tp.forward", "tp.backward"):
+        assert kinds(whole, traffic) == {"auto": 4 * sums, "compressed": (CHECKED + 2 - 4) * sums}
+        assert kinds(resumed, traffic) == {"compressed": 2 * sums}
+
+
+def test_a_resume_does_not_measure(slow_run) -> None:
+    """It says where the decision is from, and goes on with the checkpoint's settings."""
+    whole, resumed, kept = slow_run
+    assert f"compression auto: as decided before: {kept}" in resumed.output
+    assert "compares iterations" not in resumed.output and "other settings than" not in resumed.output
+    assert resumed.losses == {i: whole.losses[i] for i in (CHECKED + 1, CHECKED + 2)}
+
+
+def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
+    """PP 2 x DP 2, links slow while they are timed and fast in training: both dimensions go back, on all
+    ranks in the same iteration, and the report says so."""
+    iterations = 2 + 2 * 3 * 2 + 2
+    run = pretrain(
+        *tiny_flags(seq_length="64", max_position_embeddings="64", train_iters=str(iterations)),
+        *("--global-batch-size", "8"),
+        *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--slow", "12", "--slow-payloads"),
+        *("--compression", "auto", "--compression-loss-budget", "0.2"),
+        *("--compression-report", str(tmp_path / "report")),
+        ranks=4,
+        directory=tmp_path,
+        through=SLOW,
+    )
+    everyone = decisions(run)
+    assert all(one == everyone[0] for one in everyone) and len(everyone) == 4
+    assert [one["name"] for one in everyone[0]["choices"]] == ["none", "none"]
+    assert all(one["why"].startswith("switched off") for one in everyone[0]["choices"])
+    assert run.output.count("switched off") >= 2
+    rows = [json.loads(line) for line in (tmp_path / "report/history.jsonl").read_text().splitlines()]
+    for traffic in ("dp.gradient", "dp.weight", "pp.forward", "pp.backward"):
+        assert "compressed" in rows[1]["bytes_per_iteration"][traffic]
+        assert set(rows[-1]["bytes_per_iteration"][traffic]) <= {"auto", "exact"}
+    text = (tmp_path / "report/report.md").read_text()
+    assert "## What --compression auto decided" in text and "| pipeline parallel |" in text
+    assert json.loads((tmp_path / "report/report.json").read_text())["settings"]["auto"]["checked"]
+
+
+def timing_worker(rank: int, world_size: int) -> list[float]:
+    """Send every candidate's messages in each dimension; the run's random numbers stay as they are."""
+    import torch
+
+    from megatron import host
+
+    host.install()
+    from megatron.core import parallel_state
+
+    from megatron.compression.auto.candidates import CANDIDATES
+    from megatron.compression.auto.predict import Message
+    from megatron.compression.auto.timing import Sender, Stopwatch
+    from megatron.compression.codecs.registry import settings_of
+    from megatron.compression.communication.topology import find_topology
+    from megatron.compression.communication.transports import Transports
+    from megatron.compression.config import CompressionConfig
+
+    sends = {
+        "tensor_parallel": ("tp.forward all_reduce", "tp.forward reduce_scatter", "tp.backward all_gather"),
+        "data_parallel": ("dp.gradient gradients", "dp.weight weights"),
+        "pipeline_parallel": ("pp.forward exchange", "pp.backward exchange"),
+    }
+    sizes = {
+        "tensor_parallel": {"tensor_model_parallel_size": 2},
+        "data_parallel": {},
+        "pipeline_parallel": {"pipeline_model_parallel_size": 2},
+    }
+    on_gpu = torch.cuda.is_available()
+    random_state = torch.cuda.get_rng_state if on_gpu else torch.get_rng_state
+    state, found = random_state(), []
+    for dimension, words in sends.items():
+        parallel_state.initialize_model_parallel(**sizes[dimension])
+        watch = Stopwatch()
+        for sharded in (True, False) if dimension == "data_parallel" else (True,):
+            sender = Sender(Transports(), find_topology, sharded, watch.device)
+            for candidate in (None, *CANDIDATES[dimension]):
+                settings = {} if candidate is None else dict(candidate.settings)
+                if candidate is not None and dimension == "data_parallel":
+                    settings["weights"] = "sdp4bit:intra=4" if "sdp4bit" in candidate.name else "lossless"
+                rules = settings_of(CompressionConfig)[dimension].type(**settings).rules(0)
+                for word in words:
+                    traffic, operation = word.split()
+                    shape = (8192,) if dimension == "data_parallel" else (32, 2, 64)
+                    message = Message(dimension, traffic, operation, shape, torch.bfloat16, 1.0)
+                    send = sender.sends(message, rules[traffic] if candidate else None)
+                    send()
+                    send()
+                    found += watch.largest(float(rank))
+            assert sender.describe(message, 1.0).endswith("GB/s")
+        found.append(watch.seconds(lambda: None))
+        parallel_state.destroy_model_parallel()
+    assert torch.equal(state, random_state())
+    return found
+
+
+def test_every_candidate_can_be_timed() -> None:
+    """In every operation of its dimension, with results that are the same on all ranks."""
+    first, second = spawn(timing_worker, 2)
+    assert first == second and min(first) >= 0
