@@ -51,7 +51,8 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
             h = tl.where(tl.arange(0, C.G)[None, :] == 0, h - OFFSET * C.G, h)
         h = unshuffle(h * step[:, None], C)
     else:
-        h = (q.to(tl.float32) - OFFSET) * step[:, None]
+        # Not a product: LLVM narrows one of an fp16 and a bf16 that is rounded to fp16, and loses small steps.
+        h = tl.fma(q.to(tl.float32) - OFFSET, step[:, None], 0.0)
     return h
 
 

@@ -3,15 +3,19 @@
 A sample; ``python -m tests.kernels.architectures`` takes every setting.
 """
 
-import pytest
+import re
 
-pytest.importorskip("triton")
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
 
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
-from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.launch import tuning_for, tuning_of
-from tests.kernels.architectures import ARCHITECTURES, Usage, device_of, spills, usages
+from tests.kernels.architectures import ARCHITECTURES, Usage, device_of, pretended, spills, usages
 from tests.kernels.every_setting import every_setting
 
 CASES = (
@@ -81,3 +85,21 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
         for config in (CodecConfig(f, g) for f in FORMATS for g in GROUP_SIZES):
             tile = tile_of(config, device_of(architecture))
             assert tile_bytes(config, tile) <= slot_bytes()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CodecConfig("fp8-e4m3", 64, "single", False),
+        CodecConfig("int5", 64, "signed", False, grid="quadratic"),
+    ],
+    ids=lambda config: config.format,
+)
+def test_steps_are_not_rounded_to_fp16(config: CodecConfig) -> None:
+    """LLVM takes a product of an fp16 and a bf16 that is rounded to fp16 for one of two fp16."""
+    x = torch.zeros(2**16, dtype=torch.float16)
+    with pretended(90) as compiled:
+        launch.decode(torch.zeros((1, config.wire_bytes(2**16)), dtype=torch.uint8), config, x.shape, x.dtype)
+    [(source, options)] = compiled
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
+    assert "fptrunc" in code and not re.search(r"fmul .*half", code)
