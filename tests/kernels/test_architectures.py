@@ -8,14 +8,13 @@ import re
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
+pytest.importorskip("triton")
 
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.launch import tuning_for, tuning_of
-from tests.kernels.architectures import ARCHITECTURES, Usage, device_of, pretended, spills, usages
+from tests.kernels.architectures import ARCHITECTURES, GPUTarget, Usage, device_of, pretended, spills, usages
 from tests.kernels.every_setting import every_setting
 
 CASES = (
@@ -97,9 +96,11 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
 )
 def test_steps_are_not_rounded_to_fp16(config: CodecConfig) -> None:
     """LLVM takes a product of an fp16 and a bf16 that is rounded to fp16 for one of two fp16."""
+    from triton import compile
+
     x = torch.zeros(2**16, dtype=torch.float16)
     with pretended(90) as compiled:
         launch.decode(torch.zeros((1, config.wire_bytes(2**16)), dtype=torch.uint8), config, x.shape, x.dtype)
     [(source, options)] = compiled
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
     assert "fptrunc" in code and not re.search(r"fmul .*half", code)
