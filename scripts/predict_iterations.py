@@ -34,7 +34,9 @@ def predicted(point: dict, constants: Constants) -> Prediction:
     Raises: InputError: the calibration has not measured that link, or a flag is not modelled.
     """
     if point["regime"] not in constants.links:
-        raise InputError(f"the calibration has no link {point['regime']!r}; it has {', '.join(constants.links)}")
+        raise InputError(
+            f"the calibration has no link {point['regime']!r}; it has {', '.join(constants.links)}"
+        )
     ranks, link = point["ranks"], constants.links[point["regime"]]
     args = parse_megatron(shlex.split(point["flags"]))
     layout = replace(layout_of(args, ranks), communicators=point["communicators"])
@@ -76,7 +78,9 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calibration", type=Path, help="JSON of --measure; by default docs/results' H200")
     parser.add_argument("--points", type=Path, nargs="+", default=[TABLES], help="JSON of the bench scripts")
     parser.add_argument("--plot", type=Path, help="write the scatter plot here")
@@ -91,7 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print("| regime | ranks | codec | measured ms | predicted ms | error |\n|---|---|---|---|---|---|")
     for row in rows:
-        cells = row["regime"], row["ranks"], row["codec"], f"{row['milliseconds']:.0f}", f"{row['predicted']:.0f}"
+        cells = (
+            row["regime"],
+            row["ranks"],
+            row["codec"],
+            f"{row['milliseconds']:.0f}",
+            f"{row['predicted']:.0f}",
+        )
         print(f"| {' | '.join(map(str, cells))} | {100 * row['error']:+.1f} % |")
     errors = [100 * abs(row["error"]) for row in rows]
     median, worst = statistics.median(errors), max(errors)

@@ -28,6 +28,8 @@ class Link:
     """Peers read each other's memory, so that codecs can travel in one kernel (symmetric memory)."""
     tcp: bool = False
     """Compressed payloads take two communicators by default."""
+    overlap_loss: float = 0.1
+    """How much of the shorter one comes back where a message and a GEMM run at once."""
 
     @classmethod
     def of(cls, bandwidth: float, latency: float, **flags: bool) -> "Link":
@@ -38,7 +40,9 @@ class Link:
             latency: microseconds of one message between two GPUs.
         """
         line = ((0.0, latency), (1e9, latency + 1e6 / bandwidth))
-        curves = {name: ((0.0, 2 * latency), line[1]) if name == "all_reduce" else line for name in OPERATIONS}
+        curves = {
+            name: ((0.0, 2 * latency), line[1]) if name == "all_reduce" else line for name in OPERATIONS
+        }
         return cls(curves, ranks=2, **flags)
 
     def faster(self, factor: float) -> "Link":
@@ -104,8 +108,6 @@ class Constants:
     """The same of norms, activations, residuals, losses."""
     iteration_ms: float
     """Of an iteration in which nothing runs: the optimizer's synchronisations, the next batch."""
-    overlap_loss: float
-    """How much of the shorter one comes back where a message runs behind a GEMM."""
     codecs: Mapping[str, tuple[float, float, float]]
     """encode, decode, sum (of each sender's value): microseconds for 2^20 values, by name."""
     fused_us: float
@@ -135,7 +137,9 @@ class Constants:
         except OSError as error:
             raise InputError(f"--calibration {path}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"--calibration {path} is no calibration ({error}); make one with --measure") from None
+            raise InputError(
+                f"--calibration {path} is no calibration ({error}); make one with --measure"
+            ) from None
         for name in ("gemm_tflops", "attention_tflops", "memory_gbps", "elementwise_gbps"):
             if not getattr(constants, name) > 0:
                 raise InputError(f"--calibration {path}: {name} must be above 0")
@@ -144,7 +148,7 @@ class Constants:
 
 def _link(data: dict[str, Any]) -> Link:
     curves = {name: rising(points) for name, points in data["curves"].items()}
-    return Link(curves, data["ranks"], data.get("fused", False), data.get("tcp", False))
+    return Link(curves, **{name: value for name, value in data.items() if name != "curves"})
 
 
 def rising(points: list[list[float]]) -> Curve:
@@ -171,7 +175,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            raise InputError(f"--gpus {self.gpus} and --gpus-per-node {self.gpus_per_node} must be numbers >= 1")
+            raise InputError(
+                f"--gpus {self.gpus} and --gpus-per-node {self.gpus_per_node} must be numbers >= 1"
+            )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise InputError(f"--gpus {self.gpus} must be a multiple of --gpus-per-node {self.gpus_per_node}")
 

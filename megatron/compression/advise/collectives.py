@@ -22,10 +22,16 @@ class Cost:
     overlaps: bool = True
     """Whether GEMMs can run meanwhile; a fused collective takes all multiprocessors."""
 
+    def times(self, count: float) -> "Cost":
+        """One after the other."""
+        return Cost(self.link * count, self.kernels * count, self.sent * count, self.overlaps)
+
 
 def uncompressed(group: Group, operation: str, nbytes: int, communicators: int = 1) -> Cost:
     """A collective over ``nbytes`` (of the whole buffer, as the ledger takes it)."""
-    return Cost(_link_time(group, operation, nbytes, communicators), 0.0, _sent(operation, nbytes, group.ranks))
+    return Cost(
+        _link_time(group, operation, nbytes, communicators), 0.0, _sent(operation, nbytes, group.ranks)
+    )
 
 
 def compressed(group: Group, operation: str, values: int, codec: Codec, communicators: int = 0) -> Cost:

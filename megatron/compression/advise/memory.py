@@ -6,14 +6,18 @@ from megatron.compression.advise.shapes import Layout, Model
 def layer_weights(model: Model, layout: Layout) -> float:
     """Of an average layer on one rank, its share of the experts included."""
     sparse = model.expert_layers / model.layers
-    own = model.qkv + model.projection + (1 - sparse) * (model.fc1 + model.fc2) + sparse * model.shared_weights
+    own = (
+        model.qkv + model.projection + (1 - sparse) * (model.fc1 + model.fc2) + sparse * model.shared_weights
+    )
     return own / layout.tensor + sparse * model.expert_weights(model.experts) / layout.expert
 
 
 def sharded_weights(model: Model, layout: Layout) -> tuple[int, int]:
     """Weights of the fullest rank: those replicated over all data-parallel ranks, and experts'."""
     layers = model.layers // layout.pipeline
-    experts = layers * model.expert_layers / model.layers * model.expert_weights(model.experts) / layout.expert
+    experts = (
+        layers * model.expert_layers / model.layers * model.expert_weights(model.experts) / layout.expert
+    )
     ends = 1 if model.tied or layout.pipeline > 1 else 2
     dense = layers * layer_weights(model, layout) - experts
     return int(dense + ends * model.vocabulary * model.hidden / layout.tensor), int(experts)

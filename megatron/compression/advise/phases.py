@@ -4,12 +4,11 @@ The formulas are in docs/cost_model.md. Milliseconds throughout; bytes are those
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.compression.advise import collectives, memory
-from megatron.compression.advise.cluster import Cluster
+from megatron.compression.advise.cluster import Cluster, Group
 from megatron.compression.advise.collectives import Cost
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.codecs import Codec
@@ -70,14 +69,17 @@ class _Work:
         return _Work(self.forward * times, self.backward * times)
 
 
-def tensor_parallel_messages(model: Model, layout: Layout, gemm: float = 0.0) -> dict[str, list[Message]]:
+def tensor_parallel_messages(
+    model: Model, layout: Layout, gemm: float = 0.0, added: float = 0.0
+) -> dict[str, list[Message]]:
     """What one micro-batch sends: by ``layer``, ``attention`` (a layer without its MLP, where that is experts),
     ``embedding`` and ``output``.
 
     Every message is of the whole sequence, ``sequence / context * micro_batch * hidden`` values.
 
     Args:
-        gemm: milliseconds that a product with one weight takes for the micro-batch's tokens on this rank.
+        gemm: milliseconds that a product with one of the model's weights takes for the micro-batch's tokens.
+        added: milliseconds of adding one weight's gradient to main_grad, apart from its product.
     """
     tied = dict.fromkeys(("layer", "attention", "embedding", "output"))
     if layout.tensor == 1:
@@ -85,7 +87,7 @@ def tensor_parallel_messages(model: Model, layout: Layout, gemm: float = 0.0) ->
 
     def pair(column: int, row: int) -> list[Message]:
         """A column-parallel layer and the row-parallel one behind it."""
-        own, deferred = gemm * column, gemm * row
+        own, deferred = gemm * column, gemm * row + added * (column + row)
         if not layout.sequence_parallel:
             return [
                 Message("tp.forward", "all_reduce"),
@@ -220,7 +222,8 @@ class _Iteration:
 
     def _tensor_parallel(self, layers: int, stage: int) -> list[tuple[str, float]]:
         model, layout = self.model, self.layout
-        parts = tensor_parallel_messages(model, layout, self._gemm(1) / layout.tensor)
+        added = 0.0 if layout.fused_gradients else self._elementwise(10) / layout.tensor
+        parts = tensor_parallel_messages(model, layout, self._gemm(1) / layout.tensor, added)
         sparse = model.expert_layers * layers / model.layers
         first, last = stage == 0, stage == layout.pipeline - 1
         counts = {"layer": layers - sparse, "attention": sparse, "embedding": first, "output": last}
@@ -243,28 +246,24 @@ class _Iteration:
                     share = self.config.communicators
                     cost = collectives.compressed(group, message.operation, values, codec, share)
                     behind = message.behind + message.behind_more
-                results += self._behind("TP", message.traffic, cost, behind, count, settings.chunks)
+                results += self._behind(group, message.traffic, cost, behind, count, settings.chunks)
         return results
 
     def _behind(
-        self, dimension: str, traffic: str, cost: Cost, behind: float, count: float, chunks: int = 1
+        self, group: Group, traffic: str, cost: Cost, behind: float, count: float, chunks: int = 1
     ) -> list[tuple[str, float]]:
         """Exposed time of ``count`` such messages a micro-batch, with so much work to run behind."""
-        self._round(f"bytes {traffic}", cost.sent * count)
+        dimension = traffic[:2].upper()
+        self.sent[traffic] += cost.sent * count * self.layout.micro_batches
         if not cost.overlaps:
             return [(dimension, cost.link * count)]
         kernels, hides = cost.kernels, min(cost.link, behind)
         if chunks > 1 and cost.kernels:
             # a piece's kernels and its GEMM run behind the other piece's exchange
             kernels, hides = kernels / chunks, min(cost.link, hides + kernels * (1 - 1 / chunks))
-        self._round(f"hidden {dimension}", hides * count)
-        exposed = cost.link - hides * (1 - self.constants.overlap_loss)
+        self.hidden[dimension] += hides * count * self.layout.micro_batches
+        exposed = cost.link - hides * (1 - group.slowest.overlap_loss)
         return [(dimension, exposed * count), ("codecs", kernels * count)]
-
-    def _round(self, name: str, value: float) -> None:
-        """Add to the iteration what every micro-batch does."""
-        kind, _, key = name.partition(" ")
-        {"bytes": self.sent, "hidden": self.hidden}[kind][key] += value * self.layout.micro_batches
 
     def _experts(self, layers: int) -> list[tuple[str, float]]:
         """Dispatch and combine, forward and backward: four all-to-alls in each layer, nothing behind them."""
@@ -276,11 +275,9 @@ class _Iteration:
         group = self.cluster.group(layout.expert, layout.tensor * layout.context)
         nbytes = own * model.top_k * model.hidden * layout.value_bytes
         cost = collectives.uncompressed(group, "all_to_all", nbytes)
-        forward, backward = "ep.forward", "ep.backward"
-        more = 2 if layout.recompute == "full" else 1
-        return self._behind("EP", forward, cost, 0, 2 * sparse * more) + self._behind(
-            "EP", backward, cost, 0, 2 * sparse
-        )
+        forwards = 4 if layout.recompute == "full" else 2
+        exposed = self._behind(group, "ep.forward", cost, 0, forwards * sparse)
+        return exposed + self._behind(group, "ep.backward", cost, 0, 2 * sparse)
 
     def _context(self, layers: int) -> list[tuple[str, float]]:
         """Keys and values of every layer are gathered, their gradients scattered. Transformer Engine passes
@@ -298,7 +295,7 @@ class _Iteration:
             ("cp.backward", "reduce_scatter", work.backward / 4),
         ):
             cost = collectives.uncompressed(group, operation, nbytes)
-            results += self._behind("CP", traffic, cost, behind * layout.transformer_engine, layers)
+            results += self._behind(group, traffic, cost, behind * layout.transformer_engine, layers)
         return results
 
     def _spread(self, exchanges: list[tuple[str, float]], rounds: int) -> None:
@@ -351,7 +348,9 @@ class _Iteration:
             return
         compressor, weight_codec = config.compressor, config.weight_codec
         if compressor is not None and not hasattr(compressor, "codec"):
-            raise InputError(f"--dp-compression {config.compression} is not modelled: its bytes depend on the values")
+            raise InputError(
+                f"--dp-compression {config.compression} is not modelled: its bytes depend on the values"
+            )
         gradient_bytes = 2 if layout.bf16_gradients or not layout.bf16 else 4
         sums = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
         dense, experts = memory.sharded_weights(self.model, layout)
@@ -367,8 +366,9 @@ class _Iteration:
             else:
                 part, sharded = int(values / buckets), layout.distributed_optimizer
                 one = collectives.gradients(group, part, compressor.codec, sharded, self.config.communicators)
-                cost = _times(one, buckets)
-            self._overlapped("dp.gradient", cost, layout.overlap_gradients, work.backward * slower, buckets)
+                cost = one.times(buckets)
+            behind = work.backward * slower if layout.overlap_gradients else 0.0
+            self._overlapped(group, "dp.gradient", cost, behind, buckets)
             if not layout.distributed_optimizer:
                 continue
             if weight_codec is None:
@@ -376,26 +376,29 @@ class _Iteration:
             else:
                 part = int(values / buckets)
                 one = collectives.gathered(group, part, weight_codec, self.config.communicators)
-                cost = _times(one, buckets)
-            self._overlapped("dp.weight", cost, layout.overlap_weights, work.forward * slower, buckets)
+                cost = one.times(buckets)
+            behind = work.forward * slower if layout.overlap_weights else 0.0
+            self._overlapped(group, "dp.weight", cost, behind, buckets)
 
-    def _replicas(self, ranks: int, stride: int):
+    def _replicas(self, ranks: int, stride: int) -> Group:
         """The data-parallel group; with ``--dp-compression-node-size`` its nodes are the user's."""
         size = self.config.data_parallel.node_size
         group = self.cluster.group(ranks, stride)
         if size is None or size == group.local or ranks % size:
             return group
-        link = self.cluster.intra if group.nodes == 1 else self.cluster.inter
-        return _renamed(group, size, link)
+        if group.nodes > 1 or size == 1:  # a node's ranks are those of a part of a node, or of several nodes
+            return Group(ranks, size, replace(self.cluster, intra=group.slowest, inter=group.slowest))
+        return Group(ranks, size, replace(self.cluster, inter=self.cluster.intra))
 
-    def _whole(self, group, operation: str, nbytes: float, buckets: float) -> Cost:
+    def _whole(self, group: Group, operation: str, nbytes: float, buckets: float) -> Cost:
         one = collectives.uncompressed(group, operation, int(nbytes / buckets), self.layout.communicators)
-        return _times(one, buckets)
+        return one.times(buckets)
 
-    def _overlapped(self, traffic: str, cost: Cost, overlaps: bool, work: float, buckets: float) -> None:
+    def _overlapped(self, group: Group, traffic: str, cost: Cost, work: float, buckets: float) -> None:
+        """All buckets but the last have so much work to run behind."""
         self.sent[traffic] += cost.sent
-        behind = min(cost.link * (1 - 1 / buckets), work) if overlaps else 0.0
-        self.phases["DP"] += cost.link - behind * (1 - self.constants.overlap_loss)
+        behind = min(cost.link * (1 - 1 / buckets), work)
+        self.phases["DP"] += cost.link - behind * (1 - group.slowest.overlap_loss)
         self.phases["codecs"] += cost.kernels
         self.hidden["DP"] += behind
 
@@ -403,21 +406,3 @@ class _Iteration:
 def model_tokens(model: Model, layout: Layout) -> int:
     """Of a sample, in one message between stages."""
     return model.sequence // layout.context // (layout.tensor if layout.sequence_parallel else 1)
-
-
-def _times(cost: Cost, count: float) -> Cost:
-    return Cost(cost.link * count, cost.kernels * count, cost.sent * count)
-
-
-def _renamed(group, local: int, link):
-    """The same ranks in other nodes, all over one link."""
-    from dataclasses import replace
-
-    from megatron.compression.advise.cluster import Group
-
-    return Group(group.ranks, local, replace(group.cluster, intra=link if local > 1 else group.cluster.intra, inter=link))
-
-
-def stages_of(layout: Layout) -> Iterator[int]:
-    """Pipeline ranks."""
-    yield from range(layout.pipeline)

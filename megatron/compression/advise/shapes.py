@@ -1,6 +1,7 @@
 """The model and how it is laid out: what decides an iteration's work and its messages."""
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -139,14 +140,31 @@ class Layout:
                 f"of {self.micro_batch}",
                 "a multiple",
             ),
-            (model.sequence, self.context * 2 if self.context > 1 else 1, "--seq-length over context", "2 x CP"),
-            (model.experts, self.expert, f"--num-experts {model.experts} over {self.expert} ranks", "a divisor"),
-            (self.data * self.context, self.expert, f"{self.data} data-parallel ranks over experts", "a divisor"),
+            (
+                model.sequence,
+                self.context * 2 if self.context > 1 else 1,
+                "--seq-length over context",
+                "2 x CP",
+            ),
+            (
+                model.experts,
+                self.expert,
+                f"--num-experts {model.experts} over {self.expert} ranks",
+                "a divisor",
+            ),
+            (
+                self.data * self.context,
+                self.expert,
+                f"{self.data} data-parallel ranks over experts",
+                "a divisor",
+            ),
         ):
             if value % by:
                 raise InputError(f"{what} does not come out even; give {fix}")
         if model.groups % tensor and tensor % model.groups:
-            raise InputError(f"--num-query-groups {model.groups} over {tensor} tensor-parallel ranks; give a divisor")
+            raise InputError(
+                f"--num-query-groups {model.groups} over {tensor} tensor-parallel ranks; give a divisor"
+            )
         if self.virtual > 1 and (self.pipeline == 1 or self.micro_batches % self.pipeline):
             raise InputError("virtual stages need pipeline stages, and micro-batches in multiples of them")
         if model.experts and self.tensor > 1 and not self.sequence_parallel:
@@ -182,7 +200,9 @@ PRESETS: dict[str, Model] = GPT3 | {
 def find_model(name: str) -> Model:
     """Raises: InputError: no preset has the name."""
     if name.lower() not in PRESETS:
-        raise InputError(f"--model {name} is unknown; choose one of {', '.join(PRESETS)}, or give Megatron's flags")
+        raise InputError(
+            f"--model {name} is unknown; choose one of {', '.join(PRESETS)}, or give Megatron's flags"
+        )
     return PRESETS[name.lower()]
 
 
@@ -199,23 +219,24 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
 
     Raises: InputError: an unknown flag, or one whose effect is not modelled.
     """
-    from megatron import host
-
-    host.install()  # Megatron's modules ask for a device
-    from megatron.training.arguments import add_megatron_arguments
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is not installed here
+        from megatron.training.arguments import add_megatron_arguments
 
     from megatron.compression.errors import OneLineParser
+    from megatron.compression.flags import add_flags
     from megatron.compression.huggingface.flags import add_qwen_arguments, expand
-    from megatron.compression.setup import add_arguments
 
     parser = OneLineParser(allow_abbrev=False)
-    for add in (add_megatron_arguments, add_arguments, add_qwen_arguments):
+    for add in (add_megatron_arguments, add_flags, add_qwen_arguments):
         add(parser)
     qwen = any(word.split("=")[0] == "--qwen-model" for word in words)
     args = parser.parse_args(expand(list(words))[0] if qwen else list(words))
     for name in _NOT_MODELLED:
         if getattr(args, name, None):
-            raise InputError(f"--{name.replace('_', '-')} is not modelled; leave it out for a prediction without")
+            raise InputError(
+                f"--{name.replace('_', '-')} is not modelled; leave it out for a prediction without"
+            )
     return args
 
 
