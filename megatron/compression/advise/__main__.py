@@ -1,0 +1,208 @@
+"""What compression would bring on a cluster, before there is one.
+
+    python -m megatron.compression.advise --model qwen2.5-7b --gpus 64 --intra nvlink --inter 12.5:20
+    python -m megatron.compression.advise --gpus 64 --inter 50:10 -- <the flags of your launch script>
+    python -m megatron.compression.advise --measure here.json            # on GPUs: the constants, once
+    python -m megatron.compression.advise --calibration here.json --model llama-3-8b --gpus 8 --plot advice.png
+
+Sizes that the flags behind -- leave open are searched with --model, and Megatron's defaults without.
+docs/cost_model.md says how times are predicted and how far they were off.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.compression.advise import memory, shapes
+from megatron.compression.advise.cluster import Cluster, Constants, Link
+from megatron.compression.advise.search import SEARCHED, USABLE, fastest, fits
+from megatron.compression.advise.settings import Advice, advise, config_of
+from megatron.compression.advise.shapes import Layout, Model
+from megatron.compression.config import CompressionConfig
+from megatron.compression.errors import InputError, OneLineParser, require_extra
+
+TOKENS = 2**22
+"""Of an iteration where nobody gives --global-batch-size."""
+_FLAGS = {
+    "--tensor-model-parallel-size": "tensor",
+    "--pipeline-model-parallel-size": "pipeline",
+    "--expert-model-parallel-size": "expert",
+    "--micro-batch-size": "micro_batch",
+    "--recompute-granularity": "recompute",
+}
+"""Megatron's flag -> what it fixes of a layout that is searched."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The adviser's own options."""
+    parser = OneLineParser(
+        prog="python -m megatron.compression.advise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=f"one of {', '.join(shapes.PRESETS)}")
+    add("--gpus", type=int, default=8)
+    add("--gpus-per-node", type=int, default=8)
+    link = "a link of the calibration, or GB/s that a GPU sends, with microseconds of latency behind a colon"
+    add("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
+    add(
+        "--inter", default="50:10", metavar="LINK", help="between nodes, a GPU's share of its node's adapters"
+    )
+    add("--gemm-tflops", type=float, help="compute rate: what the products of a layer achieve on one GPU")
+    add("--memory-gb", type=float, default=141.0, help="of one GPU")
+    add("--calibration", type=Path, metavar="FILE", help="constants of --measure instead of an H200's")
+    add("--measure", type=Path, metavar="FILE", help="measure the constants on this host's GPUs, and end")
+    add("--json", type=Path, metavar="FILE", help="write everything here")
+    add("--plot", type=Path, metavar="FILE", help="draw phases, gain against bandwidth and against GPUs")
+    return parser
+
+
+def link_of(text: str, flag: str, constants: Constants) -> Link:
+    """A measured link by its name, or ``GB/s[:us]``.
+
+    Raises: InputError: neither.
+    """
+    if text in constants.links:
+        return constants.links[text]
+    try:
+        bandwidth, latency = map(float, (text if ":" in text else f"{text}:5").split(":"))
+    except ValueError:
+        names = ", ".join(constants.links)
+        raise InputError(
+            f"{flag} {text}: give one of {names}, or GB/s and microseconds such as 50:10"
+        ) from None
+    if not (0 < bandwidth < math.inf and 0 <= latency < math.inf):
+        raise InputError(f"{flag} {text}: the bandwidth must be above 0 GB/s, the latency at least 0 us")
+    return Link.of(bandwidth, latency)
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The cluster that the options describe. Raises: InputError: an impossible one."""
+    constants = Constants.load(options.calibration)
+    for flag, value in (("--gemm-tflops", options.gemm_tflops), ("--memory-gb", options.memory_gb)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{flag} {value:g} must be above 0")
+    if options.gemm_tflops:
+        constants = replace(constants, gemm_tflops=options.gemm_tflops)
+    return Cluster(
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        intra=link_of(options.intra, "--intra", constants),
+        inter=link_of(options.inter, "--inter", constants),
+        constants=constants,
+        memory_gb=options.memory_gb,
+    )
+
+
+def what_runs(
+    options: argparse.Namespace, words: Sequence[str], cluster: Cluster
+) -> tuple[Model, Layout, CompressionConfig | None]:
+    """Model, layout, and what the words compress (None: nothing).
+
+    Raises: InputError: no model, an impossible layout, or none that fits.
+    """
+    if not options.model and not words:
+        raise InputError("give --model NAME, or the flags of a launch script behind --")
+    model = shapes.find_model(options.model) if options.model else None
+    args = shapes.parse_megatron(words) if words else None
+    if model is None:
+        model, layout = shapes.model_of(args), shapes.layout_of(args, cluster.gpus)
+    else:
+        model = replace(model, sequence=getattr(args, "seq_length", None) or model.sequence)
+        batch = getattr(args, "global_batch_size", None) or max(TOKENS // model.sequence, cluster.gpus)
+        given = {word.split("=")[0] for word in words}
+        free = {field for flag, field in _FLAGS.items() if flag not in given} & set(SEARCHED)
+        start = Layout(
+            global_batch=batch, distributed_optimizer=True, overlap_gradients=True, overlap_weights=True
+        )
+        if args is not None:
+            names = ("tensor", "pipeline", "context", "expert", "micro_batch", "recompute")
+            one = shapes.layout_of(args, cluster.gpus)
+            start = replace(
+                start, **{name: getattr(one, name) for name in names}, sequence_parallel=one.tensor > 1
+            )
+        layout = fastest(model, start, cluster, free)
+    layout.check(model)
+    if not fits(model, layout, cluster):
+        raise InputError(
+            f"does not fit: {memory.gigabytes(model, layout):.0f} GB a GPU, and {100 * USABLE:.0f} % of --memory-gb "
+            f"{cluster.memory_gb:g} can be used; spread the model over more GPUs, or --recompute-granularity full"
+        )
+    config = config_of(args, layout) if args is not None else None
+    return model, layout, config if config is not None and config.enabled else None
+
+
+def table(rows: list[Advice]) -> str:
+    """Markdown: milliseconds by phase, speed-up, memory, loss."""
+    phases = [
+        name for name in rows[0].prediction.phases if any(r.prediction.phases[name] >= 0.05 for r in rows)
+    ]
+    lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        found = row.prediction
+        cells = [row.flags or "uncompressed", f"{found.milliseconds:.1f}", f"{row.speed_up:.2f}"]
+        cells += [f"{found.phases[name]:.1f}" for name in phases]
+        lines.append([*cells, f"{sum(found.hidden.values()):.1f}", f"{found.memory_gb:.0f}", row.loss])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def report(options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Print the table; write what was asked for."""
+    from megatron.compression.advise import plots
+
+    cluster = cluster_of(options)
+    model, layout, config = what_runs(options, words, cluster)
+    own = (shlex.join(word for word in words if "compression" in word or word == "--taco"), config)
+    rows = advise(model, layout, cluster, (own[0], config) if config is not None else None)
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "DP": layout.data,
+        "CP": layout.context,
+        "EP": layout.expert,
+    }
+    shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+    print(
+        f"{model.parameters / 1e9:.1f} B parameters on {cluster.gpus} GPUs: {shown}, {layout.micro_batches} "
+        f"micro-batches of {layout.micro_batch} x {model.sequence} tokens, recomputation {layout.recompute}\n"
+    )
+    print(table(rows))
+    curves = plots.sweeps(model, layout, cluster) if options.json or options.plot else {}
+    if options.json:
+        settings = [dataclasses.asdict(row) | {"milliseconds": row.prediction.milliseconds} for row in rows]
+        parts = {"model": model, "layout": layout}
+        data = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        options.json.write_text(json.dumps(data | {"settings": settings, "gains": curves}, indent=1) + "\n")
+    if options.plot:
+        require_extra("matplotlib", "plots", "--plot")
+        plots.draw(rows, curves, options.plot)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 2 for bad input, which is one line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    place = words.index("--") if "--" in words else len(words)
+    try:
+        options = make_parser().parse_args(words[:place])
+        if options.measure:
+            from megatron.compression.advise import calibrate
+
+            return calibrate.measure(options.measure)
+        report(options, words[place + 1 :])
+    except (InputError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
