@@ -15,6 +15,7 @@ Flags that are not the script's own go to pretrain_gpt.py.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -52,7 +53,7 @@ def make_parser(
     add(f"--{dimension}-parallel", dest="ranks", type=int, default=4)
     add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
     add("--iterations", type=int, default=iterations, help=f"of a block; the first {WARM_UP} are not timed")
-    add("--json", type=Path, help="write the rows here")
+    add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
     parser.set_defaults(dimension=dimension)
     return parser
 
@@ -92,10 +93,7 @@ def _run(
     options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
     first = next((one for one in settings if one.specs != ("none",)), settings[0])
-    words = [*flags, *first.words(options.dimension), *options.extra]
-    if first.specs != ("none",) and options.dimension != "pipeline":
-        words += ["--compression-communicators", options.communicators]
-    words += ["--train-iters", options.iterations * len(settings)]
+    words = [*_words(options, first, flags), "--train-iters", options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings]}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
     with tempfile.TemporaryDirectory() as folder:
@@ -113,8 +111,17 @@ def _run(
     for block, setting in enumerate(settings):
         lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
         row = {"regime": regime, "communicators": options.communicators, "codec": setting.text}
+        row |= {"ranks": options.ranks, "flags": shlex.join(map(str, _words(options, setting, flags)))}
         rows.append(row | summary(lines, traffic))
     return rows
+
+
+def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
+    """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
+    words = [*flags, *setting.words(options.dimension), *options.extra]
+    if setting.specs != ("none",) and options.dimension != "pipeline":
+        words += ["--compression-communicators", options.communicators]
+    return words
 
 
 def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:

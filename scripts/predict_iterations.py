@@ -2,7 +2,7 @@
 
     python -m scripts.predict_iterations                            # the tables of docs/results
     python scripts/bench_end_to_end.py --tensor-parallel 2 --json tensor.json
-    python -m scripts.predict_iterations --calibration here.json --points tensor.json pipeline.json --plot here.png
+    python -m scripts.predict_iterations --calibration here.json --points tensor.json --plot here.png
 
 Points are what the bench_*.py scripts write: Megatron's flags and ours, the regime, and the iteration's time.
 The exit status is 1 where an error passes its limit.
@@ -45,7 +45,7 @@ def predicted(point: dict, constants: Constants) -> Prediction:
 
 
 def compared(points: list[dict], constants: Constants) -> list[dict]:
-    """The points with ``predicted`` milliseconds, their ``error`` (predicted over measured, less 1), ``phases``."""
+    """The points with ``predicted`` milliseconds, ``error`` (predicted over measured, less 1), ``phases``."""
     rows = []
     for point in points:
         result = predicted(point, constants)

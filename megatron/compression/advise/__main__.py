@@ -3,7 +3,7 @@
     python -m megatron.compression.advise --model qwen2.5-7b --gpus 64 --intra nvlink --inter 12.5:20
     python -m megatron.compression.advise --gpus 64 --inter 50:10 -- <the flags of your launch script>
     python -m megatron.compression.advise --measure here.json            # on GPUs: the constants, once
-    python -m megatron.compression.advise --calibration here.json --model llama-3-8b --gpus 8 --plot advice.png
+    python -m megatron.compression.advise --calibration here.json --model llama-3-8b --plot advice.png
 
 Sizes that the flags behind -- leave open are searched with --model, and Megatron's defaults without.
 docs/cost_model.md says how times are predicted and how far they were off.
@@ -133,8 +133,8 @@ def what_runs(
     layout.check(model)
     if not fits(model, layout, cluster):
         raise InputError(
-            f"does not fit: {memory.gigabytes(model, layout):.0f} GB a GPU, and {100 * USABLE:.0f} % of --memory-gb "
-            f"{cluster.memory_gb:g} can be used; spread the model over more GPUs, or --recompute-granularity full"
+            f"does not fit: {memory.gigabytes(model, layout):.0f} GB a GPU, and {100 * USABLE:.0f} % of "
+            f"--memory-gb {cluster.memory_gb:g} can be used; take more GPUs, or --recompute-granularity full"
         )
     config = config_of(args, layout) if args is not None else None
     return model, layout, config if config is not None and config.enabled else None

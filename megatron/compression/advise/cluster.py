@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def _rounds(operation: str, ranks: int) -> float:
 
 
 def _interpolate(curve: Curve, x: float) -> float:
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(curve):
         if x <= x1 or (x1, y1) == curve[-1]:
             return max(y0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
     return curve[0][1]
@@ -95,7 +96,7 @@ def _interpolate(curve: Curve, x: float) -> float:
 
 @dataclass(frozen=True)
 class Constants:
-    """Of one kind of GPU, from a calibration (``--measure``) or ``h200.json``; docs/cost_model.md says whence."""
+    """Of one kind of GPU, from a calibration (``--measure``) or ``h200.json`` (docs/cost_model.md)."""
 
     device: str
     gemm_tflops: float
@@ -114,6 +115,8 @@ class Constants:
     """Of a fused collective, its codec for 2^20 values."""
     launch_us: float
     """Of one codec kernel, however small."""
+    layer_ms: float = 0.0
+    """Of the whole layer that was timed; nothing is predicted from it."""
     links: Mapping[str, Link] = field(default_factory=dict)
 
     @cached_property

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from megatron.compression.advise.cluster import Constants, Group
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import bytes_sent
@@ -34,17 +36,22 @@ def uncompressed(group: Group, operation: str, nbytes: int, communicators: int =
     )
 
 
-def compressed(group: Group, operation: str, values: int, codec: Codec, communicators: int = 0) -> Cost:
+def compressed(
+    group: Group, operation: str, values: int, codec: Codec, communicators: int = 0, value_bytes: int = 2
+) -> Cost:
     """A collective of tensor parallelism over ``values`` of the whole tensor, through a codec.
 
     Args:
         communicators: as ``--compression-communicators``.
+        value_bytes: of what is encoded, where that matters to the codec.
     """
     constants, (first, second), ranks = group.cluster.constants, codec.hops, group.ranks
     if ranks == 1:
         return Cost(0.0)
     gathers, scatters = operation != "reduce_scatter", operation != "all_gather"
-    payloads = [payload(codec, values) for codec, used in ((first, scatters), (second, gathers)) if used]
+    payloads = [
+        payload(codec, values, value_bytes) for codec, used in ((first, scatters), (second, gathers)) if used
+    ]
     exchanges = [name for name, used in (("all_to_all", scatters), ("all_gather", gathers)) if used]
     sent = sum(_sent(name, nbytes, ranks) for name, nbytes in zip(exchanges, payloads, strict=True))
     if group.slowest.fused and group.nodes == 1 and codec.fused_config is not None:
@@ -62,8 +69,10 @@ def compressed(group: Group, operation: str, values: int, codec: Codec, communic
     return Cost(link, kernels, sent)
 
 
-def gradients(group: Group, values: int, codec: Codec, sharded: bool, communicators: int = 0) -> Cost:
-    """Data parallelism's sum: inside a node with the codec's first hop, then between nodes with its second."""
+def gradients(
+    group: Group, values: int, codec: Codec, sharded: bool, communicators: int = 0, value_bytes: int = 4
+) -> Cost:
+    """Data parallelism's sum: inside a node with the codec's first hop, between nodes with its second."""
     constants, (intra, inter) = group.cluster.constants, codec.hops
     cluster, share = group.cluster, communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
     link = kernels = sent = 0.0
@@ -73,21 +82,21 @@ def gradients(group: Group, values: int, codec: Codec, sharded: bool, communicat
     ):
         if ranks == 1:
             continue
-        nbytes = payload(codec, int(part))
+        nbytes = payload(codec, int(part), value_bytes)
         hop = _sent("all_to_all", nbytes, ranks)
         sent, link = sent + hop, link + link_of.milliseconds("all_to_all", hop, ranks, share)
         kernels += _kernel(constants, codec, "encode", part) + _kernel(constants, codec, "sum", part)
     if not sharded and group.ranks > 1:
         last = inter if group.nodes > 1 else intra
-        gather = gathered(group, values, last, share)
+        gather = gathered(group, values, last, share, value_bytes)
         link, kernels, sent = link + gather.link, kernels + gather.kernels, sent + gather.sent
     return Cost(link, kernels, sent)
 
 
-def gathered(group: Group, values: int, codec: Codec, communicators: int = 0) -> Cost:
+def gathered(group: Group, values: int, codec: Codec, communicators: int = 0, value_bytes: int = 2) -> Cost:
     """An all-gather of what each rank holds a part of, as payloads: the distributed optimizer's weights."""
     share = communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
-    nbytes, constants = payload(codec, values), group.cluster.constants
+    nbytes, constants = payload(codec, values, value_bytes), group.cluster.constants
     kernels = _kernel(constants, codec, "encode", values / group.ranks)
     kernels += _kernel(constants, codec, "decode", values)
     link = _link_time(group, "all_gather", nbytes, share)
@@ -98,7 +107,8 @@ def message(group: Group, shape: tuple[int, int, int], value_bytes: int, codec: 
     """One message between pipeline stages, ``[tokens, samples, channels]``; it has one communicator."""
     tokens, samples, channels = shape
     values = tokens * samples * channels
-    nbytes = values * value_bytes if codec is None else codec.payload_bytes(shape)
+    dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
+    nbytes = values * value_bytes if codec is None else codec.message_bytes(shape, dtype)
     kernels = 0.0
     if codec is not None:
         constants = group.cluster.constants
@@ -107,9 +117,11 @@ def message(group: Group, shape: tuple[int, int, int], value_bytes: int, codec: 
 
 
 @lru_cache(maxsize=4096)
-def payload(codec: Codec, values: int) -> int:
+def payload(codec: Codec, values: int, value_bytes: int = 2) -> int:
     """Bytes of the payloads of so many values, in rows long enough for padding not to matter."""
-    return int(codec.bits_per_value((1024, 1024) if codec.sees_shape else (2**20,)) * values / 8)
+    shape = (1024, 1, 1024) if codec.sees_shape else (2**20,)
+    dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
+    return codec.message_bytes(shape, dtype) * values // 2**20
 
 
 def _sent(operation: str, nbytes: float, ranks: int) -> float:
@@ -145,4 +157,6 @@ def codec_us(constants: Constants, codec: Codec) -> tuple[float, float, float]:
         name = "normalize"
     elif getattr(codec, "outliers", False):
         name = "outliers"
+    elif name in ("int5", "int4"):
+        name = "int6"  # within 10 % (docs/results/kernels.md)
     return constants.codecs.get(name, constants.slowest)

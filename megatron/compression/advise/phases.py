@@ -36,7 +36,7 @@ class Prediction:
     hidden: dict[str, float]
     """Milliseconds of communication that run behind work, by dimension."""
     sent: dict[str, float]
-    """Bytes that a rank sends in an iteration, by the ledger's traffic class; of the rank that works longest."""
+    """Bytes that a rank sends in an iteration, by the ledger's traffic class; of the slowest stage."""
     memory_gb: float
 
     @property
@@ -72,8 +72,8 @@ class _Work:
 def tensor_parallel_messages(
     model: Model, layout: Layout, gemm: float = 0.0, added: float = 0.0
 ) -> dict[str, list[Message]]:
-    """What one micro-batch sends: by ``layer``, ``attention`` (a layer without its MLP, where that is experts),
-    ``embedding`` and ``output``.
+    """What one micro-batch sends: by ``layer``, ``attention`` (a layer whose MLP is experts), ``embedding``
+    and ``output``.
 
     Every message is of the whole sequence, ``sequence / context * micro_batch * hidden`` values.
 
@@ -244,7 +244,9 @@ class _Iteration:
                     behind = message.behind
                 else:
                     share = self.config.communicators
-                    cost = collectives.compressed(group, message.operation, values, codec, share)
+                    cost = collectives.compressed(
+                        group, message.operation, values, codec, share, layout.value_bytes
+                    )
                     behind = message.behind + message.behind_more
                 results += self._behind(group, message.traffic, cost, behind, count, settings.chunks)
         return results
@@ -305,8 +307,8 @@ class _Iteration:
     # The schedule
 
     def _pipeline(self, rounds: int, each: float, others: list[float], stages: int) -> None:
-        """1F1B. Uncompressed sends are waited for, so a stage's step holds both its messages; payloads are not,
-        but in the steady state only as many micro-batches are under way as there are stages."""
+        """1F1B. Uncompressed sends are waited for, so a stage's step holds both its messages. Payloads are not,
+        but only as many micro-batches are under way as there are stages."""
         layout, ranks = self.layout, self.layout.pipeline
         if ranks == 1:
             return
@@ -365,7 +367,9 @@ class _Iteration:
                 cost = self._whole(group, sums, values * gradient_bytes, buckets)
             else:
                 part, sharded = int(values / buckets), layout.distributed_optimizer
-                one = collectives.gradients(group, part, compressor.codec, sharded, self.config.communicators)
+                one = collectives.gradients(
+                    group, part, compressor.codec, sharded, self.config.communicators, gradient_bytes
+                )
                 cost = one.times(buckets)
             behind = work.backward * slower if layout.overlap_gradients else 0.0
             self._overlapped(group, "dp.gradient", cost, behind, buckets)

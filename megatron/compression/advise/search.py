@@ -21,7 +21,7 @@ def fits(model: Model, layout: Layout, cluster: Cluster) -> bool:
 
 
 def layouts(model: Model, start: Layout, cluster: Cluster, free: Collection[str]) -> Iterator[Layout]:
-    """Every layout of the cluster's GPUs that Megatron would run, ``start`` with its ``free`` fields changed."""
+    """Every layout of the cluster's GPUs that Megatron would run: ``start``, its ``free`` fields changed."""
     powers = [2**power for power in range(15)]
     tried = {
         "tensor": [size for size in powers if size <= cluster.gpus_per_node],
@@ -55,8 +55,8 @@ def fastest(model: Model, start: Layout, cluster: Cluster, free: Collection[str]
     possible = list(layouts(model, start, cluster, free))
     if not possible:
         raise InputError(
-            f"no layout of {cluster.gpus} GPUs divides this model and a global batch of {start.global_batch}; "
-            "give --global-batch-size behind --"
+            f"no layout of {cluster.gpus} GPUs divides this model and a global batch of {start.global_batch};"
+            " give --global-batch-size behind --"
         )
     fitting = [layout for layout in possible if fits(model, layout, cluster)]
     if not fitting:

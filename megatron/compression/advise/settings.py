@@ -1,4 +1,4 @@
-"""What is compared: uncompressed, what docs/choosing.md recommends, all of it together, the command line's own."""
+"""What is compared: uncompressed, what docs/choosing.md recommends, and the command line's own."""
 
 from argparse import Namespace
 from dataclasses import dataclass

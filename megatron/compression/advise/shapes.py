@@ -136,8 +136,8 @@ class Layout:
             (model.layers, stages, f"--num-layers {model.layers} over {stages} pipeline stages", "a divisor"),
             (
                 *(self.global_batch, self.micro_batch * self.data),
-                f"--global-batch-size {self.global_batch} over {self.data} data-parallel ranks of micro-batches "
-                f"of {self.micro_batch}",
+                f"--global-batch-size {self.global_batch} over {self.data} data-parallel ranks of "
+                f"micro-batches of {self.micro_batch}",
                 "a multiple",
             ),
             (
@@ -182,7 +182,7 @@ GPT3 = {
     "gpt3-13b": _gpt3(40, 5120, 40),
     "gpt3-175b": _gpt3(96, 12288, 96),
 }
-"""Brown et al. 2020 (arXiv 2005.14165), table 2.1; 13B with heads of 128, the vocabulary as Megatron pads it."""
+"""Brown et al. 2020 (arXiv 2005.14165), table 2.1; heads of 128 for 13B, Megatron's padded vocabulary."""
 
 
 def _of_dense(model: DenseModel) -> Model:
