@@ -24,10 +24,6 @@ class Cost:
     overlaps: bool = True
     """Whether GEMMs can run meanwhile; a fused collective takes all multiprocessors."""
 
-    def times(self, count: float) -> "Cost":
-        """One after the other."""
-        return Cost(self.link * count, self.kernels * count, self.sent * count, self.overlaps)
-
 
 def uncompressed(group: Group, operation: str, nbytes: int, communicators: int = 1) -> Cost:
     """A collective over ``nbytes`` (of the whole buffer, as the ledger takes it)."""

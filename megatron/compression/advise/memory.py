@@ -27,7 +27,7 @@ def weights(model: Model, layout: Layout) -> tuple[float, float]:
     """Weights of a rank, and how many of them its optimizer keeps if it is distributed."""
     dense, experts = sharded_weights(model, layout)
     ranks = layout.data * layout.context
-    return dense + experts, dense / ranks + experts / (ranks / layout.expert)
+    return dense + experts, dense / ranks + experts / (ranks * layout.tensor / layout.expert)
 
 
 def gigabytes(model: Model, layout: Layout) -> float:

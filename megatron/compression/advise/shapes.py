@@ -91,7 +91,7 @@ class Layout:
     data: int = 1
     context: int = 1
     expert: int = 1
-    """GPUs among the data-parallel ones that share a layer's experts."""
+    """GPUs of a pipeline stage that share a layer's experts, each of which is whole."""
     micro_batch: int = 1
     global_batch: int = 1
     sequence_parallel: bool = False
@@ -125,48 +125,29 @@ class Layout:
 
     def check(self, model: Model) -> None:
         """Raises: InputError: Megatron would not run this; the message names the flag and the fix."""
-        for flag, size in vars(self).items():
-            if isinstance(size, int) and size < 1 and not isinstance(size, bool):
-                raise InputError(f"the {flag.replace('_', '-')} size {size} must be a number >= 1")
-        tensor, stages = self.tensor, self.pipeline * self.virtual
-        heads = f"--num-attention-heads {model.heads}"
-        for value, by, what, fix in (
-            (model.heads, tensor, f"{heads} over --tensor-model-parallel-size {tensor}", "a divisor"),
-            (model.ffn, tensor, f"--ffn-hidden-size {model.ffn} over {tensor} ranks", "a divisor"),
-            (model.layers, stages, f"--num-layers {model.layers} over {stages} pipeline stages", "a divisor"),
+        for name, size in vars(self).items():
+            if type(size) is int and size < 1:
+                raise InputError(f"a {name.replace('_', '-')} size of {size} is impossible; give 1 or more")
+        tensor, stages, copies = self.tensor, self.pipeline * self.virtual, self.micro_batch * self.data
+        for flag, value, what, parts in (
+            ("--num-attention-heads", model.heads, "tensor-parallel ranks", tensor),
+            ("--ffn-hidden-size", model.ffn, "tensor-parallel ranks", tensor),
             (
-                *(self.global_batch, self.micro_batch * self.data),
-                f"--global-batch-size {self.global_batch} over {self.data} data-parallel ranks of "
-                f"micro-batches of {self.micro_batch}",
-                "a multiple",
+                "--num-query-groups",
+                max(model.groups, tensor),
+                "tensor-parallel ranks",
+                min(model.groups, tensor),
             ),
-            (
-                model.sequence,
-                self.context * 2 if self.context > 1 else 1,
-                "--seq-length over context",
-                "2 x CP",
-            ),
-            (
-                model.experts,
-                self.expert,
-                f"--num-experts {model.experts} over {self.expert} ranks",
-                "a divisor",
-            ),
-            (
-                self.data * self.context,
-                self.expert,
-                f"{self.data} data-parallel ranks over experts",
-                "a divisor",
-            ),
+            ("--num-layers", model.layers, "pipeline stages", stages),
+            ("--global-batch-size", self.global_batch, "samples in the data-parallel micro-batches", copies),
+            ("--seq-length", model.sequence, "context-parallel halves", 2 * self.context),
+            ("--num-experts", model.experts, "expert-parallel ranks", self.expert),
+            ("GPUs of a stage:", self.gpus // self.pipeline, "expert-parallel ranks", self.expert),
         ):
-            if value % by:
-                raise InputError(f"{what} does not come out even; give {fix}")
-        if model.groups % tensor and tensor % model.groups:
-            raise InputError(
-                f"--num-query-groups {model.groups} over {tensor} tensor-parallel ranks; give a divisor"
-            )
+            if value % parts:
+                raise InputError(f"{flag} {value} cannot be split over {parts} {what}; change one of the two")
         if self.virtual > 1 and (self.pipeline == 1 or self.micro_batches % self.pipeline):
-            raise InputError("virtual stages need pipeline stages, and micro-batches in multiples of them")
+            raise InputError("virtual stages need a pipeline, and micro-batches in multiples of its stages")
         if model.experts and self.tensor > 1 and not self.sequence_parallel:
             raise InputError("--num-experts with tensor parallelism needs --sequence-parallel; add it")
 
@@ -234,9 +215,10 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(expand(list(words))[0] if qwen else list(words))
     for name in _NOT_MODELLED:
         if getattr(args, name, None):
-            raise InputError(
-                f"--{name.replace('_', '-')} is not modelled; leave it out for a prediction without"
-            )
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is not modelled; leave it out for a prediction without")
+    if args.num_experts and args.tensor_model_parallel_size > 1 and 1 != args.expert_tensor_parallel_size:
+        raise InputError("experts in parts are not modelled; give --expert-tensor-parallel-size 1")
     return args
 
 
