@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +20,9 @@ from pathlib import Path
 
 from megatron.compression.advise import memory, shapes
 from megatron.compression.advise.cluster import Cluster, Constants, Link
+from megatron.compression.advise.phases import predict
 from megatron.compression.advise.search import SEARCHED, USABLE, fastest, fits
-from megatron.compression.advise.settings import Advice, advise, config_of
+from megatron.compression.advise.settings import Advice, advise, config_of, recommended
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError, OneLineParser, require_extra
@@ -145,13 +145,14 @@ def table(rows: list[Advice]) -> str:
     phases = [
         name for name in rows[0].prediction.phases if any(r.prediction.phases[name] >= 0.05 for r in rows)
     ]
-    lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss"]]
+    lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss at most"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
         found = row.prediction
         cells = [row.flags or "uncompressed", f"{found.milliseconds:.1f}", f"{row.speed_up:.2f}"]
         cells += [f"{found.phases[name]:.1f}" for name in phases]
-        lines.append([*cells, f"{sum(found.hidden.values()):.1f}", f"{found.memory_gb:.0f}", row.loss])
+        loss = "" if row.loss is None else f"+{row.loss:g} %"
+        lines.append([*cells, f"{sum(found.hidden.values()):.1f}", f"{found.memory_gb:.0f}", loss])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -161,8 +162,11 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
 
     cluster = cluster_of(options)
     model, layout, config = what_runs(options, words, cluster)
-    own = (shlex.join(word for word in words if "compression" in word or word == "--taco"), config)
-    rows = advise(model, layout, cluster, (own[0], config) if config is not None else None)
+    settings, fastest = recommended(model, layout, cluster)
+    rows = advise(model, layout, cluster, settings)
+    if config is not None:
+        found = predict(model, layout, cluster, config)
+        rows.append(Advice("as given", None, found, rows[0].prediction.milliseconds / found.milliseconds))
     sizes = {
         "TP": layout.tensor,
         "PP": layout.pipeline,
@@ -176,7 +180,7 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
         f"micro-batches of {layout.micro_batch} x {model.sequence} tokens, recomputation {layout.recompute}\n"
     )
     print(table(rows))
-    curves = plots.sweeps(model, layout, cluster) if options.json or options.plot else {}
+    curves = plots.sweeps(model, layout, cluster, fastest) if options.json or options.plot else {}
     if options.json:
         settings = [dataclasses.asdict(row) | {"milliseconds": row.prediction.milliseconds} for row in rows]
         parts = {"model": model, "layout": layout}

@@ -1,7 +1,7 @@
 """Measures the cost model's constants: message curves of a link, GEMMs, attention, memory, layers, codecs.
 
     python -m megatron.compression.advise --measure here.json                  # all links of one host
-    torchrun ... -m megatron.compression.advise.calibrate here.json roce       # one between nodes, by your name
+    torchrun ... -m megatron.compression.advise.calibrate here.json roce       # one between nodes
 
 On GPUs of one host three kinds of link are measured, by NCCL's switches: nvlink (as it is), pcie
 (NCCL_P2P_DISABLE=1) and ethernet (NCCL_SHM_DISABLE=1 as well). A file that exists keeps its other links.

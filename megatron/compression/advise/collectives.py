@@ -9,6 +9,7 @@ from megatron.compression.advise.cluster import Constants, Group
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.transports import TCP_COMMUNICATORS
+from megatron.compression.data_parallel.codec_gradients import PIECES
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,19 @@ def gradients(
     """Data parallelism's sum: inside a node with the codec's first hop, between nodes with its second."""
     constants, (intra, inter) = group.cluster.constants, codec.hops
     cluster, share = group.cluster, communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
-    link = kernels = sent = 0.0
+    hops, kernels, sent = [0.0], 0.0, 0.0
     for codec, link_of, ranks, part in (
         (intra, cluster.intra, group.local, values),
-        (inter, cluster.inter, group.nodes, values / group.local),
+        (inter, cluster.inter, group.nodes, values // group.local),
     ):
-        if ranks == 1:
-            continue
-        nbytes = payload(codec, int(part), value_bytes)
-        hop = _sent("all_to_all", nbytes, ranks)
-        sent, link = sent + hop, link + link_of.milliseconds("all_to_all", hop, ranks, share)
-        kernels += _kernel(constants, codec, "encode", part) + _kernel(constants, codec, "sum", part)
+        if ranks > 1:
+            bytes_of_hop = _sent("all_to_all", payload(codec, part, value_bytes), ranks)
+            hops.append(link_of.milliseconds("all_to_all", bytes_of_hop, ranks, share))
+            kernels += _kernel(constants, codec, "encode", part) + _kernel(constants, codec, "sum", part)
+            sent += bytes_of_hop
+    link = (
+        max(hops) + (sum(hops) - max(hops)) / PIECES
+    )  # a piece's second hop runs behind the next one's first
     if not sharded and group.ranks > 1:
         last = inter if group.nodes > 1 else intra
         gather = gathered(group, values, last, share, value_bytes)

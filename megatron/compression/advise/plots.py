@@ -5,14 +5,16 @@ from pathlib import Path
 
 from megatron.compression.advise.cluster import Cluster
 from megatron.compression.advise.phases import PHASES
-from megatron.compression.advise.settings import Advice, advise
+from megatron.compression.advise.settings import Advice, Setting, advise
 from megatron.compression.advise.shapes import Layout, Model, with_gpus
 
 FACTORS = [2.0**power for power in range(-5, 6)]
 MOST_GPUS = 16384
 
 
-def sweeps(model: Model, layout: Layout, cluster: Cluster) -> dict[str, dict[str, list[list[float]]]]:
+def sweeps(
+    model: Model, layout: Layout, cluster: Cluster, settings: list[Setting]
+) -> dict[str, dict[str, list[list[float]]]]:
     """``bandwidth`` (GB/s of the slowest link in use) and ``gpus`` -> flags -> [[x, speed-up], ...].
 
     More GPUs are more data-parallel ranks, each with the same micro-batches.
@@ -27,14 +29,14 @@ def sweeps(model: Model, layout: Layout, cluster: Cluster) -> dict[str, dict[str
     link = cluster.intra if one_node else cluster.inter
     for factor in FACTORS:
         faster = replace(cluster, **{"intra" if one_node else "inter": link.faster(factor)})
-        add("bandwidth", link.bandwidth * factor / 1e6, advise(model, layout, faster))
+        add("bandwidth", link.bandwidth * factor / 1e6, advise(model, layout, faster, settings))
     gpus = layout.tensor * layout.pipeline * layout.context
     while gpus < 2 and gpus < cluster.gpus:
         gpus *= 2
     while gpus <= MOST_GPUS:
         if gpus <= cluster.gpus_per_node or gpus % cluster.gpus_per_node == 0:
             grown = with_gpus(layout, gpus)
-            add("gpus", gpus, advise(model, grown, replace(cluster, gpus=gpus)))
+            add("gpus", gpus, advise(model, grown, replace(cluster, gpus=gpus), settings))
         gpus *= 2
     return results
 
@@ -45,7 +47,7 @@ def draw(rows: list[Advice], curves: dict[str, dict[str, list[list[float]]]], pa
 
     figure = Figure(figsize=(15, 5), layout="constrained")
     bars, bandwidth, gpus = figure.subplots(1, 3)
-    names = [row.flags.replace(" --", "\n--") or "uncompressed" for row in rows]
+    names = [row.flags.replace("-compression", "").replace(" --", "\n--") or "uncompressed" for row in rows]
     bottom = [0.0] * len(rows)
     for phase in PHASES:
         heights = [row.prediction.phases[phase] for row in rows]
@@ -59,9 +61,10 @@ def draw(rows: list[Advice], curves: dict[str, dict[str, list[list[float]]]], pa
         (gpus, "gpus", "GPUs, as many samples each"),
     ):
         for flags, points in curves[name].items():
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=flags)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=flags.replace("-compression", ""))
         axes.axhline(1.0, color="0.6", linewidth=1)
         axes.set(xscale="log", xlabel=label, ylabel="times as fast as uncompressed")
-    for axes in (bars, bandwidth):
-        axes.legend(fontsize="x-small")
+    bars.legend(fontsize="x-small", loc="lower left", framealpha=0.9)
+    if curves["bandwidth"]:
+        bandwidth.legend(fontsize="x-small", loc="upper right", framealpha=0.6)
     figure.savefig(path, dpi=120)

@@ -7,21 +7,44 @@ from megatron.compression.advise.cluster import Cluster
 from megatron.compression.advise.phases import Prediction, predict
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
+from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.flags import resolve
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
-RECOMMENDED: dict[str, dict[str, str]] = {
-    "tp": {"auto": "+0.08 %", "int8": "+0.006 %", "lossless": "0"},
-    "pp": {
-        "auto": "+0.7 to +1.0 %",
-        "int6:group=64,scales=single,normalize=standardize": "+0.02 %",
-        "lossless": "0",
-    },
-    "dp": {"sdp4bit": "0 to +0.2 %", "lossless": "0"},
+RECOMMENDED: dict[str, dict[str, float]] = {
+    "tp": {"auto": 0.08, "int8": 0.006, "lossless": 0.0},
+    "pp": {"auto": 1.0, "int6:normalize=standardize": 0.02, "lossless": 0.0},
+    "dp": {"sdp4bit": 0.21, "lossless": 0.0},
 }
-"""By dimension: specs and what they cost in validation loss (docs/choosing.md)."""
-_PARTS = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "dp": "data_parallel"}
+"""By dimension: specs and what they cost in validation loss, percent, the most seen (docs/choosing.md)."""
 LEAST_GAIN = 1.02
 """Below it a dimension is left uncompressed: two runs of one setting differ by as much."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row's choice."""
+
+    specs: dict[str, str]
+    """By dimension (tp, pp, dp), as its flag takes it."""
+    loss: float
+    """Cost in validation loss, percent."""
+
+    @property
+    def flags(self) -> str:
+        """What to type; empty: uncompressed."""
+        return " ".join(f"--{dimension}-compression {spec}" for dimension, spec in self.specs.items())
+
+    @property
+    def config(self) -> CompressionConfig:
+        """For ``predict``."""
+        tp, pp, dp = (self.specs.get(dimension, "none") for dimension in RECOMMENDED)
+        return CompressionConfig(
+            tensor_parallel=TensorParallelConfig(compression=tp),
+            pipeline_parallel=PipelineParallelConfig(compression=pp),
+            data_parallel=DataParallelConfig(compression=dp),
+        )
 
 
 @dataclass(frozen=True)
@@ -29,9 +52,8 @@ class Advice:
     """One row of the table."""
 
     flags: str
-    """What to type; empty: uncompressed."""
-    loss: str
-    """Cost in validation loss, where it has been measured."""
+    loss: float | None
+    """None: not known."""
     prediction: Prediction
     speed_up: float
 
@@ -45,44 +67,37 @@ def config_of(args: Namespace, layout: Layout) -> CompressionConfig:
     return resolve(args)
 
 
-def chosen(specs: dict[str, str]) -> CompressionConfig:
-    """By dimension (tp, pp, dp), as its flag takes it."""
-    kinds = {part: type(getattr(CompressionConfig(), part)) for part in _PARTS.values()}
-    return CompressionConfig(**{_PARTS[d]: kinds[_PARTS[d]](compression=spec) for d, spec in specs.items()})
-
-
-def advise(
-    model: Model, layout: Layout, cluster: Cluster, own: tuple[str, CompressionConfig] | None = None
-) -> list[Advice]:
-    """Uncompressed first; then each recommendation alone; then every dimension's fastest that gains together.
-
-    Args:
-        own: the user's setting and its flags, which becomes the last row.
-    """
+def advise(model: Model, layout: Layout, cluster: Cluster, settings: list[Setting]) -> list[Advice]:
+    """Uncompressed first, then each setting."""
     plain = predict(model, layout, cluster)
-    rows = [Advice("", "0", plain, 1.0)]
-
-    def add(flags: str, loss: str, config: CompressionConfig) -> float:
-        found = predict(model, layout, cluster, config)
-        rows.append(Advice(flags, loss, found, plain.milliseconds / found.milliseconds))
-        return rows[-1].speed_up
-
-    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data * layout.context}
-    if model.experts:  # refused by both
-        sizes["tp"] = sizes["dp"] = 1
-    fastest: dict[str, str] = {}
-    for dimension, specs in RECOMMENDED.items():
-        if sizes[dimension] > 1:
-            gains = {
-                s: add(f"--{dimension}-compression {s}", loss, chosen({dimension: s}))
-                for s, loss in specs.items()
-            }
-            best = max(gains, key=lambda spec: gains[spec])
-            if gains[best] >= LEAST_GAIN:
-                fastest[dimension] = best
-    if len(fastest) > 1:
-        flags = " ".join(f"--{dimension}-compression {spec}" for dimension, spec in fastest.items())
-        add(flags, "their sum", chosen(fastest))
-    if own is not None:
-        add(own[0], "", own[1])
+    rows = [Advice("", 0.0, plain, 1.0)]
+    for one in settings:
+        found = predict(model, layout, cluster, one.config)
+        rows.append(Advice(one.flags, one.loss, found, plain.milliseconds / found.milliseconds))
     return rows
+
+
+def recommended(model: Model, layout: Layout, cluster: Cluster) -> tuple[list[Setting], list[Setting]]:
+    """Each recommendation for a dimension in use; and the best of each dimension with, where several gain,
+    all of these together. The best: the fastest, of several within 1 % that which costs least."""
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data * layout.context}
+    if model.experts:  # both refuse them
+        sizes["tp"] = sizes["dp"] = 1
+    every: list[Setting] = []
+    fastest: list[Setting] = []
+    gaining: list[Setting] = []
+    for dimension, specs in RECOMMENDED.items():
+        if sizes[dimension] == 1:
+            continue
+        choices = [Setting({dimension: spec}, loss) for spec, loss in specs.items()]
+        gains = [row.speed_up for row in advise(model, layout, cluster, choices)[1:]]
+        best = min(
+            (one for one, gain in zip(choices, gains, strict=True) if gain > 0.99 * max(gains)),
+            key=lambda one: one.loss,
+        )
+        every, fastest = every + choices, [*fastest, best]
+        if max(gains) >= LEAST_GAIN:
+            gaining.append(best)
+    specs = {dimension: spec for one in gaining for dimension, spec in one.specs.items()}
+    together = [Setting(specs, sum(one.loss for one in gaining))] if len(gaining) > 1 else []
+    return every + together, fastest + together

@@ -217,7 +217,7 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
         if getattr(args, name, None):
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} is not modelled; leave it out for a prediction without")
-    if args.num_experts and args.tensor_model_parallel_size > 1 and 1 != args.expert_tensor_parallel_size:
+    if args.num_experts and args.tensor_model_parallel_size > 1 and args.expert_tensor_parallel_size != 1:
         raise InputError("experts in parts are not modelled; give --expert-tensor-parallel-size 1")
     return args
 

@@ -1,4 +1,4 @@
-"""What a GPU computes for one micro-batch, and what it can compute while tensor parallelism's messages travel."""
+"""What a GPU computes for one micro-batch, and what tensor parallelism sends meanwhile."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,14 +106,14 @@ def added_ms(model: Model, layout: Layout, constants: Constants, weights: float)
 
 
 def messages(model: Model, layout: Layout, constants: Constants) -> dict[str, list[Message]]:
-    """What one micro-batch sends in a ``layer``, in the ``attention`` of a layer whose MLP is experts, for the
-    ``embedding`` and for the ``output`` layer."""
+    """What one micro-batch sends: in a ``layer``, in the ``attention`` of one whose MLP is experts, for the
+    ``embedding`` and the ``output`` layer."""
     if layout.tensor == 1:
         return {}
     sequence = layout.sequence_parallel
 
     def column(weights: int, before: int) -> list[Message]:
-        """A column-parallel layer; ``before``: weights of the row-parallel layer before it in the backward."""
+        """A column-parallel layer; ``before``: of the row-parallel one before it in the backward."""
         own = gemm_ms(model, layout, constants, weights / layout.tensor)
         deferred = gemm_ms(model, layout, constants, before / layout.tensor)
         deferred += added_ms(model, layout, constants, (weights + before) / layout.tensor)
