@@ -7,7 +7,6 @@ On GPUs of one host three kinds of link are measured, by NCCL's switches: nvlink
 (NCCL_P2P_DISABLE=1) and ethernet (NCCL_SHM_DISABLE=1 as well). A file that exists keeps its other links.
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -35,7 +34,7 @@ CODECS = {
 }
 """Name in the constants -> the spec that is timed."""
 MIB = (0.0625, 1.0, 8.0, 32.0, 64.0, 128.0)
-SECONDS = 0.06
+SECONDS = 0.06 if torch.cuda.is_available() else 0.002
 """Of calls that are timed together, twice; at least two calls."""
 WHOLE_LAYER = {True: (4096, 2048, 4), False: (64, 64, 2)}
 """By whether there are GPUs: hidden size, sequence, samples of the layer that is timed."""
@@ -299,15 +298,12 @@ def whole_model(clock: Clock, layers: int) -> float:
 
 
 def worker(path: Path, name: str) -> None:
-    """One rank: the link, and everything else where the file is not there yet."""
+    """One rank of the default group: the link, and everything else where the file is not there yet."""
     from megatron import host
 
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
+    if not cuda:
         host.install()
-    dist.init_process_group("nccl" if cuda else "gloo")
     clock = Clock()
     data = json.loads(path.read_text()) if path.exists() else None
     dist.barrier()
@@ -332,11 +328,13 @@ def worker(path: Path, name: str) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n")
         print(f"{name}: {found['ranks']} ranks, {path}", flush=True)
     dist.barrier()
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or "RANK" not in os.environ:
         sys.exit("error: usage: torchrun ... -m megatron.compression.advise.calibrate FILE LINK")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     worker(Path(sys.argv[1]), sys.argv[2])
+    dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """The model and how it is laid out: what decides an iteration's work and its messages."""
 
 import argparse
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -195,24 +196,31 @@ _NOT_MODELLED = (
 """Arguments of Megatron's that change what the cost model assumes."""
 
 
-def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
-    """Megatron's flags and ours, as a launch script has them; not validated, which would need the GPUs.
-
-    Raises: InputError: an unknown flag, or one whose effect is not modelled.
-    """
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is not installed here
         from megatron.training.arguments import add_megatron_arguments
 
     from megatron.compression.errors import OneLineParser
     from megatron.compression.flags import add_flags
-    from megatron.compression.huggingface.flags import add_qwen_arguments, expand
+    from megatron.compression.huggingface.flags import add_qwen_arguments
 
     parser = OneLineParser(allow_abbrev=False)
     for add in (add_megatron_arguments, add_flags, add_qwen_arguments):
         add(parser)
+    return parser
+
+
+def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
+    """Megatron's flags and ours, as a launch script has them; not validated, which would need the GPUs.
+
+    Raises: InputError: an unknown flag, or one whose effect is not modelled.
+    """
+    from megatron.compression.huggingface.flags import expand
+
     qwen = any(word.split("=")[0] == "--qwen-model" for word in words)
-    args = parser.parse_args(expand(list(words))[0] if qwen else list(words))
+    args = _parser().parse_args(expand(list(words))[0] if qwen else list(words))
     for name in _NOT_MODELLED:
         if getattr(args, name, None):
             flag = name.replace("_", "-")
