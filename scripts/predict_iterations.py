@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibration", type=Path, help="JSON of --measure; by default docs/results' H200")
     parser.add_argument("--points", type=Path, nargs="+", default=[TABLES], help="JSON of the bench scripts")
     parser.add_argument("--plot", type=Path, help="write the scatter plot here")
+    parser.add_argument("--json", type=Path, help="write the points with predictions by phase here")
     parser.add_argument("--median-limit", type=float, default=8.0, help="percent")
     parser.add_argument("--worst-limit", type=float, default=20.0, help="percent")
     options = parser.parse_args(argv)
@@ -108,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{len(errors)} points: median error {median:.1f} %, worst {worst:.1f} %")
     if len(errors) < len(rows):
         print(f"Not among them: {len(rows) - len(errors)} that constants were taken from.")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.plot:
         draw(rows, options.plot)
     return int(median > options.median_limit or worst > options.worst_limit)

@@ -162,6 +162,7 @@ SCRIPT = (
         ("--model llama-3-8b --gpus 12", "--gpus 12 must be a multiple of --gpus-per-node 8"),
         ("--model llama-3-8b --inter 0", "--inter 0: the bandwidth must be above 0"),
         ("--model llama-3-8b --intra quick", "--intra quick: give one of nvlink, pcie, ethernet"),
+        ("--measure nowhere/here.json", "--measure nowhere/here.json: its folder does not exist"),
         ("--model llama-3-8b --gemm-tflops 0", "--gemm-tflops 0 must be above 0"),
         ("--model llama-3-8b --calibration nowhere.json", "--calibration nowhere.json: No such file"),
         ("--model gpt3-175b --gpus 8", "no layout fits: the smallest takes"),

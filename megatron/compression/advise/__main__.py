@@ -109,13 +109,13 @@ def what_runs(
 
     Raises: InputError: no model, an impossible layout, or none that fits.
     """
-    if not options.model and not words:
-        raise InputError("give --model NAME, or the flags of a launch script behind --")
-    model = shapes.find_model(options.model) if options.model else None
     args = shapes.parse_megatron(words) if words else None
-    if model is None:
+    if not options.model:
+        if args is None:
+            raise InputError("give --model NAME, or the flags of a launch script behind --")
         model, layout = shapes.model_of(args), shapes.layout_of(args, cluster.gpus)
     else:
+        model = shapes.find_model(options.model)
         model = replace(model, sequence=getattr(args, "seq_length", None) or model.sequence)
         batch = getattr(args, "global_batch_size", None) or max(TOKENS // model.sequence, cluster.gpus)
         given = {word.split("=")[0] for word in words}
@@ -165,8 +165,8 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
     settings, fastest = recommended(model, layout, cluster)
     rows = advise(model, layout, cluster, settings)
     if config is not None:
-        found = predict(model, layout, cluster, config)
-        rows.append(Advice("as given", None, found, rows[0].prediction.milliseconds / found.milliseconds))
+        own = predict(model, layout, cluster, config)
+        rows.append(Advice("as given", None, own, rows[0].prediction.milliseconds / own.milliseconds))
     sizes = {
         "TP": layout.tensor,
         "PP": layout.pipeline,
@@ -182,10 +182,9 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
     print(table(rows))
     curves = plots.sweeps(model, layout, cluster, fastest) if options.json or options.plot else {}
     if options.json:
-        settings = [dataclasses.asdict(row) | {"milliseconds": row.prediction.milliseconds} for row in rows]
-        parts = {"model": model, "layout": layout}
-        data = {name: dataclasses.asdict(part) for name, part in parts.items()}
-        options.json.write_text(json.dumps(data | {"settings": settings, "gains": curves}, indent=1) + "\n")
+        found = [dataclasses.asdict(row) | {"milliseconds": row.prediction.milliseconds} for row in rows]
+        data = {"model": dataclasses.asdict(model), "layout": dataclasses.asdict(layout), "settings": found}
+        options.json.write_text(json.dumps(data | {"gains": curves}, indent=1) + "\n")
     if options.plot:
         require_extra("matplotlib", "plots", "--plot")
         plots.draw(rows, curves, options.plot)

@@ -4,7 +4,8 @@
     torchrun ... -m megatron.compression.advise.calibrate here.json roce       # one between nodes
 
 On GPUs of one host three kinds of link are measured, by NCCL's switches: nvlink (as it is), pcie
-(NCCL_P2P_DISABLE=1) and ethernet (NCCL_SHM_DISABLE=1 as well). A file that exists keeps its other links.
+(NCCL_P2P_DISABLE=1) and ethernet (NCCL_SHM_DISABLE=1 as well). --measure
+writes a file anew, the module alone adds a link.
 """
 
 import json
@@ -43,8 +44,10 @@ WHOLE_LAYER = {True: (4096, 2048, 4), False: (64, 64, 2)}
 def measure(path: Path) -> int:
     """Start the ranks, one link after the other; the exit status of the first that fails, else 0.
 
-    Raises: InputError: one GPU, which has no links.
+    Raises: InputError: one GPU, which has no links, or nowhere to write.
     """
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--measure {path}: its folder does not exist; make it first")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 1:
         raise InputError("--measure needs two GPUs or more: one has no links; take the constants of an H200")

@@ -122,7 +122,7 @@ class Constants:
     @cached_property
     def slowest(self) -> tuple[float, float, float]:
         """For codecs that nobody has timed."""
-        return tuple(max(costs) for costs in zip(*self.codecs.values(), strict=True))  # type: ignore[return-value]
+        return tuple(max(costs) for costs in zip(*self.codecs.values(), strict=True))
 
     @classmethod
     def load(cls, path: Path | None = None) -> "Constants":

@@ -28,7 +28,8 @@ def sweeps(
     one_node = cluster.gpus <= cluster.gpus_per_node
     link = cluster.intra if one_node else cluster.inter
     for factor in FACTORS:
-        faster = replace(cluster, **{"intra" if one_node else "inter": link.faster(factor)})
+        scaled = link.faster(factor)
+        faster = replace(cluster, intra=scaled) if one_node else replace(cluster, inter=scaled)
         add("bandwidth", link.bandwidth * factor / 1e6, advise(model, layout, faster, settings))
     gpus = layout.tensor * layout.pipeline * layout.context
     while gpus < 2 and gpus < cluster.gpus:

@@ -98,6 +98,6 @@ def recommended(model: Model, layout: Layout, cluster: Cluster) -> tuple[list[Se
         every, fastest = every + choices, [*fastest, best]
         if max(gains) >= LEAST_GAIN:
             gaining.append(best)
-    specs = {dimension: spec for one in gaining for dimension, spec in one.specs.items()}
-    together = [Setting(specs, sum(one.loss for one in gaining))] if len(gaining) > 1 else []
+    together_specs = {dimension: spec for one in gaining for dimension, spec in one.specs.items()}
+    together = [Setting(together_specs, sum(one.loss for one in gaining))] if len(gaining) > 1 else []
     return every + together, fastest + together

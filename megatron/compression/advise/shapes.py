@@ -5,7 +5,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.compression.errors import InputError
 from megatron.compression.huggingface.models import MODELS, DenseModel
@@ -154,8 +154,8 @@ class Layout:
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Model:
-    sizes = {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": heads, "groups": heads}
-    return Model(**sizes, head_dim=hidden // heads, vocabulary=51200, tied=True, sequence=2048)
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": heads}
+    return Model(**sizes, groups=heads, head_dim=hidden // heads, vocabulary=51200, tied=True, sequence=2048)
 
 
 GPT3 = {
