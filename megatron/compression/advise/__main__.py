@@ -5,7 +5,7 @@
     python -m megatron.compression.advise --measure here.json            # on GPUs: the constants, once
     python -m megatron.compression.advise --calibration here.json --model llama-3-8b --plot advice.png
 
-Sizes that the flags behind -- leave open are searched with --model, and Megatron's defaults without.
+Flags behind -- win over those of --model, with which sizes that they leave open are searched.
 docs/cost_model.md says how times are predicted and how far they were off.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron.compression.advise import memory, shapes
 from megatron.compression.advise.cluster import Cluster, Constants, Link
 from megatron.compression.advise.phases import predict
-from megatron.compression.advise.search import SEARCHED, USABLE, fastest, fits
+from megatron.compression.advise.search import USABLE, fastest, fits
 from megatron.compression.advise.settings import Advice, advise, config_of, recommended
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
@@ -109,35 +109,24 @@ def what_runs(
 
     Raises: InputError: no model, an impossible layout, or none that fits.
     """
-    args = shapes.parse_megatron(words) if words else None
-    if not options.model:
-        if args is None:
-            raise InputError("give --model NAME, or the flags of a launch script behind --")
-        model, layout = shapes.model_of(args), shapes.layout_of(args, cluster.gpus)
-    else:
-        model = shapes.find_model(options.model)
-        model = replace(model, sequence=getattr(args, "seq_length", None) or model.sequence)
-        batch = getattr(args, "global_batch_size", None) or max(TOKENS // model.sequence, cluster.gpus)
+    if not options.model and not words:
+        raise InputError("give --model NAME, or the flags of a launch script behind --")
+    args = shapes.parse_megatron([*(shapes.preset(options.model) if options.model else ()), *words])
+    model = shapes.model_of(args)
+    if options.model and not args.global_batch_size:
+        args.global_batch_size = max(TOKENS // model.sequence, cluster.gpus)
+    layout = shapes.layout_of(args, cluster.gpus)
+    if options.model:
         given = {word.split("=")[0] for word in words}
-        free = {field for flag, field in _FLAGS.items() if flag not in given} & set(SEARCHED)
-        start = Layout(
-            global_batch=batch, distributed_optimizer=True, overlap_gradients=True, overlap_weights=True
-        )
-        if args is not None:
-            names = ("tensor", "pipeline", "context", "expert", "micro_batch", "recompute")
-            one = shapes.layout_of(args, cluster.gpus)
-            start = replace(
-                start, **{name: getattr(one, name) for name in names}, sequence_parallel=one.tensor > 1
-            )
-        layout = fastest(model, start, cluster, free)
+        layout = fastest(model, layout, cluster, {name for flag, name in _FLAGS.items() if flag not in given})
     layout.check(model)
     if not fits(model, layout, cluster):
         raise InputError(
             f"does not fit: {memory.gigabytes(model, layout):.0f} GB a GPU, and {100 * USABLE:.0f} % of "
             f"--memory-gb {cluster.memory_gb:g} can be used; take more GPUs, or --recompute-granularity full"
         )
-    config = config_of(args, layout) if args is not None else None
-    return model, layout, config if config is not None and config.enabled else None
+    config = config_of(args, layout)
+    return model, layout, config if config.enabled else None
 
 
 def table(rows: list[Advice]) -> str:

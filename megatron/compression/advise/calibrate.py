@@ -35,8 +35,8 @@ CODECS = {
 }
 """Name in the constants -> the spec that is timed."""
 MIB = (0.0625, 1.0, 8.0, 32.0, 64.0, 128.0)
-SECONDS = 0.06 if torch.cuda.is_available() else 0.002
-"""Of calls that are timed together, twice; at least two calls."""
+SECONDS, SUSTAINED = (0.03, 0.4) if torch.cuda.is_available() else (0.002, 0.002)
+"""Of calls that are timed together, twice, at least two calls; computation longer, until clocks have settled."""
 WHOLE_LAYER = {True: (4096, 2048, 4), False: (64, 64, 2)}
 """By whether there are GPUs: hidden size, sequence, samples of the layer that is timed."""
 
@@ -90,10 +90,10 @@ class Clock:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest) * 1e6
 
-    def us(self, call: Callable[[], object]) -> float:
+    def us(self, call: Callable[[], object], seconds: float = SECONDS) -> float:
         """The faster of two rounds of back-to-back calls, after two warm-up calls."""
         self._run(call, 1)
-        count = max(2, min(200, int(SECONDS * 1e6 / self._run(call, 1))))
+        count = max(2, min(1000, int(seconds * 1e6 / self._run(call, 1))))
         return min(self._run(call, count) for _ in range(2))
 
 
@@ -232,12 +232,16 @@ def compute(clock: Clock) -> dict:
     hidden, sequence, samples = WHOLE_LAYER[clock.cuda]
     tokens, heads = sequence * samples, hidden // 128 or 1
     kind = {"dtype": torch.bfloat16, "device": clock.device}
-    x, product_us, flops = torch.randn(tokens, hidden, **kind), 0.0, 0
+    x, flops, operands = torch.randn(tokens, hidden, **kind), 0, []
     for width in (3 * hidden, hidden, 4 * hidden, 4 * hidden):  # qkv, projection, fc1 and fc2 as shapes
-        weight, y = torch.randn(width, hidden, **kind), torch.randn(tokens, width, **kind)
-        products = (lambda: x @ weight.t(), lambda: y @ weight, lambda: y.t() @ x)  # noqa: B023
-        product_us += sum(clock.us(product) for product in products)
+        operands.append((torch.randn(width, hidden, **kind), torch.randn(tokens, width, **kind)))
         flops += 6 * tokens * hidden * width
+
+    def products() -> None:
+        for weight, y in operands:
+            x @ weight.t(), y @ weight, y.t() @ x
+
+    product_us = clock.us(products, SUSTAINED)
     shape = samples, heads, sequence, hidden // heads
     qkv = [torch.randn(shape, requires_grad=True, **kind) for _ in range(3)]
 
@@ -245,7 +249,7 @@ def compute(clock: Clock) -> dict:
         out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-    attention_us = clock.us(attention)
+    attention_us = clock.us(attention, SUSTAINED / 4)
     source = torch.zeros(2**27 if clock.cuda else 2**20, **kind)
     copy = torch.empty_like(source)
     memory_us = clock.us(lambda: copy.copy_(source))
@@ -297,7 +301,7 @@ def whole_model(clock: Clock, layers: int) -> float:
         model(tokens, places, None, labels=tokens).float().mean().backward()
         model.zero_grad(set_to_none=True)
 
-    return clock.us(step)
+    return clock.us(step, SUSTAINED)
 
 
 def worker(path: Path, name: str) -> None:

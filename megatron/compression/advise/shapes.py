@@ -5,10 +5,12 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from megatron.compression.errors import InputError
-from megatron.compression.huggingface.models import MODELS, DenseModel
+from megatron.compression.errors import InputError, OneLineParser
+from megatron.compression.flags import add_flags
+from megatron.compression.huggingface.flags import add_qwen_arguments, as_arguments, expand
+from megatron.compression.huggingface.models import MODELS, megatron_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,39 +155,29 @@ class Layout:
             raise InputError("--num-experts with tensor parallelism needs --sequence-parallel; add it")
 
 
-def _gpt3(layers: int, hidden: int, heads: int) -> Model:
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": heads}
-    return Model(**sizes, groups=heads, head_dim=hidden // heads, vocabulary=51200, tied=True, sequence=2048)
+GPT3 = {"1.3b": (24, 2048, 16), "6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "175b": (96, 12288, 96)}
+"""Brown et al. 2020 (arXiv 2005.14165), table 2.1: layers, hidden size, heads (of 128 for 13B)."""
+PRESETS = [f"gpt3-{name}" for name in GPT3]
+PRESETS += [f"qwen{name}" if name[0].isdigit() else name for name in MODELS]
+_TRAINING = """--bf16 --seq-length 4096 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --transformer-impl transformer_engine"""
 
 
-GPT3 = {
-    "gpt3-1.3b": _gpt3(24, 2048, 16),
-    "gpt3-6.7b": _gpt3(32, 4096, 32),
-    "gpt3-13b": _gpt3(40, 5120, 40),
-    "gpt3-175b": _gpt3(96, 12288, 96),
-}
-"""Brown et al. 2020 (arXiv 2005.14165), table 2.1; heads of 128 for 13B, Megatron's padded vocabulary."""
+def preset(name: str) -> list[str]:
+    """Megatron's flags of ``--model``: the model's, and a training's as most are run.
 
-
-def _of_dense(model: DenseModel) -> Model:
-    names = ("layers", "hidden", "ffn", "heads", "groups", "head_dim", "vocabulary", "tied")
-    sizes = {name: getattr(model, name) for name in names}
-    return Model(**sizes, gated=True, rope=True, sequence=4096)
-
-
-PRESETS: dict[str, Model] = GPT3 | {
-    f"qwen{name}" if name[0].isdigit() else name: _of_dense(model) for name, model in MODELS.items()
-}
-"""By ``--model``; sequences of 2048 (GPT-3) or 4096 tokens."""
-
-
-def find_model(name: str) -> Model:
-    """Raises: InputError: no preset has the name."""
+    Raises: InputError: no model has the name.
+    """
     if name.lower() not in PRESETS:
         raise InputError(
             f"--model {name} is unknown; choose one of {', '.join(PRESETS)}, or give Megatron's flags"
         )
-    return PRESETS[name.lower()]
+    family, _, size = name.lower().partition("-")
+    if family == "gpt3":
+        sizes = zip(("--num-layers", "--hidden-size", "--num-attention-heads"), GPT3[size], strict=True)
+        model = [str(word) for pair in sizes for word in pair] + ["--vocab-size", "51200"]
+        return [*_TRAINING.split(), *model, "--seq-length", "2048"]
+    return _TRAINING.split() + as_arguments(megatron_flags(MODELS[name.lower().removeprefix("qwen")]))
 
 
 _NOT_MODELLED = (
@@ -202,10 +194,6 @@ def _parser() -> argparse.ArgumentParser:
         warnings.simplefilter("ignore")  # of what is not installed here
         from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.compression.errors import OneLineParser
-    from megatron.compression.flags import add_flags
-    from megatron.compression.huggingface.flags import add_qwen_arguments
-
     parser = OneLineParser(allow_abbrev=False)
     for add in (add_megatron_arguments, add_flags, add_qwen_arguments):
         add(parser)
@@ -217,8 +205,6 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
 
     Raises: InputError: an unknown flag, or one whose effect is not modelled.
     """
-    from megatron.compression.huggingface.flags import expand
-
     qwen = any(word.split("=")[0] == "--qwen-model" for word in words)
     args = _parser().parse_args(expand(list(words))[0] if qwen else list(words))
     for name in _NOT_MODELLED:
