@@ -93,9 +93,9 @@ COMMANDS = tuple(
         ),
         (
             *("cost-model", 2, 2, "predictions"),
-            "-m scripts.predict_iterations --calibration {output}/calibration.json "
-            "--plot {output}/predictions.png --points {output}/end_to_end.json {output}/end_to_end_tcp.json {output}/pipeline.json"
-            " {output}/data_parallel.json",
+            "-m scripts.predict_iterations --calibration {output}/calibration.json"
+            " --plot {output}/predictions.png --points {output}/end_to_end.json"
+            " {output}/end_to_end_tcp.json {output}/pipeline.json {output}/data_parallel.json",
         ),
         (
             *("caat-net", 2, 12, "caat_net"),

@@ -107,6 +107,34 @@ def test_faster_links_and_free_codecs_never_cost_time(layout):
     assert compressed.phases["codecs"] == 0
 
 
+def test_settings_that_change_a_message_change_its_time():
+    """Layers that are left out, small messages, chunks, and a transport that is asked for."""
+
+    def found(**settings) -> CompressionConfig:
+        transport = settings.pop("transport", "auto")
+        return CompressionConfig(
+            tensor_parallel=TensorParallelConfig(compression="int8", **settings), transport=transport
+        )
+
+    nodes = {name: cluster(2, H200.links[name]) for name in ("nvlink", "pcie")}
+    times = {
+        name: predict(GPT, LAYOUTS["tp"], nodes["pcie"], found(**settings)).milliseconds
+        for name, settings in {
+            "all": {},
+            "half": {"layers": "0-3,embedding,output"},
+            "none": {"min_mb": 65.0},
+            "chunks": {"chunks": 2},
+        }.items()
+    }
+    plain = predict(GPT, LAYOUTS["tp"], nodes["pcie"])
+    assert times["chunks"] < times["all"] < times["half"] < times["none"] == plain.milliseconds
+    fused, apart = (
+        predict(GPT, LAYOUTS["tp"], nodes["nvlink"], found(transport=t)) for t in ("auto", "collective")
+    )
+    assert fused.phases["codecs"] == 0 < apart.phases["codecs"]
+    assert fused.sent == apart.sent
+
+
 def test_more_gpus_in_a_group_take_longer():
     """Latency and two hops: the same bytes over more ranks, more nodes, and a curve between its points."""
     times = [FAST.milliseconds("all_reduce", 1e6, ranks) for ranks in (2, 4, 64, 4096)]
@@ -172,6 +200,10 @@ SCRIPT = (
         (f"-- {SCRIPT} --num-layers 800 --hidden-size 8192", "does not fit: "),
         (f"-- {SCRIPT} --hiden-size 12", "did you mean --hidden-size?"),
         (f"-- {SCRIPT} --multi-latent-attention", "--multi-latent-attention is not modelled"),
+        (
+            f"-- {SCRIPT} --caat-net-sync-fraction 0.5 --tensor-model-parallel-size 2",
+            "--caat-net-sync-fraction",
+        ),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
     ],

@@ -36,7 +36,7 @@ CODECS = {
 """Name in the constants -> the spec that is timed."""
 MIB = (0.0625, 1.0, 8.0, 32.0, 64.0, 128.0)
 SECONDS, SUSTAINED = (0.03, 0.4) if torch.cuda.is_available() else (0.002, 0.002)
-"""Of calls that are timed together, twice, at least two calls; computation longer, until clocks have settled."""
+"""Of calls that are timed together, twice, at least two; of computation, until clocks have settled."""
 WHOLE_LAYER = {True: (4096, 2048, 4), False: (64, 64, 2)}
 """By whether there are GPUs: hidden size, sequence, samples of the layer that is timed."""
 
@@ -208,21 +208,19 @@ def codecs(clock: Clock) -> tuple[dict[str, list[float]], float]:
     from megatron.compression.codecs import parse_codec
     from megatron.compression.communication.rest import sum_and_encode
 
-    tokens, results = (4096 if clock.cuda else 64), {}
+    (tokens, width), results = ((4096, 4096) if clock.cuda else (64, 512)), {}
     for name, spec in CODECS.items():
         codec = parse_codec(spec)
-        shape = (tokens, 1, 4096) if codec.sees_shape else (tokens * 4096,)
-        millions = tokens * 4096 / 2**20
+        shape = (tokens, 1, width) if codec.sees_shape else (tokens * width,)
+        own = (tokens // 4, 1, width) if codec.sees_shape else (tokens * width // 4,)
         x = torch.randn(1, *shape, device=clock.device).bfloat16()
-        payload = codec.encode(x)
-        own = (tokens // 4, 1, 4096) if codec.sees_shape else (tokens * 1024,)
-        senders = codec.encode(x.view(4, *own))[:, None]
+        payload, senders = codec.encode(x), codec.encode(x.view(4, *own))[:, None]
         calls = (
             lambda: codec.encode(x),  # noqa: B023
             lambda: codec.decode(payload, shape, torch.bfloat16),  # noqa: B023
             lambda: sum_and_encode(codec, senders, own, torch.bfloat16, codec),  # noqa: B023
         )
-        results[name] = [round(clock.us(call) / millions, 3) for call in calls]
+        results[name] = [round(clock.us(call) * 2**20 / (tokens * width), 3) for call in calls]
     small, codec = torch.zeros(1, 2**14, device=clock.device).bfloat16(), parse_codec("int6")
     return results, round(clock.us(lambda: codec.encode(small)), 1)
 

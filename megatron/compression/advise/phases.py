@@ -13,6 +13,7 @@ from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.advise.work import Work
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError
+from megatron.compression.tensor_parallel.config import parse_layers
 
 PHASES = ("compute", "optimizer", "bubble", "TP", "PP", "DP", "EP", "CP", "codecs", "other")
 """What an iteration's time is made of: work, then communication that nothing hides."""
@@ -59,6 +60,10 @@ class _Iteration:
     """The sums of one prediction."""
 
     def __init__(self, model: Model, layout: Layout, cluster: Cluster, config: CompressionConfig) -> None:
+        if config.transport == "collective":
+            cluster = replace(cluster, intra=replace(cluster.intra, fused=False))
+        if config.caat_net.enabled:
+            raise InputError("--caat-net-sync-fraction makes another model, which is not modelled; drop it")
         self.model, self.layout, self.cluster, self.config = model, layout, cluster, config
         self.constants, self.rounds = cluster.constants, layout.micro_batches
         self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -89,26 +94,35 @@ class _Iteration:
 
     def _tensor_parallel(self, stage: int) -> float:
         model, layout, settings = self.model, self.layout, self.config.tensor_parallel
-        sparse, share = work.sparse_layers(model, layout), self.config.communicators
+        sparse, group = work.sparse_layers(model, layout), self.cluster.group(layout.tensor, 1)
         counts = {"layer": model.layers / layout.pipeline - sparse, "attention": sparse}
         counts |= {"embedding": float(stage == 0), "output": float(stage == layout.pipeline - 1)}
-        group = self.cluster.group(layout.tensor, 1)
         codecs = {"tp.forward": settings.forward_codec, "tp.backward": settings.backward_codec}
-        values = work.tokens_of(model, layout) * model.hidden
-        nbytes, total = values * layout.value_bytes, 0.0
+        chosen = parse_layers(settings.layers)
+        values, total = work.tokens_of(model, layout) * model.hidden, 0.0
+        nbytes = values * layout.value_bytes
         for part, messages in work.messages(model, layout, self.constants).items():
+            share = 1.0  # of these places that compress
+            if chosen is not None:
+                numbered = sum(isinstance(layer, int) for layer in chosen) / model.layers
+                share = numbered if part in ("layer", "attention") else float(part in chosen)
+            if nbytes < settings.min_mb * 2**20 or model.experts:
+                share = 0.0
             for traffic, operation, behind, deferred in messages:
                 codec, count = codecs[traffic], counts[part]
                 if layout.recompute == "full" and traffic == "tp.forward" and part in ("layer", "attention"):
                     count *= 2
-                if codec is None or nbytes < settings.min_mb * 2**20 or model.experts:
-                    cost = collectives.uncompressed(group, operation, nbytes, layout.communicators)
-                else:
-                    cost = collectives.compressed(group, operation, values, codec, share, layout.value_bytes)
-                    behind += deferred
-                    if settings.chunks > 1:  # a piece's kernels run behind the other pieces' exchanges
-                        later = cost.kernels * (1 - 1 / settings.chunks)
-                        behind, cost = behind + later, replace(cost, kernels=cost.kernels - later)
+                if codec is not None and share:
+                    communicators = self.config.communicators
+                    cost = collectives.compressed(
+                        group, operation, values, codec, communicators, layout.value_bytes
+                    )
+                    # chunks: a piece's kernels run behind the other pieces' exchanges
+                    later = cost.kernels * (1 - 1 / settings.chunks)
+                    cost = replace(cost, kernels=cost.kernels - later)
+                    total += self._behind(group, traffic, cost, behind + deferred + later, count * share)
+                    count *= 1 - share
+                cost = collectives.uncompressed(group, operation, nbytes, layout.communicators)
                 total += self._behind(group, traffic, cost, behind, count)
         return total
 
