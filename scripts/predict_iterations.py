@@ -57,6 +57,7 @@ def compared(points: list[dict], constants: Constants) -> list[dict]:
 def draw(rows: list[dict], path: Path) -> None:
     """Predicted against measured, both logarithmic, a colour for each regime."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.subplots()
@@ -72,6 +73,10 @@ def draw(rows: list[dict], path: Path) -> None:
             if pairs:
                 axes.plot(*zip(*pairs, strict=True), marker, color=f"C{place}", label=label)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms an iteration", ylabel="predicted")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.legend()
     figure.savefig(path, dpi=120)
 
