@@ -1,7 +1,9 @@
 """The cost model: bytes as the ledger counts them, monotonic in the links, bad input, a golden prediction."""
 
 import json
+import shlex
 import sys
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,14 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.distributed.test_sequence_parallel_ledger import BATCH, FACTORS, MESSAGE, SITES
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, VOCABULARY
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import _bench
+import bench_data_parallel
+import bench_end_to_end
+import bench_pipeline
+from _launch import parse_setting
+
 from scripts import predict_iterations
 
 H200 = Constants.load()
@@ -254,3 +263,23 @@ def test_measured_points(capsys, tmp_path):
     chosen.write_text(json.dumps(points))
     assert predict_iterations.main(["--points", str(chosen)]) == 2
     assert "no link 'carrier-pigeon'" in capsys.readouterr().err
+
+
+def test_benchmarks_write_points_that_can_be_predicted():
+    """The words of a run of each benchmark, as they stand in its JSON."""
+    for script, dimension, setting, more in (
+        (bench_end_to_end, "tensor", "int6 --tp-compression-chunks 2", ["--tensor-model-parallel-size", 2]),
+        (bench_data_parallel, "data", "sdp4bit", ["--global-batch-size", 8]),
+        (
+            bench_pipeline,
+            "pipeline",
+            "auto",
+            ["--pipeline-model-parallel-size", 2, "--num-layers", 2, "--bf16"],
+        ),
+    ):
+        options = Namespace(dimension=dimension, communicators=2, extra=["--seq-length", "1024"])
+        flags = [*_bench.MODEL.split(), *script.SHAPE.split(), *more]
+        words = _bench._words(options, parse_setting(setting), flags)
+        point = {"regime": "ethernet", "ranks": 2, "communicators": 2, "flags": shlex.join(map(str, words))}
+        found = predict_iterations.predicted(point, H200)
+        assert found.milliseconds > 50 and found.phases["codecs"] > 0
