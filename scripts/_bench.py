@@ -16,6 +16,7 @@ Flags that are not the script's own go to pretrain_gpt.py.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def make_parser(
     add(f"--{dimension}-parallel", dest="ranks", type=int, default=4)
     add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
     add("--iterations", type=int, default=iterations, help=f"of a block; the first {WARM_UP} are not timed")
-    add("--json", type=Path, help="write the rows here")
+    add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
     parser.set_defaults(dimension=dimension)
     return parser
 
@@ -96,10 +97,7 @@ def _run(
     options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
     first = next((one for one in settings if one.specs != ("none",)), settings[0])
-    words = [*flags, *first.words(options.dimension), *options.extra]
-    auto = is_auto(first)
-    if (auto or first.specs != ("none",)) and options.dimension != "pipeline":
-        words += ["--compression-communicators", options.communicators]
+    words, auto = _words(options, first, flags), is_auto(first)
     before = AUTO_CHECKS if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings]}
@@ -121,6 +119,7 @@ def _run(
     for block, setting in enumerate(settings):
         lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
         row = {"regime": regime, "communicators": options.communicators, "codec": setting.text, "auto": auto}
+        row |= {"ranks": options.ranks, "flags": shlex.join(map(str, _words(options, setting, flags)))}
         rows.append(row | summary(lines, traffic))
     return rows
 
@@ -148,6 +147,14 @@ def verdicts(rows: list[dict]) -> list[str]:
                 beside = f"{beside_none:.3f} of the speed uncompressed and {beside_best:.3f}"
                 lines.append(f"{regime}: auto has {beside} of the best fixed setting's")
     return lines
+
+
+def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
+    """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
+    words = [*flags, *setting.words(options.dimension), *options.extra]
+    if (is_auto(setting) or setting.specs != ("none",)) and options.dimension != "pipeline":
+        words += ["--compression-communicators", options.communicators]
+    return words
 
 
 def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:

@@ -85,6 +85,19 @@ COMMANDS = tuple(
         ),
         ("data-parallel", 2, 3, "gradient_hooks", f"{TORCHRUN} scripts/compare_gradient_hooks.py"),
         (
+            "cost-model",
+            2,
+            3,
+            "calibration",
+            "-m megatron.compression.advise --measure {output}/calibration.json",
+        ),
+        (
+            *("cost-model", 2, 2, "predictions"),
+            "-m scripts.predict_iterations --calibration {output}/calibration.json"
+            " --plot {output}/predictions.png --points {output}/end_to_end.json"
+            " {output}/end_to_end_tcp.json {output}/pipeline.json {output}/data_parallel.json",
+        ),
+        (
             *("caat-net", 2, 12, "caat_net"),
             "scripts/losses.py --tensor-parallel {gpus} --model 111m --iterations 600 --codecs none int6"
             ' "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"'

@@ -20,7 +20,8 @@ def _sources(words: list[str]) -> list[Path]:
         names = ("__main__", words[2].replace("-", "_"))
         return [ROOT / f"taco_kernels/benchmarks/{name}.py" for name in names]
     if words[0] == "-m":
-        return [ROOT / f"{words[1].replace('.', '/')}.py"]
+        path = ROOT / words[1].replace(".", "/")
+        return [path / "__main__.py" if path.is_dir() else path.with_suffix(".py")]
     script = ROOT / words[0]
     return [script, ROOT / "scripts/_bench.py"] if script.name.startswith("bench_") else [script]
 

@@ -1,0 +1,285 @@
+"""The cost model: bytes as the ledger counts them, monotonic in the links, bad input, a golden prediction."""
+
+import json
+import shlex
+import sys
+from argparse import Namespace
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.compression.advise import Cluster, Constants, Layout, Link, Model, memory, predict, work
+from megatron.compression.advise.__main__ import main
+from megatron.compression.advise.settings import Setting
+from megatron.compression.config import CompressionConfig
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from tests.distributed.test_sequence_parallel_ledger import BATCH, FACTORS, MESSAGE, SITES
+from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, VOCABULARY
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import _bench
+import bench_data_parallel
+import bench_end_to_end
+import bench_pipeline
+from _launch import parse_setting
+
+from scripts import predict_iterations
+
+H200 = Constants.load()
+SLOW, FAST = Link.of(10, 10), Link.of(200, 3)
+TINY = Model(
+    **dict(layers=LAYERS, hidden=HIDDEN, ffn=4 * HIDDEN, heads=4, groups=4, head_dim=HIDDEN // 4),
+    **dict(vocabulary=VOCABULARY, sequence=SEQUENCE),
+)
+GPT = Model(layers=8, hidden=4096, ffn=16384, heads=32, groups=32, head_dim=128, vocabulary=32000, tied=True)
+MOE = replace(GPT, experts=8, top_k=2, expert_ffn=2048, shared_ffn=1024, dense_layers=2)
+LAYOUTS = {
+    "tp": Layout(tensor=2, micro_batch=4, global_batch=16),
+    "sp": Layout(tensor=2, micro_batch=4, global_batch=16, sequence_parallel=True, recompute="full"),
+    "pp": Layout(pipeline=4, micro_batch=2, global_batch=16),
+    "vpp": Layout(pipeline=2, virtual=2, micro_batch=2, global_batch=16),
+    "dp": Layout(data=8, micro_batch=2, global_batch=32, distributed_optimizer=True, overlap_gradients=True),
+    "cp": Layout(context=2, data=2, micro_batch=2, global_batch=8, transformer_engine=True),
+    "3d": Layout(tensor=2, pipeline=2, data=4, global_batch=32, sequence_parallel=True, overlap_weights=True),
+}
+
+
+def cluster(gpus: int, intra: Link = FAST, inter: Link = SLOW, constants: Constants = H200) -> Cluster:
+    return Cluster(gpus=gpus, gpus_per_node=4, intra=intra, inter=inter, constants=constants)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_messages_are_those_of_the_ledger(sequence_parallel):
+    """The hand count that tests/distributed holds against the ledger, uncompressed and as payloads."""
+    layout = Layout(tensor=2, micro_batch=BATCH, global_batch=BATCH, sequence_parallel=sequence_parallel)
+    parts = work.messages(TINY, layout, H200)
+    taco = CompressionConfig(tensor_parallel=TensorParallelConfig(compression="taco", min_mb=0))
+    plain = predict(TINY, layout, cluster(2)).sent
+    compressed = predict(TINY, layout, cluster(2), taco).sent
+    for traffic in ("tp.forward", "tp.backward"):
+        counts: Counter = Counter()
+        for part, times in (("layer", LAYERS), ("embedding", 1), ("output", 1)):
+            for one in parts[part]:
+                counts[one.operation] += times * (one.traffic == traffic)
+        expected = SITES[sequence_parallel, traffic]
+        assert +counts == expected
+        assert plain[traffic] == sum(n * FACTORS[name] * MESSAGE // 2 for name, n in expected.items())
+        assert compressed[traffic] * 16 == plain[traffic] * 8.5
+
+
+def test_bytes_are_those_of_measured_runs():
+    """MB that the ledger counted in the runs of docs/results; norms and biases are not modelled."""
+    thin = Model(layers=4, hidden=2048, ffn=8192, heads=16, groups=16, head_dim=128, vocabulary=8191)
+    stages = Layout(pipeline=4, micro_batch=4, global_batch=64)
+    deep = replace(thin, layers=24, vocabulary=32000, tied=True)
+    shards = Layout(data=4, micro_batch=4, global_batch=16, distributed_optimizer=True, bf16_gradients=True)
+    nodes = CompressionConfig(data_parallel=DataParallelConfig(compression="sdp4bit", node_size=1))
+    for model, layout, config, sent in (
+        (thin, stages, None, {"pp.forward": 402.7, "pp.backward": 402.7}),
+        (thin, stages, Setting({"pp": "tah-quant"}, 0).config, {"pp.forward": 111.4, "pp.backward": 163.6}),
+        (deep, shards, None, {"dp.gradient": 1917.5, "dp.weight": 1917.5}),
+        (deep, shards, Setting({"dp": "sdp4bit"}, 0).config, {"dp.gradient": 988.7, "dp.weight": 481.3}),
+        (deep, shards, nodes, {"dp.gradient": 509.3, "dp.weight": 481.3}),
+    ):
+        found = predict(model, layout, cluster(4), config).sent
+        assert {name: nbytes / 1e6 for name, nbytes in found.items()} == pytest.approx(sent, rel=0.005)
+
+
+def test_memory_is_that_of_measured_runs():
+    """GB of docs/results/memory.md."""
+    for layout, measured in (
+        (Layout(data=2, micro_batch=4, global_batch=8, distributed_optimizer=True), 31.38),
+        (Layout(tensor=2, micro_batch=4, global_batch=16), 22.53),
+        (Layout(pipeline=2, micro_batch=4, global_batch=16), 26.15),
+    ):
+        assert memory.gigabytes(GPT, layout) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_faster_links_and_free_codecs_never_cost_time(layout):
+    config = Setting({"tp": "int8", "pp": "int8", "dp": "sdp4bit"}, 0).config
+    for one in (None, config):
+        times = [
+            predict(GPT, layout, cluster(layout.gpus, FAST.faster(f), SLOW.faster(f)), one).milliseconds
+            for f in (0.1, 0.5, 1, 2, 10)
+        ]
+        assert times == sorted(times, reverse=True)
+    free = replace(H200, launch_us=0, fused_us=0, codecs=dict.fromkeys(H200.codecs, (0.0, 0.0, 0.0)))
+    places = cluster(layout.gpus, Link.of(200, 0), Link.of(10, 0), free)
+    plain, compressed = predict(GPT, layout, places), predict(GPT, layout, places, config)
+    assert compressed.milliseconds <= plain.milliseconds
+    assert sum(compressed.sent.values()) <= sum(plain.sent.values())
+    assert compressed.phases["codecs"] == 0
+
+
+def test_settings_that_change_a_message_change_its_time():
+    """Layers that are left out, small messages, chunks, and a transport that is asked for."""
+
+    def found(**settings) -> CompressionConfig:
+        transport = settings.pop("transport", "auto")
+        return CompressionConfig(
+            tensor_parallel=TensorParallelConfig(compression="int8", **settings), transport=transport
+        )
+
+    nodes = {name: cluster(2, H200.links[name]) for name in ("nvlink", "pcie")}
+    times = {
+        name: predict(GPT, LAYOUTS["tp"], nodes["pcie"], found(**settings)).milliseconds
+        for name, settings in {
+            "all": {},
+            "half": {"layers": "0-3,embedding,output"},
+            "none": {"min_mb": 65.0},
+            "chunks": {"chunks": 2},
+        }.items()
+    }
+    plain = predict(GPT, LAYOUTS["tp"], nodes["pcie"])
+    assert times["chunks"] < times["all"] < times["half"] < times["none"] == plain.milliseconds
+    fused, apart = (
+        predict(GPT, LAYOUTS["tp"], nodes["nvlink"], found(transport=t)) for t in ("auto", "collective")
+    )
+    assert fused.phases["codecs"] == 0 < apart.phases["codecs"]
+    assert fused.sent == apart.sent
+
+
+def test_more_gpus_in_a_group_take_longer():
+    """Latency and two hops: the same bytes over more ranks, more nodes, and a curve between its points."""
+    times = [FAST.milliseconds("all_reduce", 1e6, ranks) for ranks in (2, 4, 64, 4096)]
+    assert times == sorted(times) and times[0] < times[-1]
+    link = H200.links["nvlink"]
+    (low, early), (high, late) = link.curve("all_reduce")[1:3]
+    assert link.milliseconds("all_reduce", (low + high) / 2, 4) == pytest.approx((early + late) / 2e3)
+    assert FAST.milliseconds("send", 200e6, 2) == pytest.approx(1.003)
+    one, two = (predict(GPT, replace(LAYOUTS["dp"], data=n), cluster(n)).phases["DP"] for n in (4, 8))
+    assert one < two
+
+
+GOLDEN = {
+    ("3d", True): 405.383578190406,
+    ("3d", False): 178.06532746738625,
+    ("vpp", True): 390.68089352595723,
+    ("vpp", False): 392.6840354009572,
+    ("cp", True): 149.577599785354,
+    ("cp", False): 135.55372847240068,
+    ("experts", True): 277.5782200323647,
+}
+"""By layout, and whether nothing is compressed."""
+
+
+def test_golden_predictions():
+    """Every digit, so that a change of the model shows."""
+    found: dict = {}
+    for name in ("3d", "vpp", "cp"):
+        places = cluster(LAYOUTS[name].gpus, H200.links["nvlink"], H200.links["ethernet"])
+        config = Setting({"tp": "auto", "pp": "auto", "dp": "sdp4bit"}, 0).config
+        for one in (None, config):
+            found[name, one is None] = predict(GPT, LAYOUTS[name], places, one).milliseconds
+    experts = Layout(tensor=2, data=4, expert=4, global_batch=16, sequence_parallel=True)
+    found["experts", True] = predict(MOE, experts, cluster(8)).milliseconds
+    assert found == pytest.approx(GOLDEN, rel=1e-12)
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+SCRIPT = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model gpt5", "--model gpt5 is unknown; choose one of gpt3-1.3b"),
+        ("--model llama-3-8b --gpus 12", "--gpus 12 must be a multiple of --gpus-per-node 8"),
+        ("--model llama-3-8b --inter 0", "--inter 0: the bandwidth must be above 0"),
+        ("--model llama-3-8b --intra quick", "--intra quick: give one of nvlink, pcie, ethernet"),
+        ("--measure nowhere/here.json", "--measure nowhere/here.json: its folder does not exist"),
+        ("--model llama-3-8b --gemm-tflops 0", "--gemm-tflops 0 must be above 0"),
+        ("--model llama-3-8b --calibration nowhere.json", "--calibration nowhere.json: No such file"),
+        ("--model gpt3-175b --gpus 8", "no layout fits: the smallest takes"),
+        ("", "give --model NAME, or the flags of a launch script"),
+        (f"-- {SCRIPT} --tensor-model-parallel-size 3", "--gpus 8 must be a multiple of 3"),
+        (f"-- {SCRIPT} --pipeline-model-parallel-size 8 --num-layers 12", "--num-layers 12 cannot be split"),
+        (f"-- {SCRIPT} --num-layers 800 --hidden-size 8192", "does not fit: "),
+        (f"-- {SCRIPT} --hiden-size 12", "did you mean --hidden-size?"),
+        (f"-- {SCRIPT} --multi-latent-attention", "--multi-latent-attention is not modelled"),
+        (
+            f"-- {SCRIPT} --caat-net-sync-fraction 0.5 --tensor-model-parallel-size 2",
+            "--caat-net-sync-fraction",
+        ),
+        (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
+        ("-- --num-layers 8", "--hidden-size is missing"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, words, said):
+    status, printed, error = run(capsys, *words.split())
+    assert (status, printed) == (2, "")
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_table_json_and_picture(capsys, tmp_path):
+    """From a launch script's flags with a codec of its own, and from a name whose layout is searched."""
+    files = [tmp_path / "advice.json", tmp_path / "advice.png"]
+    words = f"--gpus 8 --gpus-per-node 4 --inter 3:50 --json {files[0]} --plot {files[1]} -- {SCRIPT}"
+    words += (
+        " --tensor-model-parallel-size 2 --global-batch-size 64 --micro-batch-size 4 --tp-compression int6"
+    )
+    status, printed, error = run(capsys, *words.split())
+    assert (status, error) == (0, "")
+    assert "TP 2 DP 4, 4 micro-batches of 4 x 2048 tokens" in printed
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    assert rows[2][0] == "| uncompressed" and rows[2][2] == "1.00" and rows[-1][0] == "| as given"
+    data = json.loads(files[0].read_text())
+    assert len(data["settings"]) == len(rows) - 2
+    for setting in data["settings"]:
+        assert setting["milliseconds"] == pytest.approx(sum(setting["prediction"]["phases"].values()))
+    assert data["gains"]["gpus"]["--dp-compression sdp4bit"][-1][0] == 16384
+    slow, fast = (data["gains"]["bandwidth"]["--dp-compression sdp4bit"][i] for i in (0, -1))
+    assert slow[0] < fast[0] and slow[1] > fast[1]
+    assert files[1].read_bytes().startswith(b"\x89PNG") and files[1].stat().st_size > 20_000
+    status, printed, _ = run(capsys, *["--model", "qwen2.5-7b", "--gpus", "16", "--memory-gb", "80"])
+    assert status == 0 and "7.6 B parameters on 16 GPUs" in printed
+
+
+def test_measured_points(capsys, tmp_path):
+    """Two measured links and more than 24 points; the errors that docs/cost_model.md names."""
+    points = [p for p in json.loads(predict_iterations.TABLES.read_text()) if p["regime"] != "ethernet"]
+    chosen = tmp_path / "points.json"
+    chosen.write_text(json.dumps(points))
+    plot = tmp_path / "scatter.png"
+    status = predict_iterations.main(["--points", str(chosen), "--plot", str(plot)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert printed.count("\n| nvlink") + printed.count("\n| pcie") == len(points) >= 26
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert predict_iterations.main(["--points", str(chosen), "--median-limit", "0.1"]) == 1
+    points[0]["regime"] = "carrier-pigeon"
+    chosen.write_text(json.dumps(points))
+    assert predict_iterations.main(["--points", str(chosen)]) == 2
+    assert "no link 'carrier-pigeon'" in capsys.readouterr().err
+
+
+def test_benchmarks_write_points_that_can_be_predicted():
+    """The words of a run of each benchmark, as they stand in its JSON."""
+    for script, dimension, setting, more in (
+        (bench_end_to_end, "tensor", "int6 --tp-compression-chunks 2", ["--tensor-model-parallel-size", 2]),
+        (bench_data_parallel, "data", "sdp4bit", ["--global-batch-size", 8]),
+        (
+            bench_pipeline,
+            "pipeline",
+            "auto",
+            ["--pipeline-model-parallel-size", 2, "--num-layers", 2, "--bf16"],
+        ),
+    ):
+        options = Namespace(dimension=dimension, communicators=2, extra=["--seq-length", "1024"])
+        flags = [*_bench.MODEL.split(), *script.SHAPE.split(), *more]
+        words = _bench._words(options, parse_setting(setting), flags)
+        point = {"regime": "ethernet", "ranks": 2, "communicators": 2, "flags": shlex.join(map(str, words))}
+        found = predict_iterations.predicted(point, H200)
+        assert found.milliseconds > 50 and found.phases["codecs"] > 0
