@@ -52,6 +52,7 @@ def parse_setting(text: str) -> Setting:
     """
     from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
     from megatron.compression.data_parallel.presets import PRESETS
+    from megatron.compression.tensor_parallel.by_site import parse_choices
 
     words = shlex.split(text)
     count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
@@ -59,6 +60,9 @@ def parse_setting(text: str) -> Setting:
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
     for spec in words[:count]:
         if spec in ("none", "auto", *PRESETS):
+            continue
+        if ";" in spec:
+            parse_choices(spec, "--tp-compression")
             continue
         for part in spec.split("/"):
             registry = CODECS

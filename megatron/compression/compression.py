@@ -154,7 +154,5 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:
     if config.error_bound is None or not config.tensor_parallel.enabled:
         return None
-    codecs = config.tensor_parallel.forward_codec, config.tensor_parallel.backward_codec
-    return ErrorBound(
-        config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs if codec)
-    )
+    codecs = config.tensor_parallel.codecs
+    return ErrorBound(config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs))

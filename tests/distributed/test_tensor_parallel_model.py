@@ -19,6 +19,7 @@ from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 ITERATIONS = 50
+BY_SITE = "int6:grid=quadratic;fc2=int5:grid=quadratic/int6:grid=quadratic;@1=int8;qkv@0=none"
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -67,7 +68,7 @@ def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards."""
     start_model_parallel(world_size)
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    model = build_tiny_gpt(rank, world_size, run_with("int6"), torch.float32, **full)
+    model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **full)
     hashes: list[str] = []
     for layer in model.decoder.layers:
         layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))

@@ -12,7 +12,8 @@ from megatron.compression.config import changed_settings
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import RECOMMENDED, TensorParallelConfig, parse_layers
+from megatron.compression.tensor_parallel.by_site import parse_layers
+from megatron.compression.tensor_parallel.config import RECOMMENDED, TensorParallelConfig
 from tests.unit.megatron_args import parsed
 
 

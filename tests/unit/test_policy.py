@@ -1,11 +1,14 @@
 """One decision a message: its layer, its size, the iteration, the error bound, evaluations."""
 
+import pytest
+
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Policy, Rule
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.config import RECOMMENDED, TensorParallelConfig
 
 LARGE = 2**21
 THRESHOLD = 2**20
@@ -80,6 +83,44 @@ def test_evaluations_concern_activations_alone() -> None:
     without = _policy()
     without.ledger.evaluating = True
     assert without.decide("tp.forward", LARGE).why == "compressed"
+
+
+def test_codecs_by_site_and_layer() -> None:
+    """The last part that names a site counts; without a codec of its own the first does; none is excluded."""
+    policy = _policy(
+        compression="auto;fc2=int5:group=64;@0-1,output=int8;fc2@1=none", backward="none;qkv=int4"
+    )
+
+    def name(site: str, layer, traffic="tp.forward") -> str | None:
+        decision = policy.decide(traffic, LARGE, site, layer)
+        assert decision.why == ("compressed" if decision.codec else "excluded")
+        return decision.codec and decision.codec.name
+
+    fc2, proj = "decoder.layers.{}.mlp.linear_fc2", "decoder.layers.{}.self_attention.linear_proj"
+    assert [name(fc2.format(n), n) for n in range(3)] == ["int8", None, "int5:group=64"]
+    assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", RECOMMENDED]
+    assert name("output_layer", "output") == "int8" and name("embedding", "embedding") == RECOMMENDED
+    assert name(proj.format(0), 0, "tp.backward") is None
+    for site in ("decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention"):
+        assert name(site, 0, "tp.backward") == "int4"
+    assert _policy(compression="none;@3=int6").decide("tp.backward", LARGE, "x", 3).codec.name == "int6"
+    every = TensorParallelConfig(compression="int6;fc1=lossless;@2=none").codecs
+    assert {codec.name for codec in every} == {"int6", "lossless"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int6;fc3=int5", "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE one of qkv"),
+        ("int6;int5", "'int5' must be"),
+        ("int6;=int5", "'=int5' must be"),
+        ("int6;@0-x=int5", "'0-x' is not a layer"),
+        ("int6;fc2=int7", "--tp-compression: codec 'int7' is unknown"),
+    ],
+)
+def test_parts_that_name_no_site_or_codec(text: str, message: str) -> None:
+    with pytest.raises(CompressionConfigError, match=message):
+        TensorParallelConfig(compression=text)
 
 
 def test_a_rule_alone_is_enough() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megatron.compression.codecs import Codec
@@ -18,6 +19,29 @@ class Decision(NamedTuple):
     """The ledger's kind: compressed, off, auto, evaluation, excluded, guarded, warmup or small."""
 
 
+SITES = ("qkv", "proj", "fc1", "fc2")
+"""What settings call the layers of a transformer layer that communicate."""
+
+
+@cache
+def site_kind(name: str) -> str | None:
+    """One of SITES of a site's name, such as ``decoder.layers.0.mlp.linear_fc2``; None of another's."""
+    last = name.rpartition(".")[2].removeprefix("linear_")
+    last = "qkv" if last == "self_attention" else last  # the gather of what qkv gives
+    return last if last in SITES else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Another codec for some sites."""
+
+    codec: Codec | None
+    site: str | None
+    """One of SITES; None: any."""
+    layers: frozenset[int | str] | None
+    """As in ``Rule``."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """What the settings say of one traffic class, such as tp.forward."""
@@ -32,6 +56,22 @@ class Rule:
     """The first iteration that compresses, counted from 0."""
     activations: bool = True
     """Whether ``--validate-uncompressed`` concerns it."""
+    choices: tuple[Choice, ...] = ()
+    """Sites that have another codec; the first that names a site counts."""
+
+    @cached_property
+    def codecs(self) -> tuple[Any, ...]:
+        """Every codec that some site uses."""
+        every = (self.codec, *(choice.codec for choice in self.choices))
+        return tuple(codec for codec in every if codec is not None)
+
+    def codec_at(self, site: str, layer: int | str | None) -> Any:
+        """The codec of a site; None: it goes uncompressed."""
+        for choice in self.choices:
+            here = choice.site is None or choice.site == site_kind(site)
+            if here and (choice.layers is None or layer in choice.layers):
+                return choice.codec
+        return self.codec
 
 
 @dataclass
@@ -68,13 +108,14 @@ class Policy:
             layer: what ``--tp-compression-layers`` calls the site's layer.
         """
         rule = self.rules.get(traffic, _OFF)
-        if rule.codec is None:
+        if not rule.codecs:
             return _NOT_CHOSEN
         if self.validate_uncompressed and self.ledger.evaluating and rule.activations:
             return Decision(None, "evaluation")
         if self.left_out(traffic):
             return Decision(None, "auto")
-        if rule.layers is not None and layer not in rule.layers:
+        codec = rule.codec_at(site, layer) if rule.choices else rule.codec
+        if codec is None or (rule.layers is not None and layer not in rule.layers):
             return Decision(None, "excluded")
         if self.error_bound is not None and (site, traffic) in self.error_bound.tripped:
             return Decision(None, "guarded")
@@ -82,7 +123,7 @@ class Policy:
             return Decision(None, "warmup")
         if nbytes is not None and nbytes < rule.min_bytes:
             return Decision(None, "small")
-        return Decision(rule.codec, "compressed")
+        return Decision(codec, "compressed")
 
 
 _OFF = Rule(None)

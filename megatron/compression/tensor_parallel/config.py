@@ -1,23 +1,19 @@
 """Settings of tensor parallelism: which codec, for which messages."""
 
 import dataclasses
-import functools
 import math
-import re
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
+from megatron.compression.communication.policy import Choice, Rule
+from megatron.compression.dimension import Dimension, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
 
 RECOMMENDED = "int6:outliers=on"
 """What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
-
-NAMED_LAYERS = ("embedding", "output")
-"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones."""
 
 GATHERED_BY_MEGATRON = {
     "mtp_num_layers": "the input of each multi-token-prediction layer",
@@ -47,7 +43,8 @@ class TensorParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed."""
+    """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed. Others by
+    site (qkv, proj, fc1, fc2) and layer can follow: 'int6;fc2=int5;@0-1=int8;fc1@2-29=none'."""
 
     backward: str | None = None
     """Codec of the gradients; by default that of ``compression``."""
@@ -66,8 +63,9 @@ class TensorParallelConfig(Dimension):
     PCIe."""
 
     def __post_init__(self) -> None:
-        if self.compression == "auto":
-            object.__setattr__(self, "compression", RECOMMENDED)
+        first, *others = self.compression.split(";")
+        if first == "auto":
+            object.__setattr__(self, "compression", ";".join([RECOMMENDED, *others]))
         if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
             raise CompressionConfigError(
                 f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"
@@ -76,8 +74,7 @@ class TensorParallelConfig(Dimension):
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         parse_layers(self.layers)
         flags = {"backward": _BACKWARD}
-        codec_of(self.compression, self.flag)
-        codec_of(self.backward, _BACKWARD)
+        _ = self._forward, self._backward
         changed = [
             flags.get(field.name, f"--tp-compression-{field.name.replace('_', '-')}")
             for field in dataclasses.fields(self)
@@ -90,16 +87,29 @@ class TensorParallelConfig(Dimension):
             )
 
     @property
-    def backward_codec(self) -> Codec | None:
-        """Of the gradients; None: uncompressed."""
-        return self.forward_codec if self.backward is None else codec_of(self.backward, _BACKWARD)
+    def forward_codec(self) -> Codec | None:
+        return self._forward[0]
+
+    @property
+    def _forward(self) -> tuple[Codec | None, tuple[Choice, ...]]:
+        return parse_choices(self.compression, self.flag)
+
+    @property
+    def _backward(self) -> tuple[Codec | None, tuple[Choice, ...]]:
+        return self._forward if self.backward is None else parse_choices(self.backward, _BACKWARD)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """Every one that some site uses."""
+        rules = self.rules(0)
+        return [codec for rule in rules.values() for codec in rule.codecs]
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
         least, layers = math.ceil(self.min_mb * 2**20), parse_layers(self.layers)
         return {
-            "tp.forward": Rule(self.forward_codec, least, layers, start_iteration),
-            "tp.backward": Rule(self.backward_codec, least, layers, start_iteration),
+            traffic: Rule(codec, least, layers, start_iteration, choices=choices)
+            for traffic, (codec, choices) in (("tp.forward", self._forward), ("tp.backward", self._backward))
         }
 
     def check(self, args: Namespace) -> None:
@@ -109,7 +119,7 @@ class TensorParallelConfig(Dimension):
         """
         if not self.enabled:
             return
-        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
+        refuse_fp16(args, self.flag, self.codecs)
         own = "--tp-compression"
         if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
@@ -131,12 +141,18 @@ class TensorParallelConfig(Dimension):
         reasons = {name: f"gathers {what} {gathers}" for name, what in GATHERED_BY_MEGATRON.items()}
         reasons |= dict.fromkeys(_NOT_COVERED, f"is not a dense GPT layer's, which {own} covers")
         refuse_flags(args, reasons, "drop one of the two")
-        numbers = [layer for layer in parse_layers(self.layers) or () if isinstance(layer, int)]
-        if max(numbers, default=0) >= args.num_layers:
-            raise CompressionConfigError(
-                f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
-                f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
-            )
+        for flag, text, choices in (
+            (self.flag, self.compression, self._forward[1]),
+            (_BACKWARD, self.backward, self._backward[1]),
+            ("--tp-compression-layers", self.layers, [Choice(None, None, parse_layers(self.layers))]),
+        ):
+            layers = [layer for choice in choices for layer in choice.layers or ()]
+            last = max((layer for layer in layers if isinstance(layer, int)), default=0)
+            if last >= args.num_layers:
+                raise CompressionConfigError(
+                    f"{flag} {text} names layer {last}, but --num-layers {args.num_layers} makes "
+                    f"{args.num_layers - 1} the last one (they count from 0)"
+                )
 
     def _check_transformer_engine(self, args: Namespace) -> None:
         reasons = {
@@ -158,27 +174,3 @@ class TensorParallelConfig(Dimension):
         if self.layers != "all":
             line += f", layers {self.layers}"
         return line
-
-
-@functools.cache
-def parse_layers(text: str) -> frozenset[int | str] | None:
-    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
-
-    Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.
-    """
-    if text == "all":
-        return None
-    layers: set[int | str] = set()
-    for part in text.split(","):
-        part = part.strip()
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
-        if part in NAMED_LAYERS:
-            layers.add(part)
-        elif found and int(found[1]) <= int(found[2] or found[1]):
-            layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-        else:
-            raise CompressionConfigError(
-                f"--tp-compression-layers {text}: {part!r} is not a layer; give numbers from 0, ranges such "
-                "as 2-29, embedding and output, separated by commas, or all"
-            )
-    return frozenset(layers)

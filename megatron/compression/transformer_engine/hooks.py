@@ -55,7 +55,7 @@ class TransformerEngineLayers:
     def _may_come_late(self, module: torch.nn.Module) -> bool:
         """Whether there is compression to schedule for, and autograd has no part in the gradient."""
         weights = (getattr(module, name) for name in module.weight_names)
-        compresses = self.run.policy.rule("tp.backward").codec is not None
+        compresses = bool(self.run.policy.rule("tp.backward").codecs)
         return compresses and all(hasattr(weight, "main_grad") for weight in weights)
 
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
