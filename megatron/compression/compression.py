@@ -22,6 +22,7 @@ from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.transports import Transports
 from megatron.compression.config import CompressionConfig
+from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
@@ -80,6 +81,7 @@ class Compression:
         self._pipeline.prepare()
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
+        context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)
@@ -141,7 +143,6 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:
     if config.error_bound is None:
         return None
-    codecs = config.tensor_parallel.forward_codec, config.tensor_parallel.backward_codec
-    return ErrorBound(
-        config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs if codec)
-    )
+    parts = config.tensor_parallel, config.context_parallel
+    codecs = [codec for part in parts for codec in (part.forward_codec, part.backward_codec) if codec]
+    return ErrorBound(config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs))

@@ -8,12 +8,20 @@ from typing import Any, Literal, get_args
 
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
+from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
+
+_ACTIVATIONS = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+}
+"""Dimensions that send activations, and Megatron's number of ranks in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +30,7 @@ class CompressionConfig:
 
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
@@ -38,7 +47,8 @@ class CompressionConfig:
     fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere."""
 
     error_bound: float | None = None
-    """Relative error of one encoding beyond which a tensor-parallel layer's traffic goes uncompressed."""
+    """Relative error of one encoding beyond which a layer's tensor-parallel or context-parallel traffic goes
+    uncompressed."""
 
     validate_uncompressed: bool = False
     """Evaluation sends activations uncompressed, whatever training does."""
@@ -65,13 +75,15 @@ class CompressionConfig:
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
-        tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
-        report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
+        tensors, report = "--taco", "--compression-report DIR"
+        activations = any(getattr(self, part).enabled for part in _ACTIVATIONS)
+        evaluated, layers = "--taco or --pp-compression", "--taco or --cp-compression"
+        sites = self.tensor_parallel.enabled or self.context_parallel.enabled
         for given, needed, flag, fix in (
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
-            (self.error_bound, self.tensor_parallel.enabled, "--compression-error-bound", tensors),
+            (self.error_bound, sites, "--compression-error-bound", layers),
             (self.start_iteration, self.enabled, "--compression-start-iteration", tensors),
-            (self.transport != "auto", self.tensor_parallel.enabled, "--compression-transport", tensors),
+            (self.transport != "auto", sites, "--compression-transport", layers),
             (self.communicators, self.enabled, "--compression-communicators", tensors),
             (self.report_baseline, self.report, "--compression-report-baseline", report),
         ):
@@ -81,7 +93,7 @@ class CompressionConfig:
     @property
     def enabled(self) -> bool:
         """Whether any traffic is to be compressed."""
-        return self.tensor_parallel.enabled or self.pipeline_parallel.enabled or self.data_parallel.enabled
+        return self.data_parallel.enabled or any(getattr(self, part).enabled for part in _ACTIVATIONS)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """What the policy does with each traffic class."""
@@ -89,6 +101,7 @@ class CompressionConfig:
         return {
             **self.tensor_parallel.rules(start),
             **self.pipeline_parallel.rules(start),
+            **self.context_parallel.rules(start),
             **self.data_parallel.rules(self.start_iteration, train_iters),
         }
 
@@ -99,6 +112,7 @@ class CompressionConfig:
         """
         self.tensor_parallel.check(args)
         self.pipeline_parallel.check(args)
+        self.context_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
 
@@ -122,18 +136,18 @@ class CompressionConfig:
             (self.tensor_parallel, args.tensor_model_parallel_size),
             (self.data_parallel, args.data_parallel_size * args.context_parallel_size),
             (self.pipeline_parallel, args.pipeline_model_parallel_size),
+            (self.context_parallel, args.context_parallel_size),
         ):
             if part.enabled:
                 lines.append(part.idle_reason(ranks) or part.describe())
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
-            lines.append(
-                f"a tensor-parallel layer compresses while its error is at most {self.error_bound:g}"
-            )
+            lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
         if self.validate_uncompressed:
-            sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
-                self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1
+            sent = any(
+                getattr(self, part).enabled and getattr(args, ranks) > 1
+                for part, ranks in _ACTIVATIONS.items()
             )
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(

@@ -1,7 +1,7 @@
 """Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -27,7 +27,6 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.overlap import Handover
-from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
@@ -129,8 +128,6 @@ def _attach_chunk(
         module.chunks = config.chunks
     for module in chunk.modules():
         _share_handover(module)
-        if isinstance(module, SDPACoreAttention):
-            module.on_exchange = partial(_count_context, run.ledger)
     chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)
 
 
@@ -146,10 +143,6 @@ def _compressed_class(cls: type, base: type) -> type | None:
     if any(getattr(cls, name) is not getattr(base, name) for name in replaced):
         return None
     return type(f"Compressed{cls.__name__}", (ours, cls), {"__module__": cls.__module__})
-
-
-def _count_context(ledger: Ledger, traffic: str, operation: str, nbytes: int, ranks: int) -> None:
-    ledger.record_uncompressed(traffic, "exact", operation, nbytes, ranks)
 
 
 def _share_handover(module: torch.nn.Module) -> None:

@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.compression.communication.site import CommSite
+from megatron.compression.context_parallel.gather import causal_tail, chunks_of, gather_sequence
 from megatron.compression.errors import InputError
-from megatron.compression.torch_native.context_parallel import causal_tail, chunks_of, gather_sequence
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
@@ -49,11 +50,12 @@ class SDPACoreAttention(MegatronModule):
         attn_mask_type: ``causal`` needs no mask tensor.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
-        cp_comm_type: unused: keys and values are gathered (context_parallel.py).
+        cp_comm_type: unused: keys and values are gathered (context_parallel/gather.py).
         pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
 
     Attributes:
-        on_exchange: told of every collective under context parallelism, see ``gather_sequence``.
+        context_group: the ranks that share a sequence; None: one.
+        context_site: counts and compresses what they gather, see ``gather_sequence``.
     Raises: InputError: a setting that this attention does not have; the message names the flag to change.
     """
 
@@ -74,7 +76,8 @@ class SDPACoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.context_group, self.on_exchange = None, None
+        self.context_group = None
+        self.context_site: CommSite | None = None
         if config.context_parallel_size > 1:
             given = getattr(pg_collection, "cp", None)
             self.context_group = parallel_state.get_context_parallel_group() if given is None else given
@@ -120,7 +123,7 @@ class SDPACoreAttention(MegatronModule):
             )
         if self.context_group is None:
             return self._attend(query, key, value, allowed, causal)
-        key, value = gather_sequence(key, value, self.context_group, self.on_exchange)
+        key, value = gather_sequence(key, value, self.context_group, self.context_site)
         if not causal:
             return self._attend(query, key, value, allowed, False)
         contexts = []
