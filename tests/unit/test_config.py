@@ -198,7 +198,10 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
             "--use-transformer-engine-op-fuser builds layers",
         ),
         ({"num_experts": 8}, "--num-experts"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        (
+            {"multi_latent_attention": True, "transformer_impl": "transformer_engine"},
+            "--multi-latent-attention",
+        ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
         ({"mtp_num_layers": 1}, "drop one of the two"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
@@ -27,6 +28,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.torch_native.latent_attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
@@ -42,6 +44,7 @@ _CLASSES = {
     RowParallelLinear: (CompressedRowParallelLinear, ("forward",)),
     LanguageModelEmbedding: (CompressedLanguageModelEmbedding, ("forward",)),
     SelfAttention: (CompressedSelfAttention, ("get_query_key_value_tensors",)),
+    MLASelfAttention: (LatentSelfAttention, ()),
 }
 
 
@@ -171,6 +174,8 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
         return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
+    if isinstance(module, MLASelfAttention) and not isinstance(module, LatentSelfAttention):
+        return "it gathers what its latent projections shard; use --transformer-impl local without --spec"
     if isinstance(module, SelfAttention) and module.config.attention_output_gate:
         return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
     if getattr(module, "gather_output", False):

@@ -52,6 +52,7 @@ class SDPACoreAttention(MegatronModule):
         softmax_scale: None for 1 / sqrt(head dimension).
         cp_comm_type: unused: keys and values are gathered (context_parallel/gather.py).
         pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
+        k_channels, v_channels: unused: widths of keys and values are read off the tensors.
 
     Attributes:
         context_group: the ranks that share a sequence; None: one.
@@ -69,6 +70,8 @@ class SDPACoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         _refuse_unsupported(config, layer_number, attn_mask_type)
@@ -100,12 +103,13 @@ class SDPACoreAttention(MegatronModule):
 
         Args:
             query: ``[sq, b, heads, head_dim]``.
-            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups.
+            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups. Values may have
+                another head_dim.
             attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
                 allowed, or None. A mask given takes the place of the causal one. A row without any allowed
                 position gives finite numbers of no meaning (megatron-core: the mean of all values).
             attn_mask_type: None for the one given at construction.
-        Returns: ``[sq, b, heads * head_dim]`` in the query's dtype.
+        Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim, in the query's dtype.
         Raises: InputError: an argument that this attention does not take, or one that none of the kernels of
         ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
         """
