@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_plans_name_known_settings_and_checkpoints():
-    for name in ("trial", "scratch", "branch", "campaign"):
+    for name in ("trial", "scratch", "branch", "ending", "campaign"):
         jobs = make_plan(name, 1200, 50, 3, None, None)
         assert len({job.id for job in jobs}) == len(jobs)
         saved = {target for job in jobs for target in job.save.values()}
