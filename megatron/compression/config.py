@@ -3,7 +3,9 @@
 import dataclasses
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from megatron.compression.caat_net.config import CaatNetConfig
@@ -16,12 +18,12 @@ from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, Te
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
 
-_ACTIVATIONS = {
-    "tensor_parallel": "tensor_model_parallel_size",
-    "pipeline_parallel": "pipeline_model_parallel_size",
-    "context_parallel": "context_parallel_size",
+_ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
+    "tensor_parallel": attrgetter("tensor_model_parallel_size"),
+    "pipeline_parallel": attrgetter("pipeline_model_parallel_size"),
+    "context_parallel": attrgetter("context_parallel_size"),
 }
-"""Dimensions that send activations, and Megatron's number of ranks in each."""
+"""Dimensions that send activations, and the number of ranks in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,23 +134,19 @@ class CompressionConfig:
                 f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, only "
                 "what its capture did"
             )
-        for part, ranks in (
-            (self.tensor_parallel, args.tensor_model_parallel_size),
-            (self.data_parallel, args.data_parallel_size * args.context_parallel_size),
-            (self.pipeline_parallel, args.pipeline_model_parallel_size),
-            (self.context_parallel, args.context_parallel_size),
-        ):
-            if part.enabled:
-                lines.append(part.idle_reason(ranks) or part.describe())
+        ranks = {name: count(args) for name, count in _ACTIVATIONS.items()}
+        ranks["data_parallel"] = args.data_parallel_size * args.context_parallel_size
+        lines += [
+            getattr(self, name).idle_reason(count) or getattr(self, name).describe()
+            for name, count in ranks.items()
+            if getattr(self, name).enabled
+        ]
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
             lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
         if self.validate_uncompressed:
-            sent = any(
-                getattr(self, part).enabled and getattr(args, ranks) > 1
-                for part, ranks in _ACTIVATIONS.items()
-            )
+            sent = any(getattr(self, name).enabled and ranks[name] > 1 for name in _ACTIVATIONS)
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(
                 "evaluation sends activations uncompressed (--validate-uncompressed)" if sent else idle
