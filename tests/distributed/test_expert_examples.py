@@ -54,4 +54,4 @@ def test_a_tiny_run_compresses_and_learns(tmp_path, script):
     (last,) = re.findall(
         rf"communication +{ITERATIONS}/ +{ITERATIONS} .*expert-parallel ratio: (\S+)", output
     )
-    assert float(last) > 1.8
+    assert float(last) > 1.7  # rows of 128 values, beside them their probabilities, which stay exact
