@@ -193,6 +193,11 @@ def test_only_transformer_engine_gets_its_flags(tmp_path, script):
     assert {"--sequence-parallel", "transformer_engine"} <= set(engine)
 
 
+def test_context_parallelism_is_a_variable(tmp_path):
+    words = command_line(tmp_path, LLAMA3, "--cp-compression", "int8", CP="2")
+    assert words[words.index("--context-parallel-size") + 1] == "2" and "transformer_engine" not in words
+
+
 def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
     words = command_line(
         tmp_path,

@@ -291,6 +291,8 @@ def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dic
     with pytest.raises(CompressionConfigError) as refusal:
         _config(*given, **megatron | {"context_parallel_size": 2})
     assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+    bounded = _config("--cp-compression", "int8", "--compression-error-bound", "0.05")
+    assert bounded.error_bound == 0.05, "a bound of these sites, without tensor parallelism"
     engine = dict(transformer_impl="transformer_engine", context_parallel_size=1)
     assert _config("--cp-compression", "int8", **engine).context_parallel.enabled
 
