@@ -10,7 +10,7 @@
 #
 # Whatever follows the script's name is appended to the command line and wins over what is written here.
 # Environment: examples/common.sh says which variables there are.
-#   CP               context parallelism, USE_TE=1 only
+#   CP               context parallelism; with --cp-compression (USE_TE=0) keys and values go compressed
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
@@ -52,17 +52,11 @@ TRAINING_ARGS=(
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
     --transformer-impl "$TRANSFORMER_IMPL" --sequence-parallel
 )
-if [ "$USE_TE" = 1 ]; then
-    MODEL_PARALLEL_ARGS+=(--context-parallel-size "$CP")
-elif [ "$CP" != 1 ]; then
-    echo "error: CP=$CP needs USE_TE=1: local attention has no context parallelism" >&2
-    exit 2
-fi
-
 shared_args
 torchrun "${DISTRIBUTED_ARGS[@]}" "$REPO/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \

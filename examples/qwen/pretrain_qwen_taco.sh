@@ -57,7 +57,7 @@ TRAINING_ARGS=(
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"
-    --sequence-parallel
+    --transformer-impl "$TRANSFORMER_IMPL" --sequence-parallel
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
 )

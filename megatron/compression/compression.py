@@ -22,6 +22,7 @@ from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.transports import Transports
 from megatron.compression.config import CompressionConfig
+from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
@@ -89,6 +90,7 @@ class Compression:
         self._pipeline.prepare()
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
+        context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)
@@ -152,7 +154,8 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:
-    if config.error_bound is None or not config.tensor_parallel.enabled:
+    tensors, context = config.tensor_parallel, config.context_parallel
+    if config.error_bound is None or not (tensors.enabled or context.enabled):
         return None
-    codecs = config.tensor_parallel.codecs
+    codecs = [codec for codec in (*tensors.codecs, context.forward_codec, context.backward_codec) if codec]
     return ErrorBound(config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs))

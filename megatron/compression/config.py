@@ -3,17 +3,27 @@
 import dataclasses
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
+from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
+
+_ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
+    "tensor_parallel": attrgetter("tensor_model_parallel_size"),
+    "pipeline_parallel": attrgetter("pipeline_model_parallel_size"),
+    "context_parallel": attrgetter("context_parallel_size"),
+}
+"""Dimensions that send activations, and the number of ranks in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +32,7 @@ class CompressionConfig:
 
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
@@ -46,7 +57,8 @@ class CompressionConfig:
     fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere."""
 
     error_bound: float | None = None
-    """Relative error of one encoding beyond which a tensor-parallel layer's traffic goes uncompressed."""
+    """Relative error of one encoding beyond which a layer's tensor-parallel or context-parallel traffic goes
+    uncompressed."""
 
     validate_uncompressed: bool = False
     """Evaluation sends activations uncompressed, whatever training does."""
@@ -75,15 +87,16 @@ class CompressionConfig:
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
         tensors, undecided = "--taco", bool(self.auto)
-        activations = self.tensor_parallel.enabled or self.pipeline_parallel.enabled
-        tensor_parallel, anything = self.tensor_parallel.enabled or undecided, self.enabled or undecided
-        report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
+        report, layers = "--compression-report DIR", "--taco or --cp-compression"
+        activations = undecided or any(getattr(self, part).enabled for part in _ACTIVATIONS)
+        sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
+        anything, evaluated = self.enabled or undecided, "--taco or --pp-compression"
         for given, needed, flag, fix in (
             (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
-            (self.validate_uncompressed, activations or undecided, "--validate-uncompressed", evaluated),
-            (self.error_bound, tensor_parallel, "--compression-error-bound", tensors),
+            (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
+            (self.error_bound, sites, "--compression-error-bound", layers),
             (self.start_iteration, anything, "--compression-start-iteration", tensors),
-            (self.transport != "auto", tensor_parallel, "--compression-transport", tensors),
+            (self.transport != "auto", sites, "--compression-transport", layers),
             (self.communicators, anything, "--compression-communicators", tensors),
             (self.report_baseline, self.report, "--compression-report-baseline", report),
         ):
@@ -93,7 +106,7 @@ class CompressionConfig:
     @property
     def enabled(self) -> bool:
         """Whether any traffic is to be compressed."""
-        return self.tensor_parallel.enabled or self.pipeline_parallel.enabled or self.data_parallel.enabled
+        return self.data_parallel.enabled or any(getattr(self, part).enabled for part in _ACTIVATIONS)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """What the policy does with each traffic class."""
@@ -101,6 +114,7 @@ class CompressionConfig:
         return {
             **self.tensor_parallel.rules(start),
             **self.pipeline_parallel.rules(start),
+            **self.context_parallel.rules(start),
             **self.data_parallel.rules(self.start_iteration, train_iters),
         }
 
@@ -111,6 +125,7 @@ class CompressionConfig:
         """
         self.tensor_parallel.check(args)
         self.pipeline_parallel.check(args)
+        self.context_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
 
@@ -130,23 +145,19 @@ class CompressionConfig:
                 f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, only "
                 "what its capture did"
             )
-        for part, ranks in (
-            (self.tensor_parallel, args.tensor_model_parallel_size),
-            (self.data_parallel, args.data_parallel_size * args.context_parallel_size),
-            (self.pipeline_parallel, args.pipeline_model_parallel_size),
-        ):
-            if part.enabled:
-                lines.append(part.idle_reason(ranks) or part.describe())
+        ranks = {name: count(args) for name, count in _ACTIVATIONS.items()}
+        ranks["data_parallel"] = args.data_parallel_size * args.context_parallel_size
+        lines += [
+            getattr(self, name).idle_reason(count) or getattr(self, name).describe()
+            for name, count in ranks.items()
+            if getattr(self, name).enabled
+        ]
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
-            lines.append(
-                f"a tensor-parallel layer compresses while its error is at most {self.error_bound:g}"
-            )
+            lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
         if self.validate_uncompressed:
-            sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
-                self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1
-            )
+            sent = any(getattr(self, name).enabled and ranks[name] > 1 for name in _ACTIVATIONS)
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(
                 "evaluation sends activations uncompressed (--validate-uncompressed)" if sent else idle

@@ -24,6 +24,8 @@ _FIELDS = {
     "--tp-compression-chunks": "tensor_parallel.chunks",
     "--pp-compression": "pipeline_parallel.compression",
     "--pp-backward-compression": "pipeline_parallel.backward",
+    "--cp-compression": "context_parallel.compression",
+    "--cp-backward-compression": "context_parallel.backward",
     "--dp-compression": "data_parallel.compression",
     "--dp-weight-compression": "data_parallel.weights",
     "--dp-error-feedback": "data_parallel.error_feedback",
@@ -113,12 +115,13 @@ def resolve(args: Namespace) -> CompressionConfig:
         part, _, name = path.rpartition(".")
         parts.setdefault(part, {})[name] = getattr(args, flag.strip("-").replace("-", "_"))
     parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
-    for part, spec in COMPRESSION_3D.items():
-        chosen = parts[part]["compression"]
-        parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen
+    for part, settings in parts.items():
+        if "compression" in settings and settings["compression"] is None and args.compression_3d:
+            settings["compression"] = COMPRESSION_3D.get(part)
     open_parts = [part for part in COMPRESSION_3D if args.compression == "auto" and _is_open(parts, part)]
-    for part in COMPRESSION_3D:
-        parts[part]["compression"] = parts[part]["compression"] or "none"
+    for settings in parts.values():
+        if "compression" in settings:
+            settings["compression"] = settings["compression"] or "none"
     own = parts.pop("")
     kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}

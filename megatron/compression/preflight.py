@@ -164,11 +164,14 @@ def check_local_layers(args: Namespace) -> None:
             "--init-model-with-meta-device leaves weights uninitialized without --use-megatron-fsdp: drop it"
         )
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
-    if getattr(args, "context_parallel_size", 1) > 1 and backend == "local":
-        raise InputError(
-            "--context-parallel-size is not covered by --attention-backend local (megatron-core's unfused "
-            "attention): use --attention-backend auto"
-        )
+    several = getattr(args, "context_parallel_size", 1) > 1
+    latent = getattr(args, "multi_latent_attention", False)
+    for flag, given in (("--context-parallel-size", several), ("--multi-latent-attention", latent)):
+        if given and backend == "local":
+            raise InputError(
+                f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
+                "use --attention-backend auto"
+            )
     recomputed = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
         raise needs_transformer_engine("--recompute-modules layernorm", "leave layernorm out of it")

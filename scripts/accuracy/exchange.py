@@ -1,4 +1,4 @@
-"""The collectives of W tensor-parallel ranks on one device, with the arithmetic of the real ones.
+"""The collectives of W ranks on one device, with the arithmetic of the real ones.
 
 Everything that is sent is encoded and decoded by the project's codecs in the order of
 megatron.compression.communication, so a simulated all-reduce has the bits of a real one.
@@ -50,7 +50,8 @@ class Exchange:
         return joined(second.decode(total, piece, dtype), shape)
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """What every rank has of x [T, h] after the all-gather of its slices."""
+        """What there is of x [T, h] where it arrives: on every rank after the all-gather of slices, or at the
+        experts and back (a leg of ``Setting``)."""
         self.number += 1
         codec = self.codecs[direction]
         if codec is None:

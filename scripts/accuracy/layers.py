@@ -15,7 +15,7 @@ _LIBRARY = "simulated_ranks"
 _attached: list[Exchange] = []
 
 
-def _operator(name: str):
+def operator(name: str):
     """Decorator: an operator of this library that changes none of its arguments."""
     return library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
 
@@ -23,6 +23,12 @@ def _operator(name: str):
 def attach(exchange: Exchange) -> None:
     """Let the layers communicate through ``exchange`` from now on (process-wide, as operators are)."""
     _attached[:] = [exchange]
+
+
+def attached() -> Exchange:
+    """What the layers communicate through."""
+    [exchange] = _attached
+    return exchange
 
 
 def row_partials(x: Tensor, weight: Tensor, world_size: int) -> Tensor:
@@ -37,42 +43,41 @@ def column_partials(grad: Tensor, weight: Tensor, world_size: int) -> Tensor:
     return torch.bmm(grad, weight.view(world_size, -1, weight.shape[1]))
 
 
-@_operator("row_linear")
+@operator("row_linear")
 def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n] @ weight[h, n].T, reduced over the ranks."""
-    [exchange] = _attached
+    exchange = attached()
     return exchange.reduce(row_partials(x.contiguous(), weight, exchange.world_size), "forward")
 
 
-@_operator("row_linear_backward")
+@operator("row_linear_backward")
 def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
-    [exchange] = _attached
+    exchange = attached()
     if exchange.setting.sequence_parallel:
         grad = exchange.gather(grad.contiguous(), "backward")
     return grad @ weight, grad.t() @ x
 
 
-@_operator("column_linear")
+@operator("column_linear")
 def column_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, h] @ weight[m, h].T."""
     return x @ weight.t()
 
 
-@_operator("column_linear_backward")
+@operator("column_linear_backward")
 def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, reduced over the ranks, and of weight."""
-    [exchange] = _attached
+    exchange = attached()
     grad = grad.contiguous()
     partials = column_partials(grad, weight, exchange.world_size)
     return exchange.reduce(partials, "backward"), grad.t() @ x
 
 
-@_operator("gather")
+@operator("gather")
 def gather(x: Tensor) -> Tensor:
     """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
-    [exchange] = _attached
-    return exchange.gather(x.contiguous(), "forward")
+    return attached().gather(x.contiguous(), "forward")
 
 
 @_operator("send")
@@ -130,7 +135,7 @@ send.register_autograd(
 class _ReduceEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, ids, vocabulary):
-        [exchange] = _attached
+        exchange = attached()
         owner = ids // (vocabulary // exchange.world_size)
         ranks = torch.arange(exchange.world_size, device=ids.device)
         partials = rows * (owner == ranks[:, None])[..., None].to(rows.dtype)
@@ -138,7 +143,7 @@ class _ReduceEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        [exchange] = _attached
+        exchange = attached()
         if exchange.setting.sequence_parallel:
             grad = exchange.gather(grad.contiguous(), "backward")
         return grad, None, None

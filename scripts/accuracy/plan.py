@@ -6,7 +6,7 @@ is left of a call when no run from scratch fits any more.
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from scripts.accuracy.settings import setting_of
 
@@ -27,6 +27,16 @@ ENDED = (
     *("int5-quadratic-g256", "int6-quadratic-g256"),
 )
 """To the end of the schedule from the last checkpoint of every seed, on the data that came next."""
+EXPERTS = (
+    "none-tp2",
+    "ep-int8",
+    "ep-fp8",
+    "ep-int6",
+    "ep-int8-dispatch",
+    "ep-fp8-dispatch",
+    "ep-fp8-to-experts",
+)
+"""Endings of a mixture of experts."""
 PAIRED = ("none-tp2", "paper", "int6-signed", "int6-nearest", "int4-nearest", "paper-sp", "paper-forward")
 """Branches of every replicate: the null comparison and what might be recommended."""
 BRANCHES = (
@@ -104,7 +114,7 @@ def make_plan(
     settings: list[str] | None,
     branch_settings: list[str] | None,
 ) -> list[Job]:
-    """The jobs of a plan: trial, scratch, branch, ending (and the runs that those start from) or campaign.
+    """The jobs of a plan: trial, scratch, branch, ending or campaign.
 
     Args:
         settings: for the runs from scratch and the endings; names or specs, see ``setting_of``.
@@ -128,10 +138,11 @@ def make_plan(
     final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
     often = [one for one in of_branches if branch_settings is not None or one in PAIRED]
     rest = branches(["none", *often], range(1, seeds), branch_steps)
+    late = [replace(job, save=dict([max(job.save.items())])) for job in whole[:seeds]]
     plans = {
+        "ending": [*late, *final],
         "trial": [*whole[:1], *first, again, *whole[1:]],
         "branch": [*whole[:seeds], *first, *rest],
-        "ending": [*whole[:seeds], *final],
         "campaign": [*whole[:seeds], *first, again, *final, *whole[seeds:], *rest],
     }
     if name not in plans:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("111m", "111m-massive", "tiny", "moe", "moe-tiny")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,8 +39,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--branch-steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
-    parser.add_argument("--workers", type=int, help="processes, one a GPU (default: all GPUs)")
-    parser.add_argument("--size", choices=("111m", "111m-massive", "tiny"), default="111m")
+    parser.add_argument("--workers", type=int, help="processes (default: one a GPU); several share a GPU")
+    parser.add_argument("--size", choices=SIZES, default="111m")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -55,10 +56,12 @@ def sizes(args: argparse.Namespace):
     from scripts.accuracy.model import ModelConfig
     from scripts.accuracy.training import Schedule
 
-    if args.size == "tiny":
-        model = ModelConfig(512, 2, 64, 2, 32, torch.float32)
+    experts = {"experts": 8} if "moe" in args.size else {}
+    if "tiny" in args.size:
+        model = ModelConfig(512, 2, 64, 2, 32, torch.float32, **experts, expert_width=64)
         return model, Schedule(args.steps, 4, warmup=5)
-    return ModelConfig(massive=1000.0 if args.size == "111m-massive" else 0.0), Schedule(args.steps)
+    massive = 1000.0 if "massive" in args.size else 0.0
+    return ModelConfig(**experts, massive=massive), Schedule(args.steps)
 
 
 def records_of(folder: Path) -> list[dict]:
@@ -116,7 +119,7 @@ class Worker:
             if time.time() > self.args.deadline:
                 return False
             time.sleep(0.5)
-        valid_tokens = 2048 if self.args.size == "tiny" else 2_000_000
+        valid_tokens = 2048 if "tiny" in self.args.size else 2_000_000
         corpus = Corpus(self.args.work_dir / "corpus", self.config.sequence, self.device, valid_tokens)
         if int(corpus.train.max()) >= self.config.vocabulary:
             raise ValueError("the corpus has more tokens than the model; give another --work-dir")
@@ -193,11 +196,10 @@ class Worker:
 
 def plan_of(args: argparse.Namespace):
     """The jobs that the command line asks for."""
-    from scripts.accuracy.plan import make_plan
+    from scripts.accuracy.plan import EXPERTS, make_plan
 
-    return make_plan(
-        args.plan, args.steps, args.branch_steps, args.seeds, args.settings, args.branch_settings
-    )
+    settings = args.settings or (list(EXPERTS) if "moe" in args.size else None)
+    return make_plan(args.plan, args.steps, args.branch_steps, args.seeds, settings, args.branch_settings)
 
 
 def prepare_folders(args: argparse.Namespace) -> None:

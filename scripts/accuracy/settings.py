@@ -11,6 +11,8 @@ RANKS = 4
 """Simulated ranks."""
 MESSAGE = (1024, 4, 768)
 """Tokens, samples and channels of a message, by which bits a value are counted."""
+LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+"""Of expert parallelism, in the order in which a token and its gradient take them."""
 _SPECS: dict[str, str | tuple[str, str]] = {
     "none": "none",
     "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
@@ -42,11 +44,14 @@ _SPECS: dict[str, str | tuple[str, str]] = {
     },
 }
 """A setting's name to its spec, or to those of the forward and the backward."""
+_ON_LEGS = {"": LEGS, "-dispatch": ("dispatch",), "-to-experts": ("dispatch", "combine_backward")}
+"""What stands behind ``ep-CODEC``: which legs of expert parallelism go through the codec. DeepSeek-V3 (arXiv
+2412.19437, section 3.3.2) has fp8 on the two that lead to the experts."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A form of tensor parallelism and the codecs of its exchanges; see exchange.py for what they encode."""
+    """A form of parallelism and the codecs of its exchanges; see exchange.py for what they encode."""
 
     name: str
     forward: str = "none"
@@ -57,14 +62,19 @@ class Setting:
     world_size: int = RANKS
     pipeline: bool = False
     """Whether the codecs encode what pipeline stages send each other instead."""
+    dispatch: str = "none"
+    """Specs of the legs of expert parallelism."""
+    combine: str = "none"
+    combine_backward: str = "none"
+    dispatch_backward: str = "none"
 
     def __post_init__(self) -> None:
         _ = self.codecs
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
-        """By direction; None: uncompressed."""
-        specs = {"forward": self.forward, "backward": self.backward}
+        """By direction and leg; None: uncompressed."""
+        specs = {way: getattr(self, way) for way in ("forward", "backward", *LEGS)}
         return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
 
     @property
@@ -84,7 +94,8 @@ class Setting:
 
 
 def setting_of(name: str) -> Setting:
-    """The setting of a name of the results (``-sp``: with sequence parallelism), or of any spec.
+    """The setting of a name of the results (``-sp``: with sequence parallelism), or of any spec; behind
+    ``ep-``, of the legs of expert parallelism.
 
     ``-pp`` behind a spec of ``--pp-compression``: between pipeline stages. Gradients go as that flag says, or
     as a second spec behind ``,,`` does.
@@ -97,6 +108,10 @@ def setting_of(name: str) -> Setting:
         config = PipelineParallelConfig(compression=there, backward=back or None)
         backward = config.backward_codec
         return Setting(name, config.compression, backward.name if backward else "none", pipeline=True)
+    if name.startswith("ep-"):
+        suffix = next(end for end in reversed(_ON_LEGS) if name.endswith(end))
+        spec = name.removeprefix("ep-").removesuffix(suffix)
+        return Setting(name, **dict.fromkeys(_ON_LEGS[suffix], "taco" if spec == "fp8" else spec))
     base = name.removesuffix("-sp")
     found = _SPECS.get(base, base)
     forward, backward = (found, found) if isinstance(found, str) else found
@@ -104,15 +119,19 @@ def setting_of(name: str) -> Setting:
 
 
 def bits_of(setting: dict) -> float:
-    """Mean bits a value over the hops of both directions, of the setting of a record.
+    """Mean bits a value over the hops of both directions, or over the four legs, of the setting of a record.
 
     Records of 2026 spell codecs ``int6:128:single:dither``, one a hop, some with what there is no more.
     """
     if "forward1" in setting:
         hops = ("forward1", "forward2", "backward1", "backward2")
         return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
-    codecs = Setting(**setting).codecs.values()
-    hops = [hop for codec in codecs for hop in (codec.hops if codec else (None, None))]
+    codecs = Setting(**setting).codecs
+    if any(codecs[leg] for leg in LEGS):
+        hops = [codecs[leg] for leg in LEGS]
+    else:
+        ways = codecs["forward"], codecs["backward"]
+        hops = [hop for codec in ways for hop in (codec.hops if codec else (None, None))]
     return statistics.fmean(hop.bits_per_value(MESSAGE) if hop else 16.0 for hop in hops)
 
 

@@ -170,7 +170,7 @@ class Trainer:
             "seconds_per_step": round(seconds / steps, 5),
             "weights": self.digest(),
         }
-        if part == 1 and setting.forward != "none":
+        if part == 1 and any(setting.codecs.values()):
             result["valid_uncompressed"] = self.evaluate(setting_of("none"))
         return result
 

@@ -51,7 +51,7 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
             h = tl.where(tl.arange(0, C.G)[None, :] == 0, h - OFFSET * C.G, h)
         h = unshuffle(h * step[:, None], C)
     else:
-        # Not a product: LLVM narrows one of an fp16 and a bf16 that is rounded to fp16, and loses small steps.
+        # Not a product: LLVM narrows one of fp16 and bf16 that is rounded to fp16, and loses small steps.
         h = tl.fma(q.to(tl.float32) - OFFSET, step[:, None], 0.0)
     return h
 

@@ -198,13 +198,13 @@ class TestLocalLayers:
         with pytest.raises(InputError, match=f"{flag} needs Transformer Engine"):
             preflight.check_local_layers(args)
 
-    def test_context_parallelism_needs_the_torch_native_attention(self):
-        args = Namespace(
-            transformer_impl="local", context_parallel_size=2, attention_backend=AttnBackend.auto
-        )
+    @pytest.mark.parametrize("name", ["context_parallel_size", "multi_latent_attention"])
+    def test_what_needs_the_torch_native_attention(self, name):
+        args = Namespace(transformer_impl="local", attention_backend=AttnBackend.auto, **{name: 2})
         preflight.check_local_layers(args)
         args.attention_backend = AttnBackend.local
-        with pytest.raises(InputError, match="--context-parallel-size is not covered by --attention-backend"):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(InputError, match=f"{flag} is not covered by --attention-backend"):
             preflight.check_local_layers(args)
         args.transformer_impl = "transformer_engine"
         preflight.check_local_layers(args)

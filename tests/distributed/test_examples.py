@@ -45,9 +45,12 @@ def parameters(args) -> int:
     q_width = args.num_attention_heads * kv
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     qkv_width = q_width + 2 * groups * kv
-    layer = h * qkv_width + q_width * h + (3 if args.swiglu else 2) * h * args.ffn_hidden_size
+    attention = h * qkv_width + q_width * h
+    if args.multi_latent_attention:
+        attention = latent_attention(args)
+    width = 3 if args.swiglu else 2
     norm = h * (2 if args.normalization == "LayerNorm" else 1)
-    layer += 2 * norm
+    layer = attention + 2 * norm
     if args.add_bias_linear:
         layer += qkv_width + h + args.ffn_hidden_size + h
     elif args.add_qkv_bias:
@@ -55,7 +58,22 @@ def parameters(args) -> int:
     embeddings = args.vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
     if args.position_embedding_type == "learned_absolute":
         embeddings += args.max_position_embeddings * h
-    return args.num_layers * layer + norm + embeddings
+    dense = args.num_layers
+    if args.num_experts:
+        every = args.moe_layer_freq
+        dense = 0 if every == 1 else every.count(0)
+        shared = args.moe_shared_expert_intermediate_size or 0
+        experts = width * h * (args.num_experts * args.moe_ffn_hidden_size + shared) + h * args.num_experts
+        embeddings += (args.num_layers - dense) * experts
+    return args.num_layers * layer + dense * width * h * args.ffn_hidden_size + norm + embeddings
+
+
+def latent_attention(args) -> int:
+    """Parameters of multi-latent attention whose queries have no latent."""
+    heads, head = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
+    down = args.hidden_size * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    up = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim) + args.kv_lora_rank
+    return args.hidden_size * heads * (head + args.v_head_dim) + down + up
 
 
 def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[str, dict]:
@@ -67,6 +85,7 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.compression.flags import resolve
+    from megatron.compression.huggingface.flags import add_qwen_arguments, expand
     from megatron.compression.setup import adapt_arguments, add_arguments
 
     results = {}
@@ -74,8 +93,11 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
         launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
         processes, nodes = (int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes"))
         os.environ["WORLD_SIZE"] = str(processes * nodes)
-        sys.argv = ["pretrain_gpt.py", *flags]
-        args = parse_args(add_arguments)
+        qwen = "--qwen-model" in flags
+        sys.argv = ["pretrain.py", *(expand(flags)[0] if qwen else flags)]
+        args = parse_args(
+            (lambda parser: add_qwen_arguments(add_arguments(parser))) if qwen else add_arguments
+        )
         validate_args(args)
         adapt_arguments(args)
         args.padded_vocab_size = args.vocab_size
@@ -86,6 +108,8 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
             "layers": transformer.num_layers,
             "implementation": transformer.transformer_impl,
             "tp": args.tensor_model_parallel_size,
+            "ep": args.expert_model_parallel_size,
+            "experts": (transformer.num_moe_experts, transformer.moe_router_topk),
             "dp": args.data_parallel_size,
             "compressed": compression.tensor_parallel.enabled,
             "train_iters": args.train_iters,
@@ -108,7 +132,7 @@ def fake(directory: Path, name: str, body: str) -> None:
 
 
 def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> list[str]:
-    """The words that a script hands to torchrun, its own name for pretrain_gpt.py replaced by PRETRAIN."""
+    """The words that a script hands to torchrun, its name for the entrypoint replaced by PRETRAIN."""
     fake(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
     env = environment(**variables)
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
@@ -121,7 +145,8 @@ def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> 
         cwd=tmp_path,
     )
     words = done.stdout.splitlines()
-    words[words.index(str(REPO / "pretrain_gpt.py"))] = "PRETRAIN"
+    (entrypoint,) = (word for word in words if word.startswith(f"{REPO}/pretrain_"))
+    words[words.index(entrypoint)] = "PRETRAIN"
     return words
 
 
@@ -163,9 +188,14 @@ def test_compression_comes_from_the_command_line_or_the_variable(validated):
 def test_only_transformer_engine_gets_its_flags(tmp_path, script):
     local = command_line(tmp_path, script)
     engine = command_line(tmp_path, script, USE_TE="1")
-    assert not {"transformer_engine", "--context-parallel-size"} & set(local)
+    assert "transformer_engine" not in local
     assert ("--sequence-parallel" in local) == (script in (LLAMA3, QWEN))
     assert {"--sequence-parallel", "transformer_engine"} <= set(engine)
+
+
+def test_context_parallelism_is_a_variable(tmp_path):
+    words = command_line(tmp_path, LLAMA3, "--cp-compression", "int8", CP="2")
+    assert words[words.index("--context-parallel-size") + 1] == "2" and "transformer_engine" not in words
 
 
 def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
@@ -191,7 +221,6 @@ def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
     ("script", "variables", "message"),
     [
         (QWEN, {"MODEL_SIZE": "8B"}, "error: MODEL_SIZE=8B is unknown; use 0.5B"),
-        (LLAMA3, {"CP": "2"}, "error: CP=2 needs USE_TE=1"),
         (GPT3, {"DATA_PATH": "x"}, "TOKENIZER_MODEL: set it to the tokenizer that made DATA_PATH"),
     ],
 )
@@ -246,6 +275,9 @@ def directives(script: Path) -> set[str]:
     [
         ("gpt/train_llama3_8b.sbatch", "pretrain_gpt.py"),
         ("qwen/pretrain_qwen_taco.sbatch", "pretrain_qwen.py"),
+        ("experts/train_mixtral_8x7b.sbatch", "pretrain_gpt.py"),
+        ("experts/train_qwen3_30b_a3b.sbatch", "pretrain_qwen.py"),
+        ("experts/train_deepseek_v2_lite.sbatch", "pretrain_gpt.py"),
     ],
 )
 def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
@@ -349,7 +381,7 @@ def train_under_torchrun(script: str, **variables: str) -> str:
 def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
     """The same with the script's words to torchrun, for processes that need no start-up."""
     words = command_line(tmp_path, script, *flags, **SHORT, **variables)
-    words[words.index("PRETRAIN")] = "pretrain_gpt.py"
+    words[words.index("PRETRAIN")] = "pretrain_qwen.py" if "--qwen-model" in words else "pretrain_gpt.py"
     run = start_as_torchrun(words).finish(timeout=400)
     assert run.returncode == 0, run.output[-4000:]
     return run.output

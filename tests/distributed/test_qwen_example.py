@@ -72,6 +72,14 @@ def test_compression_is_a_variable(echo_torchrun) -> None:
         assert {word for word in printed if "compression" in word or "taco" in word[:6]} == words
 
 
+def test_the_layers_are_a_variable(echo_torchrun) -> None:
+    """As in the other scripts: torch-native layers, or Transformer Engine's."""
+    for variables, implementation in (({}, "local"), ({"USE_TE": "1"}, "transformer_engine")):
+        printed = run_script(echo_torchrun, **variables).splitlines()
+        assert printed[printed.index("--transformer-impl") + 1] == implementation
+        assert "--sequence-parallel" in printed
+
+
 def test_a_tiny_run_compresses_and_learns(echo_torchrun) -> None:
     tiny = {"TINY": "1", "QWEN_MODEL": "3-8b", "TRAIN_ITERS": "12"}
     words = run_script(echo_torchrun, "--seed", "7", "--num-workers", "0", **tiny).splitlines()

@@ -81,7 +81,7 @@ def start_model_parallel(world_size: int) -> None:
 
 def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **changes):
     """The tiny model's ``TransformerConfig``: weights do not depend on the tensor-parallel size."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     settings = dict(
         num_layers=LAYERS,
@@ -101,7 +101,8 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return TransformerConfig(**{**settings, **changes})
+    kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**settings, **changes})
 
 
 def build_tiny_gpt(

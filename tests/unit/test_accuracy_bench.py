@@ -1,6 +1,7 @@
 """The accuracy bench: the simulation without codecs is the plain model, its settings mean what they say."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 from megatron.compression.codecs import parse_codec
 from scripts.accuracy import corpus, layers
 from scripts.accuracy.exchange import Exchange
+from scripts.accuracy.experts import Experts
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
-from scripts.accuracy.settings import Setting, bits_of, setting_of
+from scripts.accuracy.settings import LEGS, Setting, bits_of, setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
 
 pytestmark = pytest.mark.slow
@@ -182,3 +184,72 @@ def test_no_file_is_in_both_parts(tmp_path):
     assert meta["train"]["files"] + meta["valid"]["files"] == 120
     assert meta["valid"]["tokens"] == len(np.load(tmp_path / "out" / "valid.npy")) > 0
     assert corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2) == meta
+
+
+MIXTURE = replace(CONFIG, experts=4, expert_width=64)
+
+
+def plain_mixture(module: Experts, x: Tensor) -> Tensor:
+    """Every expert on every token, weighted; those that are not chosen by zero."""
+    logits = x @ module.router.t()
+    best, ids = logits.topk(module.chosen, dim=-1)
+    weights = torch.zeros_like(logits).scatter(1, ids, best.softmax(-1))
+    hidden = F.gelu(torch.einsum("th,emh->tem", x, module.fc1), approximate="tanh")
+    return torch.einsum("tem,ehm,te->th", hidden, module.fc2, weights)
+
+
+def mixture_results(setting: Setting) -> tuple[Tensor, list[Tensor]]:
+    """Losses of a model with experts and gradients."""
+    model = GPT(MIXTURE)
+    model.initialise(1)
+    layers.attach(Exchange(setting))
+    ids, targets = torch.randint(CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    losses = model(ids, targets)
+    return losses.detach(), torch.autograd.grad(losses.mean(), list(model.parameters()))
+
+
+def test_experts_are_the_plain_mixture():
+    """Output and gradients; the auxiliary loss pulls on the router alone."""
+    layers.attach(Exchange(setting_of("none")))
+    module = Experts(128, 64, 4, 2, balance=0.0)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(48, 128, generator=generator).requires_grad_()
+    upstream = torch.randn(48, 128, generator=generator)
+    wanted = (x, *module.parameters())
+    ours, plain = module(x), plain_mixture(module, x)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    exact = torch.autograd.grad(plain, wanted, upstream)
+    for one, other in zip(torch.autograd.grad(ours, wanted, upstream), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    module.balance = 10.0
+    _, router, *others = torch.autograd.grad(module(x), wanted, upstream)
+    assert not torch.allclose(router, exact[1], rtol=0.01)
+    assert all(
+        torch.allclose(one, two, rtol=1e-4, atol=1e-3) for one, two in zip(others, exact[2:], strict=True)
+    )
+
+
+def test_each_leg_goes_through_its_codec():
+    """None changes nothing; legs of the forward change losses, those of the backward gradients alone."""
+    losses, gradients = mixture_results(setting_of("none"))
+    same, equal = mixture_results(setting_of("ep-identity"))
+    assert torch.equal(losses, same) and all(map(torch.equal, gradients, equal))
+    for leg in LEGS:
+        found, changed = mixture_results(Setting("leg", **{leg: "int4"}))
+        assert torch.equal(found, losses) == leg.endswith("backward"), leg
+        apart = [float((a - b).norm() / b.norm()) for a, b in zip(changed, gradients, strict=True)]
+        assert 0 < max(apart) < 0.5, leg
+    fine, _ = mixture_results(setting_of("ep-int8"))
+    coarse, _ = mixture_results(setting_of("ep-fp8"))
+    assert 0 < (fine - losses).norm() < 0.5 * (coarse - losses).norm()
+
+
+def test_names_of_legs():
+    assert setting_of("ep-int8").codecs["combine_backward"].name == "int8"
+    assert bits_of(setting_of("ep-int6").as_dict()) == 6.125
+    assert bits_of(setting_of("ep-fp8-to-experts").as_dict()) == (8.5 + 16 + 8.5 + 16) / 4
+    only = setting_of("ep-int8-dispatch").codecs
+    assert [leg for leg in LEGS if only[leg]] == ["dispatch"] and only["forward"] is None

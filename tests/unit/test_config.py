@@ -9,6 +9,7 @@ import pytest
 from megatron.compression import CompressionConfig, CompressionConfigError
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.config import changed_settings
+from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
@@ -52,7 +53,8 @@ def test_every_flag_reaches_its_field() -> None:
     """All of them but those that other tests name."""
     flags = """--tp-compression int6 --tp-backward-compression int8:group=64 --tp-compression-min-mb 0.5
         --tp-compression-layers 1-2,output --tp-compression-chunks 2 --pp-compression int4:group=32
-        --pp-backward-compression none --dp-compression int8 --dp-weight-compression int5
+        --pp-backward-compression none --cp-compression int8 --cp-backward-compression int6
+        --dp-compression int8 --dp-weight-compression int5
         --dp-error-feedback int8:average=0.5 --dp-compression-node-size 2 --compression-start-iteration 7
         --compression-transport collective --compression-communicators 3 --compression-error-bound 0.05
         --validate-uncompressed --compression-report out --compression-report-baseline other"""
@@ -62,6 +64,7 @@ def test_every_flag_reaches_its_field() -> None:
             compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output", chunks=2
         ),
         pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none"),
+        context_parallel=ContextParallelConfig(compression="int8", backward="int6"),
         data_parallel=DataParallelConfig(
             compression="int8", weights="int5", error_feedback="int8:average=0.5", node_size=2
         ),
@@ -199,7 +202,10 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
             "--use-transformer-engine-op-fuser builds layers",
         ),
         ({"num_experts": 8}, "--num-experts"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        (
+            {"multi_latent_attention": True, "transformer_impl": "transformer_engine"},
+            "--multi-latent-attention",
+        ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
         ({"mtp_num_layers": 1}, "drop one of the two"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
@@ -235,9 +241,9 @@ def test_what_the_ledger_does_not_see_is_said() -> None:
 
 def test_dimensions_without_ranks_are_said() -> None:
     """Not an error, and never silent: compression that has nothing to do on one rank."""
-    config = _config("--taco", "--pp-compression", "int8", "--dp-compression", "int8")
-    parts = config.tensor_parallel, config.pipeline_parallel, config.data_parallel
-    flags = ("--tp-compression", "--pp-compression", "--dp-compression")
+    flags = ("--tp-compression", "--pp-compression", "--dp-compression", "--cp-compression")
+    config = _config(*(word for flag in flags for word in (flag, "int8")))
+    parts = config.tensor_parallel, config.pipeline_parallel, config.data_parallel, config.context_parallel
     for part, flag in zip(parts, flags, strict=True):
         assert part.idle_reason(1).startswith(f"{flag} has no effect here") and part.idle_reason(2) is None
     alone = parsed("--taco", tensor_model_parallel_size=1)
@@ -253,7 +259,7 @@ def test_what_travels_how_is_said() -> None:
     assert resolve(args).describe(args) == [
         "tensor parallelism uses taco, messages of at least 8 MiB, gradients int6, layers 1-2",
         "everything goes uncompressed before iteration 3",
-        "a tensor-parallel layer compresses while its error is at most 0.05",
+        "a layer compresses while its error is at most 0.05",
         "evaluation sends activations uncompressed (--validate-uncompressed)",
     ]
     args = parsed("--pp-compression", "int8", "--validate-uncompressed")
@@ -266,6 +272,33 @@ def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
     with pytest.raises(CompressionConfigError, match="drop --cuda-graph-impl full_iteration or --pp-"):
         _config(*flags, cuda_graph_impl="full_iteration")
     assert _config(*flags, cuda_graph_impl="local").pipeline_parallel.enabled
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "reason"),
+    [
+        ("int8/int6", {}, "--cp-compression int8/int6: keys, values and their gradients are sent once"),
+        ("int8 --cp-backward-compression int9", {}, "--cp-backward-compression: codec 'int9'"),
+        ("none --cp-backward-compression none", {}, "context compression is off; add --cp-compression"),
+        ("lossless", dict(fp16=True), "--cp-compression lossless shortens"),
+        (
+            "int8",
+            dict(transformer_impl="transformer_engine"),
+            "--cp-compression needs --transformer-impl local",
+        ),
+        ("int8", dict(cuda_graph_impl="local"), "drop --cuda-graph-impl or --cp-compression"),
+    ],
+)
+def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dict, reason: str) -> None:
+    """In one line; on one rank nothing is exchanged, whatever the layers."""
+    given = ["--cp-compression", *flags.split()]
+    with pytest.raises(CompressionConfigError) as refusal:
+        _config(*given, **megatron | {"context_parallel_size": 2})
+    assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+    bounded = _config("--cp-compression", "int8", "--compression-error-bound", "0.05")
+    assert bounded.error_bound == 0.05, "a bound of these sites, without tensor parallelism"
+    engine = dict(transformer_impl="transformer_engine", context_parallel_size=1)
+    assert _config("--cp-compression", "int8", **engine).context_parallel.enabled
 
 
 def test_the_first_iteration_that_compresses() -> None:

@@ -20,7 +20,7 @@ OTHERS = {  # flags of other programs
     "--use-kitchen",  # Megatron's where nvidia-kitchen is installed
 }
 SPEC_FLAG = re.compile(
-    r"""--(tp|pp|dp)-(?:backward-|weight-)?compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)"""
+    r"""--(tp|pp|dp|ep|cp)-(?:backward-|weight-)?compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)"""
 )
 NAMED = re.compile(r"`([a-z][a-z0-9-]*(?::[a-z]+=[^\s`]+)?(?:/[a-z][a-z0-9-]*)?)`")
 

@@ -4,7 +4,15 @@ import argparse
 from pathlib import Path
 
 from megatron.compression.huggingface.config import model_from_config, read_config
-from megatron.compression.huggingface.models import MODELS, DenseModel, ModelError, megatron_flags
+from megatron.compression.huggingface.models import (
+    EXPERT_MODELS,
+    MODELS,
+    DenseModel,
+    ModelError,
+    megatron_flags,
+)
+
+_MODELS = {**MODELS, **EXPERT_MODELS}
 
 # Flags without a value that an expansion may hold: --no-<name> leaves one out.
 SWITCHES = (
@@ -21,8 +29,8 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--qwen-model",
         metavar="MODEL",
-        help=f"One of {', '.join(MODELS)}, or a folder with a Hugging Face config.json. Expands to "
-        "Megatron's flags, each of which can be overridden by giving it.",
+        help=f"One of {', '.join(_MODELS)} (a qwen in front may be), or a folder with a Hugging Face "
+        "config.json. Expands to Megatron's flags, each of which can be overridden by giving it.",
     )
     for switch in SWITCHES:
         group.add_argument(
@@ -39,12 +47,12 @@ def find_model(name: str) -> DenseModel:
 
     Raises: ModelError: neither.
     """
-    if name in MODELS:
-        return MODELS[name]
-    if Path(name).is_dir():
+    if name not in _MODELS and Path(name).is_dir():
         return model_from_config(read_config(name))
+    if (known := name.removeprefix("qwen")) in _MODELS:
+        return _MODELS[known]
     raise ModelError(
-        f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with a "
+        f"--qwen-model {name} is unknown; choose one of {', '.join(_MODELS)}, or give a folder with a "
         "Hugging Face config.json"
     )
 
@@ -74,7 +82,7 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     reader.add_argument("--qwen-model")
     known, _ = reader.parse_known_args(arguments)
     if known.qwen_model is None:
-        raise ModelError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
+        raise ModelError(f"--qwen-model is missing; choose one of {', '.join(_MODELS)}")
     flags = megatron_flags(find_model(known.qwen_model), tensor_parallel_size(arguments))
     given = {argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")}
     for switch in SWITCHES:

@@ -1,4 +1,4 @@
-"""Dense models of Hugging Face (Qwen2.5, Qwen3, Llama 3 base models), and a model as Megatron flags.
+"""Models of Hugging Face (Qwen2.5, Qwen3, Llama 3 base models), and a model as Megatron flags.
 
 Numbers from each model's config.json (Qwen/Qwen2.5-*, Qwen/Qwen3-*, meta-llama/*). The norm's epsilon of
 Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B and 4B tie
@@ -50,6 +50,19 @@ class DenseModel:
             raise ModelError(f"--use-rope-scaling is Llama 3.1's: a {self.family} model has none; drop it")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertModel(DenseModel):
+    """A mixture of experts in every layer, for training from scratch: its weights are not converted."""
+
+    experts: int
+    chosen: int
+    """Experts of a token, whose weights sum to one."""
+    expert_ffn: int
+    """Width of one expert."""
+    balance: float = 0.001
+    """Factor of the auxiliary loss that balances their loads."""
+
+
 def _model(layers, hidden, ffn, heads, groups=8, *, tied=False, **others) -> DenseModel:
     sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups}
     return DenseModel(**{**sizes, "head_dim": hidden // heads, "tied": tied, **others})
@@ -92,6 +105,12 @@ MODELS: dict[str, DenseModel] = {
     "llama-3.2-3b": _llama3(28, 3072, 8192, 24, tied=True, rope_factor=32.0),
 }
 
+EXPERT_MODELS: dict[str, ExpertModel] = {
+    "3-30b-a3b": ExpertModel(
+        **{**vars(_qwen3(48, 2048, 6144, 32, 4)), "experts": 128, "chosen": 8, "expert_ffn": 768}
+    ),
+}
+
 
 def padded_vocabulary(model: DenseModel, tensor_parallel: int) -> int:
     """Rows of the embedding in Megatron: the next multiple of the tensor-parallel size."""
@@ -131,6 +150,10 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
         flags[own] = None
     if model.rope_factor is not None:
         flags |= {"--use-rope-scaling": None, "--rope-scaling-factor": model.rope_factor}
+    if isinstance(model, ExpertModel):
+        flags |= {"--num-experts": model.experts, "--moe-router-topk": model.chosen}
+        flags["--moe-ffn-hidden-size"] = model.expert_ffn
+        flags |= {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": model.balance}
     if not model.tied:
         flags["--untie-embeddings-and-output-weights"] = None
     if model.family != "qwen3" and model.head_dim * model.heads == model.hidden:

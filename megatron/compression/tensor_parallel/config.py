@@ -22,7 +22,6 @@ GATHERED_BY_MEGATRON = {
 """Flags that make megatron-core communicate activations in a way that no site covers."""
 
 _NOT_COVERED = (
-    "multi_latent_attention",
     "experimental_attention_variant",
     "heterogeneous_layers_config_path",
     "use_kitchen",
@@ -158,6 +157,8 @@ class TensorParallelConfig(Dimension):
         reasons = {
             "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
             "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
+            "multi_latent_attention": "gathers keys' positions uncounted in Transformer Engine's layers "
+            "(--transformer-impl local: counted)",
         }
         refuse_flags(args, reasons, "drop one of the two")
         if self.chunks > 1:

@@ -1,7 +1,7 @@
 """Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
@@ -27,7 +28,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.overlap import Handover
-from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.latent_attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
@@ -43,6 +44,7 @@ _CLASSES = {
     RowParallelLinear: (CompressedRowParallelLinear, ("forward",)),
     LanguageModelEmbedding: (CompressedLanguageModelEmbedding, ("forward",)),
     SelfAttention: (CompressedSelfAttention, ("get_query_key_value_tensors",)),
+    MLASelfAttention: (LatentSelfAttention, ()),
 }
 
 
@@ -151,8 +153,6 @@ def _attach_chunk(
         module.chunks = config.chunks
     for module in chunk.modules():
         _share_handover(module)
-        if isinstance(module, SDPACoreAttention):
-            module.on_exchange = partial(_count_context, run.ledger)
     chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)
 
 
@@ -168,10 +168,6 @@ def _compressed_class(cls: type, base: type) -> type | None:
     if any(getattr(cls, name) is not getattr(base, name) for name in replaced):
         return None
     return type(f"Compressed{cls.__name__}", (ours, cls), {"__module__": cls.__module__})
-
-
-def _count_context(ledger: Ledger, traffic: str, operation: str, nbytes: int, ranks: int) -> None:
-    ledger.record_uncompressed(traffic, "exact", operation, nbytes, ranks)
 
 
 def _share_handover(module: torch.nn.Module) -> None:
@@ -200,6 +196,8 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
         return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
+    if isinstance(module, MLASelfAttention) and not isinstance(module, LatentSelfAttention):
+        return "it gathers what its latent projections shard; use --transformer-impl local without --spec"
     if isinstance(module, SelfAttention) and module.config.attention_output_gate:
         return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
     if getattr(module, "gather_output", False):

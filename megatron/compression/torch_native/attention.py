@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.compression.communication.site import CommSite
+from megatron.compression.context_parallel.gather import causal_tail, chunks_of, gather_sequence
 from megatron.compression.errors import InputError
-from megatron.compression.torch_native.context_parallel import causal_tail, chunks_of, gather_sequence
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
@@ -49,11 +50,13 @@ class SDPACoreAttention(MegatronModule):
         attn_mask_type: ``causal`` needs no mask tensor.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
-        cp_comm_type: unused: keys and values are gathered (context_parallel.py).
+        cp_comm_type: unused: keys and values are gathered (context_parallel/gather.py).
         pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
+        k_channels, v_channels: unused: widths of keys and values are read off the tensors.
 
     Attributes:
-        on_exchange: told of every collective under context parallelism, see ``gather_sequence``.
+        context_group: the ranks that share a sequence; None: one.
+        context_site: counts and compresses what they gather, see ``gather_sequence``.
     Raises: InputError: a setting that this attention does not have; the message names the flag to change.
     """
 
@@ -67,6 +70,8 @@ class SDPACoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         _refuse_unsupported(config, layer_number, attn_mask_type)
@@ -74,7 +79,8 @@ class SDPACoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.context_group, self.on_exchange = None, None
+        self.context_group = None
+        self.context_site: CommSite | None = None
         if config.context_parallel_size > 1:
             given = getattr(pg_collection, "cp", None)
             self.context_group = parallel_state.get_context_parallel_group() if given is None else given
@@ -97,12 +103,13 @@ class SDPACoreAttention(MegatronModule):
 
         Args:
             query: ``[sq, b, heads, head_dim]``.
-            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups.
+            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups. Values may have
+                another head_dim.
             attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
                 allowed, or None. A mask given takes the place of the causal one. A row without any allowed
                 position gives finite numbers of no meaning (megatron-core: the mean of all values).
             attn_mask_type: None for the one given at construction.
-        Returns: ``[sq, b, heads * head_dim]`` in the query's dtype.
+        Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim, in the query's dtype.
         Raises: InputError: an argument that this attention does not take, or one that none of the kernels of
         ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
         """
@@ -120,7 +127,7 @@ class SDPACoreAttention(MegatronModule):
             )
         if self.context_group is None:
             return self._attend(query, key, value, allowed, causal)
-        key, value = gather_sequence(key, value, self.context_group, self.on_exchange)
+        key, value = gather_sequence(key, value, self.context_group, self.context_site)
         if not causal:
             return self._attend(query, key, value, allowed, False)
         contexts = []

@@ -57,6 +57,7 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
         args.transformer_impl == "local"
         and args.position_embedding_type == "rope"
         and not args.rotary_interleaved
+        and not getattr(args, "multi_latent_attention", False)
         and torch.cuda.is_available()
         and "--no-rope-fusion" not in command_line
     )

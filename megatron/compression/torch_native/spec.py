@@ -15,6 +15,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedRowParallelLinear,
 )
 from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.latent_attention import latent_attention_spec
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 
 
@@ -45,9 +46,10 @@ def is_dense_local(transformer) -> bool:
 
 def is_dense(transformer) -> bool:
     """Whether this ``TransformerConfig`` is of a dense GPT, whose traffic our hooks know in whole."""
+    local = transformer.transformer_impl == "local"
     return (
         transformer.num_moe_experts is None
-        and not transformer.multi_latent_attention
+        and (local or not transformer.multi_latent_attention)
         and transformer.experimental_attention_variant is None
         and not getattr(transformer, "heterogeneous_block_specs", False)
         and not transformer.use_kitchen
@@ -79,6 +81,14 @@ def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
+    # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
+    fused_norms = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    if transformer.multi_latent_attention:
+        attention = latent_attention_spec(transformer, backend)
+        del fused_norms["input_layernorm."]
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -88,10 +98,6 @@ def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
             pre_mlp_layernorm=layer_norm,
             mlp=get_mlp_module_spec_for_backend(backend=backend),
             mlp_bda=get_bias_dropout_add,
-            # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=fused_norms,
         ),
     )

@@ -3,21 +3,17 @@
 As Megatron deals a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one behind the other, so that
 causal attention costs all ranks the same. Queries stay where they are; the keys and values of all ranks are
 gathered and put in order, and their gradients reduce-scattered: the way of Llama 3 (arXiv
-2407.21783, section 3.3.2). Grouped queries make keys and values small beside the rest. Uncompressed.
+2407.21783, section 3.3.2). Grouped queries make keys and values small beside the rest.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.uncompressed import (
     uncompressed_all_gather,
     uncompressed_reduce_scatter,
 )
-
-OnExchange = Callable[[str, str, int, int], None]
-"""Called with (channel, operation, bytes of the whole buffer, ranks) for every collective."""
 
 
 def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -39,32 +35,38 @@ def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, group, on_exchange):
-        ctx.group, ctx.on_exchange, ctx.world_size = group, on_exchange, group.size()
-        gathered = uncompressed_all_gather(part, group).wait()
-        if on_exchange is not None:
-            on_exchange("cp.forward", "all_gather", gathered.nbytes, ctx.world_size)
-        return in_order(gathered, ctx.world_size)
+    def forward(ctx, part, group, site):
+        ctx.group, ctx.site = group, site
+        work = site.all_gather(part, "cp.forward") if site else uncompressed_all_gather(part, group)
+        return in_order(work.wait(), group.size())
 
     @staticmethod
     def backward(ctx, gradient):
-        parts = dealt(gradient, ctx.world_size)
-        if ctx.on_exchange is not None:
-            ctx.on_exchange("cp.backward", "reduce_scatter", parts.nbytes, ctx.world_size)
-        return uncompressed_reduce_scatter(parts, ctx.group).wait(), None, None
+        parts, site = dealt(gradient, ctx.group.size()), ctx.site
+        work = (
+            site.reduce_scatter(parts, "cp.backward")
+            if site
+            else uncompressed_reduce_scatter(parts, ctx.group)
+        )
+        return work.wait(), None, None
 
 
 def gather_sequence(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, on_exchange: OnExchange | None = None
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the whole sequence, in its order; one collective in each direction.
 
     Args:
         key, value: ``[s / W, b, groups, head_dim]``, this rank's chunks; head_dim may differ.
-    Returns: ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks in the tensors' dtype.
+        site: counts, and compresses where its policy says so; None: uncompressed and uncounted.
+    Returns: ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks: in the tensors' dtype
+    where they go uncompressed, else in fp32.
     """
-    widths = [key.size(-1), value.size(-1)]
-    return _Gather.apply(torch.cat([key, value], dim=-1), group, on_exchange).split(widths, dim=-1)
+    # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
+    parts = [key.flatten(2), value.flatten(2)]
+    gathered = _Gather.apply(torch.cat(parts, dim=-1), group, site)
+    keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
+    return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])
 
 
 def causal_tail(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Compression of the keys and values that ranks of context parallelism gather."""

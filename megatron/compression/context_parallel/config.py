@@ -1,0 +1,84 @@
+"""Settings of context parallelism: which codec, for keys and values and for their gradients."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.policy import Rule
+from megatron.compression.dimension import Dimension, codec_of, refuse_fp16
+from megatron.compression.errors import CompressionConfigError
+
+_BACKWARD = "--cp-backward-compression"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelConfig(Dimension):
+    """Compression of the keys, values and their gradients that attention exchanges over a sequence."""
+
+    flag: ClassVar[str] = "--cp-compression"
+    idle: ClassVar[str] = (
+        "--cp-compression has no effect here: --context-parallel-size is 1, so no keys and values are sent"
+    )
+
+    compression: str = "none"
+    """Codec of the keys and values that ranks with parts of a sequence gather; none = uncompressed."""
+
+    backward: str | None = None
+    """Codec of their gradients; by default what ``compression`` names for its gradients."""
+
+    def __post_init__(self) -> None:
+        for flag, text in ((self.flag, self.compression), (_BACKWARD, self.backward)):
+            if "/" in (text or ""):
+                raise CompressionConfigError(
+                    f"{flag} {text}: keys, values and their gradients are sent once, so one codec encodes "
+                    f"them; give the gradients' codec with {_BACKWARD}"
+                )
+            codec_of(text, flag)
+        if self.backward == "none" and not self.enabled:
+            raise CompressionConfigError(
+                f"{_BACKWARD} none given, but context compression is off; add {self.flag}"
+            )
+
+    @property
+    def backward_codec(self) -> Codec | None:
+        """Of the gradients; None: uncompressed."""
+        if self.backward is None:
+            return self.forward_codec and self.forward_codec.backward
+        return codec_of(self.backward, _BACKWARD)
+
+    def rules(self, start_iteration: int) -> dict[str, Rule]:
+        """For the policy."""
+        return {
+            "cp.forward": Rule(self.forward_codec, start_iteration=start_iteration),
+            "cp.backward": Rule(self.backward_codec, start_iteration=start_iteration),
+        }
+
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave keys and values silently uncompressed.
+
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
+        """
+        if not self.enabled:
+            return
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
+        if args.context_parallel_size == 1:
+            return
+        if args.transformer_impl != "local":
+            raise CompressionConfigError(
+                f"{self.flag} needs --transformer-impl local: Transformer Engine's attention passes keys and "
+                "values on in a ring of its own, out of a codec's reach; add that flag, or drop "
+                f"{self.flag}"
+            )
+        if args.cuda_graph_impl != "none":
+            raise CompressionConfigError(
+                f"{self.flag} chooses and counts on the host at each message, which a replayed graph leaves "
+                f"out; drop --cuda-graph-impl or {self.flag}"
+            )
+
+    def describe(self) -> str:
+        """For the log: what travels how."""
+        there, back = (
+            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
+        )
+        return f"context parallelism gathers keys and values as {there}, sums their gradients as {back}"

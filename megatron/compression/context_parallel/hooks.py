@@ -1,0 +1,48 @@
+"""Puts compression of keys and values into a built model: every attention over a sequence gets its site."""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer.attention import Attention
+
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import CommSite, site_name
+from megatron.compression.context_parallel.config import ContextParallelConfig
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.torch_native.attention import SDPACoreAttention
+
+
+def attach(
+    chunks: list[torch.nn.Module],
+    config: ContextParallelConfig,
+    run: Run,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Give each attention whose ranks share a sequence its site, which counts and compresses.
+
+    Args:
+        chunks: of this pipeline stage, before they are wrapped.
+    Raises: CompressionConfigError: compression is on and an attention exchanges in another way. (Collective
+    over all ranks of the job where compression is on.)
+    """
+    groups = {}
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if isinstance(module, SDPACoreAttention) and module.context_group is not None:
+                name = site_name(path, module.layer_number)
+                module.context_site = CommSite(name, module.context_group, run)
+                groups[module.context_group] = None
+            elif config.enabled and _exchanges_otherwise(module):
+                raise CompressionConfigError(
+                    f"{config.flag} cannot compress {path}: {type(module.core_attention).__name__} exchanges "
+                    f"keys and values by itself; use --transformer-impl local, or drop {config.flag}"
+                )
+    if config.enabled:
+        for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no attention
+            say(f"compression: {line}")
+
+
+def _exchanges_otherwise(module: torch.nn.Module) -> bool:
+    if not isinstance(module, Attention) or module.config.context_parallel_size == 1:
+        return False
+    return not isinstance(module.core_attention, SDPACoreAttention)

@@ -1,0 +1,95 @@
+"""Multi-latent attention over two tensor-parallel ranks against one process, with and without compression."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+LATENT = dict(
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    kv_lora_rank=16,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=24,
+    normalization="RMSNorm",
+)
+LAYOUTS = {
+    "query latent": dict(q_lora_rank=12, sequence_parallel=False),
+    "no query latent": dict(q_lora_rank=None, sequence_parallel=True, rope_type="rope"),
+}
+
+
+def whole_gradient(parameter: torch.nn.Parameter, sums: bool) -> torch.Tensor:
+    """The gradient of the whole parameter, of all ranks' parts."""
+    own = parameter.grad
+    if dist.get_world_size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        return torch.cat(parts, dim=parameter.partition_dim)
+    if sums and getattr(parameter, "sequence_parallel", False):
+        dist.all_reduce(own)
+    return own
+
+
+def latent_worker(rank: int, world_size: int) -> dict:
+    """For each layout and codec: the loss and whole gradients."""
+    start_model_parallel(world_size)
+    found = {}
+    for layout, settings in LAYOUTS.items():
+        parallel = settings["sequence_parallel"] and world_size > 1
+        for codec in ("none", "identity", "taco:format=int8") if world_size > 1 else ("none",):
+            run = run_with(codec)
+            changes = {**LATENT, **settings, "sequence_parallel": parallel}
+            model = build_tiny_gpt(rank, world_size, run, torch.float32, **changes)
+            with TransportAudit(world_size) as audit:
+                loss = model(**batch(0, rank)).mean()
+                loss.backward()
+            assert torch.cuda.is_available() or total_of(run.ledger.rows()) == audit.sent, (layout, codec)
+            kinds = {
+                (row["traffic"], row["kind"]) for row in run.ledger.rows() if row["traffic"] != "tp.other"
+            }
+            gradients = {
+                name: whole_gradient(value, parallel).cpu() for name, value in model.named_parameters()
+            }
+            found[layout, codec] = float(loss.detach()), gradients, kinds
+    return found
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict:
+    """One process."""
+    return spawn(latent_worker, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """Two."""
+    return spawn(latent_worker, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_compute_what_one_does(layout: str, serial: dict, ranks: list[dict]) -> None:
+    """Loss and every gradient, and with the identity codec; TACO in int8 nearly."""
+    loss, gradients, _ = serial[layout, "none"]
+    assert any("linear_kv_down_proj" in name for name in gradients)
+    for found in ranks:
+        for codec in ("none", "identity"):
+            own_loss, own, kinds = found[layout, codec]
+            assert own_loss == pytest.approx(loss, rel=1e-6)
+            for name, expected in gradients.items():
+                torch.testing.assert_close(own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}")
+        coarse, rough, kinds = found[layout, "taco:format=int8"]
+        assert coarse == pytest.approx(loss, rel=0.003) and coarse != loss
+        assert kinds == {
+            ("tp.forward", "compressed"),
+            ("tp.backward", "compressed"),
+            # the keys' positions
+            ("tp.backward", "exact"),
+        } | ({("tp.forward", "exact")} if LAYOUTS[layout]["sequence_parallel"] else set())
+        for name, expected in gradients.items():
+            assert (rough[name] - expected).norm() < 0.1 * expected.norm(), name
+        assert all(torch.equal(rough[name], ranks[0][layout, "taco:format=int8"][1][name]) for name in rough)
