@@ -72,7 +72,8 @@ class BucketWeights:
                 return codec.add_decoded(payloads, self.weights)
 
         transport = self.topology.transport(self.ledger, "dp.weight")
-        return rest.all_gather(payload[None], codec, new, transport, apply)
+        # An update is applied once, also where the gather runs in a pass that is repeated.
+        return rest.all_gather(payload[None], codec, new, transport, apply, repeatable=False)
 
 
 def copy_masters(optimizer) -> bool:
