@@ -60,7 +60,7 @@ class Repetition:
 
 def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]) -> None:
     """Have training steps repeated in a run that has a lossless codec; else do nothing."""
-    rules = run.policy.rules.items()  # gathers of weights look in any case
+    rules = run.policy.rules.items()  # whether weights fit is asked behind the optimizer's step
     if not any(getattr(rule.codec, "lossless", False) for name, rule in rules if name != "dp.weight"):
         return
     if reason := why_not(args, config, run):

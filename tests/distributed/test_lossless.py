@@ -147,8 +147,7 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
         assert line in compressed.output
     seen = observed(compressed)
     assert seen["passes"] == once | {"2": 2 * once["2"]}
-    if name != "data":  # whose gathers of weights look
-        assert "training 1" not in seen["looks"] and seen["looks"]["training 2"]
+    assert "training 1" not in seen["looks"] and seen["looks"]["training 2"]
     traffic = {
         "tensor": "tp.forward",
         "sequence": "tp.backward",

@@ -71,7 +71,7 @@ def all_to_all(
         proceed: gives the result, or the ``Work`` of the next exchange.
         exchanges: how many there are from here on, the rest not counted.
     """
-    return _exchange(transport.all_to_all, payloads, codec, rows, proceed, exchanges, speculation.on)
+    return _exchange(transport.all_to_all, payloads, codec, rows, proceed, exchanges)
 
 
 def all_gather(
@@ -80,18 +80,16 @@ def all_gather(
     row: torch.Tensor | None,
     transport: TorchTransport,
     proceed: Callable[[torch.Tensor], Any],
-    repeatable: bool = True,
+    fits: bool | None = None,
 ) -> Work:
     """Start to gather uint8 ``[1, bytes]`` of every rank; then ``proceed(gathered)``, uint8 ``[W, bytes]``.
 
     Args:
         row: ``[1, *shape]``, what the payload encodes; None will do for a codec that is not lossless.
-        repeatable: a repeated pass gathers it again.
+        fits: whether no rank's payload is cut, where that has been asked; None: as in the pass.
     """
-    speculative = speculation.on and repeatable
-    return _exchange(
-        lambda one: transport.all_gather(one[0]), payload, codec, row, proceed, speculative=speculative
-    )
+    start = lambda one: transport.all_gather(one[0])  # noqa: E731
+    return _exchange(start, payload, codec, row, proceed, fits=fits)
 
 
 def sum_and_encode(
@@ -115,14 +113,15 @@ def _exchange(
     rows: torch.Tensor | None,
     proceed: Callable[[torch.Tensor], Any],
     exchanges: int = 1,
-    speculative: bool = False,
+    fits: bool | None = None,
 ) -> Work:
     between = payloads.shape[1:-1]
     received, pending = start(payloads.flatten(1))
     received = received.view(len(received), *between, -1)
-    if speculative and codec.lossless:
+    if fits is None and codec.lossless and speculation.on:
         speculation.note(codec, payloads)
-    if speculative or not codec.lossless:
+        fits = True
+    if fits or not codec.lossless:
         return Work(pending, lambda: proceed(received), exchanges)
 
     def finish() -> Any:
