@@ -77,7 +77,7 @@ class LosslessLayout:
     @functools.cached_property
     def words(self) -> int:
         """int32 words of the area of escapes: the share's, and some because tiles take whole ones."""
-        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 16, 4)
+        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 8, 4)
 
     @property
     def starts_at(self) -> int:
