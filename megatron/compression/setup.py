@@ -16,7 +16,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
 
 from megatron import host
-from megatron.compression import flags, patches, preflight, shared_gpus
+from megatron.compression import flags, patches, preflight, repetition, shared_gpus
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
@@ -130,6 +130,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter, automatic)
+    repetition.attach(args, config, compression.run, print_rank_0)
     if model_config is not None and not is_dense(model_config.transformer):
         print_rank_0("compression: not a dense GPT: not all of its tensor-parallel traffic is counted")
     for line in [] if automatic else config.describe(args):

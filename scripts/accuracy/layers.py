@@ -80,14 +80,14 @@ def gather(x: Tensor) -> Tensor:
     return attached().gather(x.contiguous(), "forward")
 
 
-@_operator("send")
+@operator("send")
 def send(x: Tensor, sequence: int) -> Tensor:
     """x [T, h] as the next pipeline stage has it."""
     [exchange] = _attached
     return exchange.send(x.contiguous(), sequence, "forward")
 
 
-@_operator("send_backward")
+@operator("send_backward")
 def send_backward(grad: Tensor, sequence: int) -> Tensor:
     """Its gradient as the stage before has it."""
     [exchange] = _attached

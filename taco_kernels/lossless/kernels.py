@@ -23,6 +23,8 @@ from taco_kernels.lossless.words import (
     of_groups,
     pairs_of,
     patched,
+    put,
+    take,
     with_exponents,
     words_joined,
 )
@@ -52,7 +54,7 @@ def encode_kernel(
     x_stride, payload_stride, starts_at, bases_at, codes_at, more_at, high_at, low_at,
     FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode x[row, tile] (int16 or int32 bits), grid (tiles, rows); header and escapes hold zeros before."""
+    """Encode x[row, tile] (int16 or int32 bits), grid (tiles, rows); the header holds zeros before."""
     G: tl.constexpr = TILE // GROUP
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tile.to(tl.int64) * TILE
@@ -64,21 +66,21 @@ def encode_kernel(
     half = tl.arange(0, 2 * G) < 2 * (groups - tile * G)
     if FP32:
         low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
-        tl.store(low + tl.arange(0, 4 * G), words_joined(l0, l1, l2, l3, G), mask=quarter)
+        put(low + tl.arange(0, 4 * G), words_joined(l0, l1, l2, l3, G), quarter, WHOLE)
     h0, h1 = high_bytes(u0) | (high_bytes(u1) << 8), high_bytes(u2) | (high_bytes(u3) << 8)
     high = (payload + high_at + first).to(tl.pointer_type(tl.int32))
-    tl.store(high + tl.arange(0, 2 * G), tl.reshape(tl.join(h0, h1), [2 * G]), mask=half)
+    put(high + tl.arange(0, 2 * G), tl.reshape(tl.join(h0, h1), [2 * G]), half, WHOLE)
 
     t0, t1, t2, t3 = (u0 >> 7) & BYTES, (u1 >> 7) & BYTES, (u2 >> 7) & BYTES, (u3 >> 7) & BYTES
     bases = bases_of(largest_of(t0, t1, t2, t3), G)
     block = tl.arange(0, G // BLOCK_GROUPS)
     at_block = tile * (G // BLOCK_GROUPS)
-    tl.store(payload + bases_at + at_block + block, bases.to(tl.uint8), mask=block < blocks - at_block)
+    put(payload + bases_at + at_block + block, bases.to(tl.uint8), block < blocks - at_block, WHOLE)
     base = of_groups(bases, G)
     word = codes_of(t0, base, 0) | codes_of(t1, base, 6) | codes_of(t2, base, 12) | codes_of(t3, base, 18)
     codes = (payload + codes_at + first // 4).to(tl.pointer_type(tl.int16))
-    tl.store(codes + group, word.to(tl.int16), mask=there)
-    tl.store(payload + more_at + first // 8 + group, (word >> 16).to(tl.uint8), mask=there)
+    put(codes + group, word.to(tl.int16), there, WHOLE)
+    put(payload + more_at + first // 8 + group, (word >> 16).to(tl.uint8), there, WHOLE)
 
     mask, count = escape_mask(word)
     if not WHOLE:
@@ -108,6 +110,9 @@ def encode_kernel(
     tl.store((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile, 2 * start + far)
     area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + start
     free = words - start
+    word_of = tl.arange(0, TILE // 4)
+    tl.store(area + word_of, tl.zeros([TILE // 4], tl.int32), mask=word_of < tl.minimum(needed, free))
+    tl.debug_barrier()  # of these words each escape sets its bits
     place = (tl.cumsum(count, axis=0) - count) * width
     put_escape(area, place, tl.where(far != 0, e0, v0), mask != 0, free)
     put_escape(area, place + width, tl.where(far != 0, e1, v1), rest != 0, free)
@@ -155,12 +160,13 @@ def pairs_decoded(
     starts_at, bases_at, codes_at, more_at, high_at, low_at,
     FP32: tl.constexpr, RAW: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What pairs_of gives of a tile of the tensor, from one payload."""
+    """What pairs_of gives of a tile of the tensor, from one payload; zeros if its rest is missing."""
     G: tl.constexpr = TILE // GROUP
     first = tile.to(tl.int64) * TILE
+    flag = tl.load(payload + 4).to(tl.int32)
     raw = 0
     if RAW:
-        raw = tl.load(payload + 4).to(tl.int32)
+        raw = flag
     if raw != 0:
         if FP32:
             x = (payload + HEADER).to(tl.pointer_type(tl.int32))
@@ -171,18 +177,19 @@ def pairs_decoded(
         group = tl.arange(0, G)
         there = group < groups - tile * G
         codes = (payload + codes_at + first // 4).to(tl.pointer_type(tl.int16))
-        word = tl.load(codes + group, mask=there, other=0).to(tl.int32) & FIRST
-        more = tl.load(payload + more_at + first // 8 + group, mask=there, other=0)
+        word = take(codes + group, there, WHOLE).to(tl.int32) & FIRST
+        more = take(payload + more_at + first // 8 + group, there, WHOLE)
         word |= more.to(tl.int32) << 16
         high = (payload + high_at + first).to(tl.pointer_type(tl.int32))
         half = tl.arange(0, 2 * G)
-        highs = tl.load(high + half, mask=half < 2 * (groups - tile * G), other=0)
+        highs = take(high + half, half < 2 * (groups - tile * G), WHOLE)
         h0, h1 = tl.split(tl.reshape(highs, [G, 2]))
         block = tl.arange(0, G // BLOCK_GROUPS)
         at_block = tile * (G // BLOCK_GROUPS)
-        bases = tl.load(payload + bases_at + at_block + block, mask=block < blocks - at_block, other=0)
+        bases = take(payload + bases_at + at_block + block, block < blocks - at_block, WHOLE)
         base = of_groups(bases.to(tl.int32), G)
         start = tl.load((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile)
+        start = tl.where(flag == 0, start, 0)  # of a cut payload without its rest, any number
         mask, count = escape_mask(word)
         w0 = with_exponents(h0 & BYTES, exponents_of(word, base, 0))
         w1 = with_exponents((h0 >> 8) & BYTES, exponents_of(word, base, 6))
@@ -204,8 +211,12 @@ def pairs_decoded(
         if FP32:
             low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
             quarter = tl.arange(0, 4 * G)
-            lows = tl.load(low + quarter, mask=quarter < 4 * (groups - tile * G), other=0)
+            lows = take(low + quarter, quarter < 4 * (groups - tile * G), WHOLE)
             l0, l1, l2, l3 = four_of(tl.reshape(lows, [G, 2, 2]))
         else:
             l0, l1, l2, l3 = w0, w1, w2, w3
+        if not RAW:
+            kept = tl.where(flag == 0, -1, 0)
+            w0, w1, w2, w3 = w0 & kept, w1 & kept, w2 & kept, w3 & kept
+            l0, l1, l2, l3 = l0 & kept, l1 & kept, l2 & kept, l3 & kept
     return w0, w1, w2, w3, l0, l1, l2, l3

@@ -12,8 +12,9 @@ from taco_kernels.lossless.decode_kernels import decode_kernel, decode_sum_kerne
 from taco_kernels.lossless.kernels import encode_kernel, keep_raw_kernel
 from taco_kernels.lossless.layout import BLOCK, FLAG_AT, GROUP, HEADER, TILE, LosslessLayout
 
-WARPS = 2
-RAW_TILE, RAW_PROGRAMS = 4096, 256
+ENCODING, DECODING = dict(num_warps=2), dict(num_warps=2)
+"""Compiler options, measured on an H200."""
+RAW_TILE, RAW_PROGRAMS = 4096, 132
 """Values that a program copies at a time; most programs a row that look whether they have to."""
 
 
@@ -31,7 +32,7 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         payloads[:, HEADER : HEADER + raw.shape[1]] = raw
         payloads[:, HEADER + raw.shape[1] :] = 0
         return payloads
-    payloads[:, : layout.starts_at] = 0
+    payloads[:, :HEADER] = 0
     x = x.view(_bits(layout))
     start(
         encode_kernel,
@@ -41,7 +42,7 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         FP32=layout.itemsize == 4,
         WHOLE=_whole(x, layout),
         TILE=TILE,
-        num_warps=WARPS,
+        **ENCODING,
     )
     values = min(layout.numel, (layout.head_bytes - HEADER) // layout.itemsize)
     start(
@@ -51,7 +52,7 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         (rows, layout.words, values, x.stride(0), payloads.stride(0)),
         R=1 << (rows - 1).bit_length(),
         T=RAW_TILE,
-        num_warps=WARPS,
+        num_warps=4,
     )
     return payloads
 
@@ -132,7 +133,7 @@ def _whole(x: torch.Tensor, layout: LosslessLayout) -> bool:
 def _decoding(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor) -> dict[str, object]:
     """Constants; raw rows are looked for only where they can be."""
     raw, whole = payloads.shape[-1] == layout.whole_bytes, _whole(out, layout)
-    return dict(FP32=layout.itemsize == 4, RAW=raw, WHOLE=whole, TILE=TILE, num_warps=WARPS)
+    return dict(FP32=layout.itemsize == 4, RAW=raw, WHOLE=whole, TILE=TILE, **DECODING)
 
 
 def _addressable(payloads: torch.Tensor) -> torch.Tensor:

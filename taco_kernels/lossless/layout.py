@@ -3,10 +3,10 @@
 The upper 16 bits of a value are a sign, an exponent of 8 bits and 7 bits of mantissa (those of bf16; fp32 has
 16 more below). All but the exponent travels as it is. Of the exponents of trained tensors 2.6 bits in 8 are
 information, so each is a code of 3 bits: how far it lies below its block's base, 0 to 6, or 7, an escape.
-The base of a block (128 values) is the second largest of its groups' (8 values) largest exponents, so that
-one outlier does not decide it. Escapes share an area for the whole row, in words of 32 bits that each tile
-(2048 values) takes as many of as it needs: 4 bits an escape, its distance from the base being -2, -1 or 7 to
-19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent. ::
+The base of a block (128 values) is the smaller of the largest exponents of its even and its odd groups (8
+values), so that one outlier does not decide it. Escapes share an area for the whole row, in words of 32 bits
+that each tile (2048 values) takes as many of as it needs: 4 bits an escape, its distance from the base being
+-2, -1 or 7 to 19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent. ::
 
     header | escapes | starts, an int32 a tile | bases, a byte a block | codes, 24 bits a group: all int16,
     then all uint8 | sign and mantissa, a byte a value, of four the first, third, second, fourth | fp32: the
@@ -16,7 +16,8 @@ Values behind the row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may not fit. Then every row that is encoded with it
 travels as it is: behind the header, its bytes; the part of them that exceeds ``head_bytes`` is the rest, to
-be sent behind it. A payload is ``head_bytes`` long, or ``whole_bytes`` with the rest.
+be sent behind it. A payload is ``head_bytes`` long, or ``whole_bytes`` with the rest. Without the rest it
+decodes to zeros, so that who has not looked at the flag computes on, in bounds and with finite values.
 """
 
 import functools
@@ -76,7 +77,7 @@ class LosslessLayout:
     @functools.cached_property
     def words(self) -> int:
         """int32 words of the area of escapes: the share's, and some because tiles take whole ones."""
-        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 4, 4)
+        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 8, 4)
 
     @property
     def starts_at(self) -> int:

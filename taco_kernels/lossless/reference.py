@@ -48,13 +48,13 @@ def rest(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
 def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
     """The values of payloads uint8 ``[rows, bytes]``, bit for bit: ``[rows, numel]`` of the layout's dtype.
 
-    Payloads without the rest must be of rows that fitted; else their values mean nothing.
+    Cut payloads without their rest decode to zeros.
     """
     layout.check_payloads(payloads)
-    raw = payloads[:, FLAG_AT].bool() & (payloads.shape[1] == layout.whole_bytes)
+    decode_raw = _raw_row if payloads.shape[1] == layout.whole_bytes else _zeros
     rows = [
-        _raw_row(payload, layout) if is_raw else _decode_row(payload, layout)
-        for payload, is_raw in zip(payloads, raw.tolist(), strict=True)
+        decode_raw(payload, layout) if raw else _decode_row(payload, layout)
+        for payload, raw in zip(payloads, payloads[:, FLAG_AT].tolist(), strict=True)
     ]
     values = torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
     return values if out is None else out.copy_(values)
@@ -89,14 +89,17 @@ def _raw_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     return payload[HEADER : HEADER + layout.itemsize * layout.numel].clone().view(layout.dtype)
 
 
+def _zeros(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
+    return payload.new_zeros(layout.numel, dtype=layout.dtype)
+
+
 def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of codes ``[groups, GROUP]``: which are escapes, flat; each one's tile; its number there."""
-    escaped = (codes == WINDOW).view(-1)
-    where = escaped.nonzero().view(-1)
+    """Of codes ``[groups, GROUP]``: where the escapes are; each one's tile; its number there."""
+    where = (codes == WINDOW).view(-1).nonzero().view(-1)
     tile = where // TILE
     count = torch.bincount(tile, minlength=tiles)
     first = count.cumsum(0) - count
-    return escaped, tile, torch.arange(len(where), device=codes.device) - first[tile]
+    return where, tile, torch.arange(len(where), device=codes.device) - first[tile]
 
 
 def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout) -> None:
@@ -106,8 +109,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     bits = F.pad(bits, (0, pad))
     upper = (bits if layout.itemsize == 2 else bits >> 16) & 0xFFFF
     exponent = (upper >> 7) & 0xFF
-    largest = exponent.view(-1, _GROUPS, GROUP).amax(-1)
-    base = largest.topk(2, dim=1).values[:, 1]
+    base = exponent.view(-1, _GROUPS // 2, 2, GROUP).amax((1, 3)).amin(1)
     distance = base.repeat_interleave(BLOCK) - exponent
     inside = (distance >= 0) & (distance < WINDOW)
     codes = torch.where(inside, distance, WINDOW).view(-1, GROUP)
@@ -143,7 +145,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
 
 
 def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """The row of a payload that fitted; numbers without meaning for one that did not."""
+    """The row of a payload that fitted."""
     payload = payload.contiguous()
     groups = layout.blocks * _GROUPS
     word = _part(payload, layout.codes_at, groups, torch.int16).int() & 0xFFFF

@@ -21,11 +21,7 @@ def pairs_of(x, left, FP32: tl.constexpr, WHOLE: tl.constexpr, G: tl.constexpr):
     two in the lower bits; and four of fp32's lower halves. Zeros from the ``left``-th value on."""
     if FP32:
         at = tl.arange(0, G * GROUP)
-        if WHOLE:
-            bits = tl.load(x + at)
-        else:
-            bits = tl.load(x + at, mask=at < left, other=0)
-        even, odd = tl.split(tl.reshape(bits, [G, 2, 2, 2]))
+        even, odd = tl.split(tl.reshape(take(x + at, at < left, WHOLE), [G, 2, 2, 2]))
         uppers = ((even >> 16) & FIRST) | (odd & SECOND)
         lowers = (even & FIRST) | (odd << 16)
         u0, u1, u2, u3 = four_of(uppers)
@@ -41,6 +37,25 @@ def pairs_of(x, left, FP32: tl.constexpr, WHOLE: tl.constexpr, G: tl.constexpr):
         u0, u1, u2, u3 = four_of((even & FIRST) | (odd << 16))
         l0, l1, l2, l3 = u0, u0, u0, u0
     return u0, u1, u2, u3, l0, l1, l2, l3
+
+
+@triton.jit
+def put(pointers, value, there, WHOLE: tl.constexpr):
+    """Store, where there is anything, or everywhere."""
+    if WHOLE:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=there)
+
+
+@triton.jit
+def take(pointers, there, WHOLE: tl.constexpr):
+    """Load what there is, with zeros behind it, or everything."""
+    if WHOLE:
+        value = tl.load(pointers)
+    else:
+        value = tl.load(pointers, mask=there, other=0)
+    return value
 
 
 @triton.jit
@@ -63,11 +78,11 @@ def with_exponents(bytes, exponents):
 
 @triton.jit
 def bases_of(largest, G: tl.constexpr):
-    """int32[G / 16] of the groups' largest exponents [G]: the second largest of a block's."""
+    """int32[G / 16] of the groups' largest exponents [G]."""
     largest = tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS])
-    key = largest * 16 + tl.arange(0, BLOCK_GROUPS)[None, :]  # all differ
-    first = tl.max(key, axis=1)
-    return tl.max(tl.where(key == first[:, None], 0, key), axis=1) >> 4
+    even = tl.arange(0, BLOCK_GROUPS)[None, :] % 2 == 0
+    first = tl.max(tl.where(even, largest, 0), axis=1)
+    return tl.minimum(first, tl.max(tl.where(even, 0, largest), axis=1))
 
 
 @triton.jit
@@ -109,10 +124,10 @@ def exponent_at(bit, t0, t1, t2, t3):
 @triton.jit
 def near_value(exponent, base):
     """What an escape is in 4 bits, and whether it fits them."""
-    distance = base - exponent
-    value = tl.where(exponent == 0, 15, distance + tl.where(distance < 0, 2, -5))
-    fits = (distance + 2).to(tl.uint32, bitcast=True) <= 21
-    return value, fits | (exponent == 0)
+    from_below = (base - exponent + 2).to(tl.uint32, bitcast=True)  # 0, 1, then 9 to 21; large below 0
+    value = tl.minimum(from_below, from_below - 7).to(tl.int32, bitcast=True)
+    fits = value.to(tl.uint32, bitcast=True) < 15
+    return tl.where(exponent == 0, 15, value), fits | (exponent == 0)
 
 
 @triton.jit

@@ -3,6 +3,9 @@
 Between pipeline stages under every schedule: test_pipeline_schedules.py.
 """
 
+import json
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,46 +84,78 @@ def test_collectives(world_size: int) -> None:
             assert by_rank[0][f"{dtype} {wild} {SIZES[-1]}"] <= 1.005 * plain
 
 
+def observed(run) -> dict[str, dict[str, int]]:
+    """What a run of observed_lossless.py prints, of all ranks together."""
+    found: dict[str, dict[str, int]] = {"passes": {}, "looks": {}}
+    for line in re.findall(r"observed (\{.*\})", run.output):
+        for name, counts in json.loads(line).items():
+            for key, count in counts.items():
+                found[name][key] = found[name].get(key, 0) + count
+    return found
+
+
 EVERY_MESSAGE = ("--tp-compression-min-mb", "0")
+RANDOM = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+RECOMPUTED = (
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+)
+EVALUATED = ("--eval-iters", "1", "--eval-interval", "2")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 RUNS = {
-    "tensor": (2, ("--tensor-model-parallel-size", "2"), "--tp-compression", EVERY_MESSAGE),
-    "sequence": (
-        2,
-        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
-        "--tp-compression",
-        EVERY_MESSAGE,
+    "tensor": (
+        ("--tensor-model-parallel-size", "2", *RANDOM),
+        ("--tp-compression", *EVERY_MESSAGE),
+        "1 input",
     ),
-    "pipeline": (2, ("--pipeline-model-parallel-size", "2"), "--pp-compression", ()),
-    "data": (2, ("--use-distributed-optimizer", *OVERLAP), "--dp-compression", ()),
-    "data, unsharded": (2, (), "--dp-compression", ()),
+    "sequence": (
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel", *RECOMPUTED),
+        ("--tp-compression", *EVERY_MESSAGE),
+        "1 input",
+    ),
+    "pipeline": (("--pipeline-model-parallel-size", "2", *RANDOM), ("--pp-compression",), "0 input"),
+    "data": (("--use-distributed-optimizer", *OVERLAP), ("--dp-compression",), "1 gradient"),
+    "data, unsharded": ((), ("--dp-compression",), "1 gradient"),
 }
-"""Ranks, flags, the flag that compresses and those that go with it."""
+"""Flags; those that compress, the spec behind the first; what does not fit in the second iteration."""
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
-    """In bf16, to the last digit; with payloads that fit and with some that do not, and in fewer bytes."""
-    ranks, flags, compression, more = RUNS[name]
+    """In bf16, to the last digit, in training and evaluation, with payloads that fit and with some that do
+    not. Where all fit nobody looks; the step in which one does not is repeated, and that alone."""
+    flags, (compression, *more), poison = RUNS[name]
 
     def run(*compressed: str):
-        return pretrain(*GPT, "--bf16", *flags, *compressed, processes=ranks, exact=True)
+        return pretrain(
+            *(*GPT, "--bf16", *EVALUATED, *flags, *compressed),
+            exact=True,
+            script="tests/distributed/observed_lossless.py",
+            env={"POISON": poison},
+        )
 
     plain = run()
-    losses = plain.exact_losses()
-    assert len(set(losses.values())) == len(losses) == 4
-    for spec in ("lossless", "lossless:escapes=1e-6"):
-        compressed = run(compression, spec, *more)
-        assert compressed.exact_losses() == losses, spec
-        traffic = {
-            "tensor": "tp.forward",
-            "sequence": "tp.backward",
-            "pipeline": "pp.forward",
-            "data": "dp.weight",
-        }.get(name, "dp.gradient")
-        pair = read_report(compressed)["summary"]["bytes_per_iteration"][traffic]
-        if spec == "lossless":
-            assert pair["sent"] < 0.9 * pair["uncompressed"], pair
+    losses, evaluated = plain.exact_losses(), plain.output.count("validation loss")
+    assert len(set(losses.values())) == len(losses) == 4 and evaluated
+    once, compressed = observed(plain)["passes"], run(compression, "lossless", *more)
+    assert compressed.exact_losses() == losses
+    for line in re.findall("validation loss.*", plain.output):
+        assert line in compressed.output
+    seen = observed(compressed)
+    assert seen["passes"] == once | {"2": 2 * once["2"]}
+    assert "training 1" not in seen["looks"] and seen["looks"]["training 2"]
+    traffic = {
+        "tensor": "tp.forward",
+        "sequence": "tp.backward",
+        "pipeline": "pp.forward",
+        "data": "dp.weight",
+    }.get(name, "dp.gradient")
+    pair = read_report(compressed)["summary"]["bytes_per_iteration"][traffic]
+    assert pair["sent"] < 0.9 * pair["uncompressed"], pair
 
 
 def test_two_levels_of_nodes() -> None:

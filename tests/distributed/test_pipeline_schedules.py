@@ -171,7 +171,7 @@ def check_lossless(results: list[dict], case: Case) -> None:
             else:
                 assert sent <= uncompressed + 32 * calls
                 cut = cut or sum(row["calls"] for row in messages) > calls
-    assert cut
+    assert cut or case.tensor == 2, "a message of one tile has room even so"
 
 
 def check_sends_in_flight(run: dict) -> None:

@@ -23,6 +23,7 @@ def test_every_bit_comes_back(numel: int, dtype: torch.dtype) -> None:
         payloads, exact = lossless.encode(x, layout), reference.encode(on_host, layout)
         assert torch.equal(payloads[:, FLAG_AT].cpu(), exact[:, FLAG_AT]), name
         if exact[0, FLAG_AT] == CUT:
+            assert not bits(lossless.decode(payloads, layout)).any(), name
             rest = reference.rest(on_host, layout)
             assert torch.equal(lossless.rest(x, layout).cpu(), rest), name
             payloads, exact = torch.cat((payloads, rest.cuda()), 1), torch.cat((exact, rest), 1)

@@ -50,6 +50,17 @@ def test_what_fits(dtype: torch.dtype) -> None:
     assert {"every exponent", "random bits", "one row does not fit"}.isdisjoint(fitting)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cut_payloads_without_their_rest_are_zeros(dtype: torch.dtype) -> None:
+    """In sums too; one that was cut counts for nothing there."""
+    layout = layout_of(5000, dtype, SHARE)
+    kinds = dict(cases(2, 5000, dtype))
+    cut, coded = (lossless.encode(kinds[name], layout) for name in ("random bits", "gaussian"))
+    assert torch.equal(bits(lossless.decode(cut, layout)), torch.zeros_like(bits(kinds["gaussian"])))
+    total = lossless.decode_sum(torch.stack((coded, cut)), layout, dtype)
+    assert torch.equal(total, kinds["gaussian"])
+
+
 @pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 1.40), (torch.float32, 1.16)])
 def test_sizes(dtype: torch.dtype, least: float) -> None:
     """Large rows shrink; none grows by more than the header and 15 bytes of padding, whatever it holds."""

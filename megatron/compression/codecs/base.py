@@ -65,13 +65,18 @@ class Codec(abc.ABC):
     @property
     def lossless(self) -> bool:
         """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what it can
-        be decoded to, and it may be cut: ``is_cut`` and ``rest``."""
+        be decoded to, and it may be cut: ``cut_flags`` and ``rest``."""
         return False
 
+    def cut_flags(self, payloads: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[...]``, of payloads uint8 ``[..., bytes]``: odd where one is to be followed by its
+        ``rest``, without which it decodes to zeros; with one row that is encoded all are. Only asked of what
+        is ``lossless``."""
+        raise NotImplementedError(f"{self.name} cuts no payloads")
+
     def is_cut(self, payloads: torch.Tensor) -> bool:
-        """Whether any of these payloads (uint8 ``[..., bytes]``) is to be followed by its ``rest``; with one
-        row that is encoded all are. Synchronises with the device; only asked of what is ``lossless``."""
-        return False
+        """Whether any of ``cut_flags`` is odd; synchronises with the device."""
+        return bool((self.cut_flags(payloads) & 1).any())
 
     def rest(self, x: torch.Tensor) -> torch.Tensor:
         """uint8 ``[rows, bytes]``, what decoding cut payloads needs behind them; ``x`` as for ``encode``."""

@@ -5,9 +5,10 @@ trained tensors need, with room to spare, and where the values of one message do
 says so, its payload holds the first bytes of the tensor itself, and the others are sent behind it: together
 the tensor and 16 to 31 bytes. All receivers of one exchange see the flags of all its senders, so they agree
 without asking whether a second exchange follows. What it costs is that the host reads the flags when an
-exchange has arrived and before it queues what follows: the device waits for a launch, on links where a
-message takes milliseconds. Sizes that are exchanged first would cost the same wait before every message, and
-a small collective; checking later would let the computation go on with wrong values.
+exchange has arrived and before it queues what follows: the device waits for a launch. Sizes that are
+exchanged first would cost the same wait before every message, and a small collective. In a training step,
+which can be taken again, nobody looks: what is cut decodes to zeros, and the flags are read behind the step
+(repetition.py).
 """
 
 import math
@@ -52,8 +53,8 @@ class LosslessCodec(Codec):
     def rest_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
         return self._layout(shape, dtype).rest_bytes
 
-    def is_cut(self, payloads: torch.Tensor) -> bool:
-        return bool((payloads[..., lossless.FLAG_AT] == lossless.CUT).any())
+    def cut_flags(self, payloads: torch.Tensor) -> torch.Tensor:
+        return payloads[..., lossless.FLAG_AT]
 
     def rest(self, x: torch.Tensor) -> torch.Tensor:
         return lossless.rest(x.reshape(len(x), -1), self._layout(x.shape[1:], x.dtype))

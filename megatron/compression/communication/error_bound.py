@@ -5,7 +5,7 @@ ranks that share the site add their measures up and decide alike. Nothing waits 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,15 @@ class ErrorBound:
             decoded = hop.decode(hop.encode(sample[None]), sample.shape, sample.dtype)[0]
             found.append(massive.squares(exact, torch.where(finite, decoded.double() - exact, 0.0)))
         self._measures[site, traffic] = torch.stack(found).amax(0)
+
+    def kept(self) -> Callable[[], None]:
+        """What forgets again whatever is measured from now on."""
+        measures = dict(self._measures)
+
+        def restore() -> None:
+            self._measures = measures
+
+        return restore
 
     def decide(self, group: dist.ProcessGroup | None = None) -> dict[SiteTraffic, float]:
         """Reduce the measures over the ranks that hold the same sites, and take out what passed the bound.

@@ -1,6 +1,7 @@
 """The error probe: how wrong compressed collectives were."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,15 @@ class ErrorProbe:
             found.squares = found.squares + before.squares
             found.peak, found.samples = torch.maximum(found.peak, before.peak), before.samples + 1
         self.seen[site, traffic] = found
+
+    def kept(self) -> Callable[[], None]:
+        """What forgets again whatever is observed from now on."""
+        seen, last_seen = dict(self.seen), dict(self._last_seen)
+
+        def restore() -> None:
+            self.seen, self._last_seen = seen, last_seen
+
+        return restore
 
     def rows(self) -> list[dict]:
         """JSON-ready rows in the order of first observation; synchronises with the device.

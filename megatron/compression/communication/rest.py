@@ -1,18 +1,59 @@
 """Exchanges of payloads that may be cut (lossless codecs): where any sender says so, the rest follows.
 
 Every receiver sees a payload of every sender, and a sender's payloads say alike whether they are cut, so all
-ranks decide alike.
+ranks decide alike. To see it the host waits for the device. In a pass that can be repeated (``speculation``)
+it does not look: cut payloads decode to zeros, and at the pass's end all ranks ask whether there were any.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.base import Shape
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
+
+
+class Speculation:
+    """Whether this process is in a pass in which nobody waits for the flags of payloads, and those flags.
+
+    Senders note them: whatever is received has been sent by a rank of the job.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._noted: dict[Any, torch.Tensor] = {}  # uint8 by stream: the flags' bits
+
+    def begin(self) -> None:
+        """From here on nobody looks."""
+        self.on, self._noted = True, {}
+
+    def note(self, codec: Codec, payloads: torch.Tensor) -> None:
+        """Remember on the device whether these payloads, the rows of one exchange, are cut."""
+        flag = codec.cut_flags(payloads).reshape(-1)[0]
+        stream = torch.cuda.current_stream() if payloads.is_cuda else None
+        noted = self._noted.get(stream)
+        if noted is None:
+            self._noted[stream] = flag.clone()
+        else:
+            noted.bitwise_or_(flag)
+
+    def end(self) -> bool:
+        """Whether any rank has sent a cut payload since ``begin``. Collective over all ranks of the job;
+        synchronises with the device."""
+        self.on, noted = False, [flags & 1 for flags in self._noted.values()]
+        cut = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
+        for flag in noted:
+            cut += flag
+        dist.all_reduce(cut, op=dist.ReduceOp.MAX)
+        return bool(cut)
+
+
+speculation = Speculation()
+"""The process's; a pass has one, whatever it is that communicates in it. See repetition.py."""
 
 
 def all_to_all(
@@ -39,13 +80,16 @@ def all_gather(
     row: torch.Tensor | None,
     transport: TorchTransport,
     proceed: Callable[[torch.Tensor], Any],
+    fits: bool | None = None,
 ) -> Work:
     """Start to gather uint8 ``[1, bytes]`` of every rank; then ``proceed(gathered)``, uint8 ``[W, bytes]``.
 
     Args:
         row: ``[1, *shape]``, what the payload encodes; None will do for a codec that is not lossless.
+        fits: whether no rank's payload is cut, where that has been asked; None: as in the pass.
     """
-    return _exchange(lambda one: transport.all_gather(one[0]), payload, codec, row, proceed)
+    start = lambda one: transport.all_gather(one[0])  # noqa: E731
+    return _exchange(start, payload, codec, row, proceed, fits=fits)
 
 
 def sum_and_encode(
@@ -69,11 +113,15 @@ def _exchange(
     rows: torch.Tensor | None,
     proceed: Callable[[torch.Tensor], Any],
     exchanges: int = 1,
+    fits: bool | None = None,
 ) -> Work:
     between = payloads.shape[1:-1]
     received, pending = start(payloads.flatten(1))
     received = received.view(len(received), *between, -1)
-    if not codec.lossless:
+    if fits is None and codec.lossless and speculation.on:
+        speculation.note(codec, payloads)
+        fits = True
+    if fits or not codec.lossless:
         return Work(pending, lambda: proceed(received), exchanges)
 
     def finish() -> Any:

@@ -10,6 +10,7 @@ in the next difference (SDP4Bit, arXiv 2410.15526, quantisation on weight differ
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import rest
@@ -36,6 +37,8 @@ class BucketWeights:
         self.policy, self.topology, self.ledger = policy, topology, ledger
         self.pending: torch.Tensor | None = None
         """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
+        self.fits = True
+        """Whether no rank's pending payload is cut; else each gather looks."""
         self.uncompressed_kind = "exact"
         """The ledger's kind of Megatron's next gather: exact where nothing has changed."""
         self._codec: Codec | None = None
@@ -60,6 +63,12 @@ class BucketWeights:
             new[start : start + master.numel()].copy_(master.view(-1))
         self.pending = self._codec.encode_difference(new, self.shard)
         self._new = new[None] if self._codec.lossless else None
+        self.fits = not self._codec.lossless
+
+    @property
+    def cut_flag(self) -> torch.Tensor:
+        """uint8, odd where the pending payload, of a lossless codec, is cut."""
+        return self._codec.cut_flags(self.pending)
 
     def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
@@ -72,7 +81,7 @@ class BucketWeights:
                 return codec.add_decoded(payloads, self.weights)
 
         transport = self.topology.transport(self.ledger, "dp.weight")
-        return rest.all_gather(payload[None], codec, new, transport, apply)
+        return rest.all_gather(payload[None], codec, new, transport, apply, self.fits)
 
 
 def copy_masters(optimizer) -> bool:
@@ -104,4 +113,18 @@ def copy_masters(optimizer) -> bool:
         else:
             for start, master in held:
                 bucket.param_data.view(-1)[start : start + master.numel()].copy_(master.view(-1))
+    _ask_whether_they_fit([weights for weights in compressed.values() if not weights.fits])
     return True
+
+
+def _ask_whether_they_fit(updated: list[BucketWeights]) -> None:
+    """Ask the ranks of each topology once about all lossless payloads that wait for their gathers, which may
+    run in a pass that is repeated and are not; synchronises with the device."""
+    for topology in dict.fromkeys(weights.topology for weights in updated):
+        asked = [weights for weights in updated if weights.topology == topology]
+        cut = (torch.stack([weights.cut_flag for weights in asked]) & 1).amax(0, keepdim=True).int()
+        topology.record_uncompressed(asked[0].ledger, "dp.weight", "exact", "all_reduce", cut.nbytes)
+        dist.all_reduce(cut, op=dist.ReduceOp.MAX, group=topology.group)
+        fits = not bool(cut)
+        for weights in asked:
+            weights.fits = fits

@@ -46,6 +46,7 @@ from megatron.compression.patches.training import (
     around_pretrain,
     on_training_end,
     on_training_log,
+    repeat_passes,
 )
 from megatron.compression.patches.transformer_engine import (
     before_gradient_sync,

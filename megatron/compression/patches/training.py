@@ -1,5 +1,6 @@
 """Megatron's training loop: its beginning and end, each iteration's log line, evaluations."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,47 @@ def around_model_building(before: Callable[[list], list], after: Callable[[list]
         return wrapper
 
     replace(training, "get_model", ("model_provider_func",), wrap)
+
+
+def repeat_passes(begin: Callable[[], bool], end: Callable[[], bool]) -> None:
+    """Call ``begin()`` before the first forward-backward pass of a training step, and, if that said yes,
+    ``end()`` behind it; where that says so, the same on every rank, the pass is taken once more.
+
+    With the same micro-batches and random state: the loop asks ``should_run_forward_backward``, which keeps
+    both, since it may repeat a pass to check results. What it has made of the first pass is forgotten.
+    Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode`` other than
+    validate_results, where nothing is kept; evaluation; loops without megatron.training.
+    """
+    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+
+    checked: dict[str, Any] | None = None  # the machine's results before the pass that may be repeated
+
+    def wrap(should_run_forward_backward):
+        def wrapper(self, data_iterator):
+            nonlocal checked
+            before, checked = checked, None
+            if before is not None and end():
+                vars(self).update(before)
+                self.validation_counts.clear()
+                self._restore_state()
+                self._save_state()  # what was kept is in use now
+                for iterator in self._sanitize_data_iterators(data_iterator):
+                    iterator.rewind()
+                return True
+            runs = should_run_forward_backward(self, data_iterator)
+            first = self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN
+            if runs and first and begin():
+                checked = {name: copy.copy(vars(self)[name]) for name in _CHECKED}
+                checked["error_injector"] = copy.copy(self.error_injector)
+            return runs
+
+        return wrapper
+
+    replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), wrap)
+
+
+_CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "large_value_counts", "max_values")
+"""What a pass's results change in megatron-core's machine."""
 
 
 _at_the_end: list[Callable[[], None]] = []

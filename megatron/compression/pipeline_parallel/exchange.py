@@ -16,6 +16,7 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication import Decision, Policy, Work, join
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.communication.rest import speculation
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
 from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
@@ -46,6 +47,7 @@ class Arrival:
         receive_rest: Callable[[int], torch.Tensor],
     ) -> None:
         self._codec, self._shape, self._receive_rest = codec, shape, receive_rest
+        self._looks = not speculation.on
         device = torch.cuda.current_device()
         size = shape if codec is None else 0  # empty until it is decoded, so that nobody reads it too early
         self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
@@ -57,7 +59,7 @@ class Arrival:
     def take(self, _: Any = None) -> None:
         """Fill the tensor from the payload, which has arrived."""
         if self._codec is not None:
-            if self._codec.lossless and self._codec.is_cut(self.buffer):
+            if self._looks and self._codec.lossless and self._codec.is_cut(self.buffer):
                 rest = self._receive_rest(self._codec.rest_bytes(self._shape, self.tensor.dtype))
                 self.buffer = torch.cat((self.buffer, rest), dim=1)
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
@@ -167,6 +169,8 @@ class PipelineExchange:
             return tensor
         message_bytes(codec, tensor.shape, tensor.dtype)  # speaks where the codec does not fit
         payload = codec.encode(tensor[None])
+        if speculation.on and codec.lossless:
+            speculation.note(codec, payload)
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
         site = f"pipeline stage {communicator.pp_group.rank()}"
@@ -206,18 +210,21 @@ class PipelineExchange:
         works: dict[str, Work] = {}
         for names, request in requests.items():
             work = Work(request)
+            rests = self._send_rests(communicator, encoded.intersection(names), tensors, payloads)
             if encoded.issuperset(names):
                 held = [payloads[name] for name in names]  # alive until the request has been waited for
-                rests = self._send_rests(communicator, names, tensors, payloads)
                 self.in_flight.add(join([Work(request, held.clear), *rests]))
                 work = Work.completed()
+            else:
+                for rest in rests:
+                    self.in_flight.add(rest)
             works |= dict.fromkeys(names, work)
         return works
 
     def _send_rests(
         self,
         communicator: p2p_communication.P2PCommunicator,
-        names: Sequence[str],
+        names: Collection[str],
         tensors: dict[str, torch.Tensor],
         payloads: dict[str, torch.Tensor],
     ) -> list[Work]:
@@ -226,7 +233,7 @@ class PipelineExchange:
         for name in names:
             traffic, tensor = TRAFFIC[name], tensors[name]
             codec = self._decide(traffic, tensor.shape, tensor.dtype).codec
-            if codec.lossless and codec.is_cut(payloads[name]):
+            if codec.lossless and not speculation.on and codec.is_cut(payloads[name]):
                 rest = codec.rest(tensor[None])
                 self.ledger.record(traffic, "compressed", "send", rest.nbytes, 0)
                 receiver = communicator.next_rank if traffic == FORWARD else communicator.prev_rank

@@ -1,0 +1,131 @@
+"""Training steps that are taken again: what Megatron's loop keeps, how often, and where they cannot be."""
+
+import pytest
+import torch
+from megatron.core import rerun_state_machine, tensor_parallel
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
+
+from megatron.compression import flags, patches, repetition
+from megatron.compression.communication.error_bound import ErrorBound
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.communication.rest import speculation
+from megatron.compression.communication.run import Run
+from tests.unit.megatron_args import parsed
+from tests.unit.one_rank import one_rank  # noqa: F401
+
+
+class Loop:
+    """Megatron's training loop: micro-batches are numbers, and a pass draws random ones."""
+
+    def __init__(self, monkeypatch, mode: RerunMode) -> None:
+        self.begun, self.answers = 0, []
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        self._draw = lambda: torch.rand(()).item()
+        self.machine = RerunStateMachine(
+            state_save_func=lambda: {"states": tracker.get_states()},
+            state_restore_func=lambda saved: tracker.set_states(saved["states"]),
+            mode=mode,
+        )
+        self._tracker, self._data = tracker, RerunDataIterator(iter(range(100)))
+        monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", self.machine)
+        name = "should_run_forward_backward"
+        monkeypatch.setattr(RerunStateMachine, name, getattr(RerunStateMachine, name))  # put back behind it
+        patches.repeat_passes(self._begin, lambda: self.answers.pop(0))
+
+    def _begin(self) -> bool:
+        self.begun += 1
+        return True
+
+    def step(self, *losses: float) -> list[tuple]:
+        """Micro-batches and random numbers of its passes, whose losses are these."""
+        passes = []
+        while self.machine.should_run_forward_backward(self._data):
+            with self._tracker.fork():
+                drawn = self._draw()
+            passes.append((next(self._data), next(self._data), drawn, self._draw()))
+            loss = torch.tensor(losses[len(passes) - 1])
+            self.machine.validate_result(loss, torch.isnan, "loss", tolerance=0.0, fatal=True)
+        self.machine.should_checkpoint_and_exit()
+        return passes
+
+
+def test_a_repeated_pass_is_the_same(monkeypatch) -> None:
+    """Data, random numbers; a NaN of the first pass is forgotten, one of the second is looked into."""
+    loop, nan = Loop(monkeypatch, RerunMode.VALIDATE_RESULTS), float("nan")
+    seen = []
+    for answer, losses in ((False, [1.0]), (True, [nan, 1.0]), (False, [1.0]), (True, [nan, nan, nan])):
+        loop.answers = [answer]
+        passes = loop.step(*losses)
+        assert passes == passes[:1] * len(losses) and not loop.answers
+        seen.append(passes[0])
+    assert [data for data, *_ in seen] == [0, 2, 4, 6] and len({drawn for *_, drawn in seen}) == 4
+    assert loop.begun == 4 and loop.machine.checkpoint_requested
+
+
+@pytest.mark.parametrize("mode", [RerunMode.DISABLED, RerunMode.REPORT_DETERMINISM_STATS])
+def test_other_modes_are_left_alone(monkeypatch, mode: RerunMode) -> None:
+    loop = Loop(monkeypatch, mode)
+    assert [data for data, *_ in loop.step(1.0, 1.0)] == [0] * (1 if mode == RerunMode.DISABLED else 2)
+    assert not loop.begun
+
+
+def run_of(bound: ErrorBound | None = None) -> Run:
+    ledger = Ledger()
+    return Run(Policy({}, ledger, error_bound=bound), ledger, ErrorProbe(1))
+
+
+def test_steps_that_look_behind_one_that_was_repeated(monkeypatch) -> None:
+    """8, then 16, then 8 again once a step has needed no repetition; what it has observed is forgotten."""
+    lines, cut, run = [], [True, True, False, True], run_of(ErrorBound(0.1, 128))
+    repeats = repetition.Repetition(run, lines.append)
+    monkeypatch.setattr(speculation, "end", lambda: cut.pop(0))
+    x, looked = torch.randn(256), [0]
+    while cut:
+        if not repeats.begin():
+            looked[-1] += 1
+            continue
+        assert run.probe.due("site", "tp.forward", len(cut))
+        run.probe.observe("site", "tp.forward", x, x)
+        run.policy.error_bound._measures[len(cut), "tp.forward"] = x
+        if repeats.end():
+            looked.append(0)
+    assert looked == [0, 8, 16, 0] and len(lines) == 3 and "the next 16 look first" in lines[1]
+    assert run.probe.seen["site", "tp.forward"].samples == 1 == len(run.policy.error_bound._measures)
+
+
+def test_flags_of_a_pass() -> None:
+    """Whether any payload was cut; short ones, which travel whole, are not."""
+    codec = flags.resolve(parsed("--tp-compression", "lossless")).tensor_parallel.forward_codec
+    wild = torch.randn(2, 4096) * torch.exp2(60 * torch.rand(2, 4096))
+    for expected, tensors in ((False, [torch.randn(2, 4096), wild[:, :8]]), (True, [wild, wild[:, :8]])):
+        speculation.begin()
+        assert speculation.on
+        for x in tensors:
+            speculation.note(codec, codec.encode(x.bfloat16()))
+        assert speculation.end() is expected and not speculation.on
+
+
+@pytest.mark.parametrize(
+    "words, megatron, reason",
+    [
+        (["--tp-compression", "lossless"], {}, None),
+        (["--dp-compression", "lossless"], {}, None),
+        (["--dp-compression", "int6", "--tp-compression", "lossless"], {}, None),
+        (["--dp-compression", "tagc", "--tp-compression", "lossless"], {}, "--dp-"),
+        (["--dp-compression", "int6", "--dp-error-feedback", "fp32"], {}, "--dp-error-feedback fp32"),
+        (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "--rerun-mode disabled"),
+        (["--pp-compression", "lossless"], dict(num_experts=8), "--num-experts"),
+        (["--tp-compression", "lossless"], dict(fp8="e4m3", fp8_recipe="delayed"), "--fp8-recipe delayed"),
+        (["--pp-compression", "lossless"], dict(cuda_graph_impl="local"), "--cuda-graph-impl local"),
+    ],
+)
+def test_where_steps_cannot_be_repeated(words, megatron, reason) -> None:
+    usual = dict(rerun_mode="validate_results", fp8=None, pipeline_model_parallel_size=2)
+    args = parsed(*words, **usual | megatron)
+    config = flags.resolve(args)
+    run = run_of()
+    run.policy.rules = config.rules()
+    found = repetition.why_not(args, config, run)
+    assert (found is None) == (reason is None) and (found or "").startswith(reason or "")
