@@ -10,6 +10,7 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
@@ -22,6 +23,7 @@ class CompressionConfig:
 
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
+    expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
@@ -65,8 +67,9 @@ class CompressionConfig:
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
-        tensors, activations = "--taco", self.tensor_parallel.enabled or self.pipeline_parallel.enabled
-        report, evaluated = "--compression-report DIR", "--taco or --pp-compression"
+        parts = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
+        tensors, activations = "--taco", any(part.enabled for part in parts)
+        report, evaluated = "--compression-report DIR", "--taco, --pp-compression or --ep-compression"
         for given, needed, flag, fix in (
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
             (self.error_bound, self.tensor_parallel.enabled, "--compression-error-bound", tensors),
@@ -81,7 +84,8 @@ class CompressionConfig:
     @property
     def enabled(self) -> bool:
         """Whether any traffic is to be compressed."""
-        return self.tensor_parallel.enabled or self.pipeline_parallel.enabled or self.data_parallel.enabled
+        parts = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel, self.data_parallel
+        return any(part.enabled for part in parts)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """What the policy does with each traffic class."""
@@ -89,6 +93,7 @@ class CompressionConfig:
         return {
             **self.tensor_parallel.rules(start),
             **self.pipeline_parallel.rules(start),
+            **self.expert_parallel.rules(start),
             **self.data_parallel.rules(self.start_iteration, train_iters),
         }
 
@@ -99,6 +104,7 @@ class CompressionConfig:
         """
         self.tensor_parallel.check(args)
         self.pipeline_parallel.check(args)
+        self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
 
@@ -122,6 +128,7 @@ class CompressionConfig:
             (self.tensor_parallel, args.tensor_model_parallel_size),
             (self.data_parallel, args.data_parallel_size * args.context_parallel_size),
             (self.pipeline_parallel, args.pipeline_model_parallel_size),
+            (self.expert_parallel, expert_ranks(args)),
         ):
             if part.enabled:
                 lines.append(part.idle_reason(ranks) or part.describe())
@@ -132,8 +139,13 @@ class CompressionConfig:
                 f"a tensor-parallel layer compresses while its error is at most {self.error_bound:g}"
             )
         if self.validate_uncompressed:
-            sent = (self.tensor_parallel.enabled and args.tensor_model_parallel_size > 1) or (
-                self.pipeline_parallel.enabled and args.pipeline_model_parallel_size > 1
+            sent = any(
+                part.enabled and ranks > 1
+                for part, ranks in (
+                    (self.tensor_parallel, args.tensor_model_parallel_size),
+                    (self.pipeline_parallel, args.pipeline_model_parallel_size),
+                    (self.expert_parallel, expert_ranks(args)),
+                )
             )
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(

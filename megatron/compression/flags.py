@@ -23,6 +23,8 @@ _FIELDS = {
     "--tp-compression-chunks": "tensor_parallel.chunks",
     "--pp-compression": "pipeline_parallel.compression",
     "--pp-backward-compression": "pipeline_parallel.backward",
+    "--ep-compression": "expert_parallel.compression",
+    "--ep-backward-compression": "expert_parallel.backward",
     "--dp-compression": "data_parallel.compression",
     "--dp-weight-compression": "data_parallel.weights",
     "--dp-error-feedback": "data_parallel.error_feedback",
@@ -105,6 +107,7 @@ def resolve(args: Namespace) -> CompressionConfig:
     for part, spec in COMPRESSION_3D.items():
         chosen = parts[part]["compression"]
         parts[part]["compression"] = spec if chosen is None and args.compression_3d else chosen or "none"
+    parts["expert_parallel"]["compression"] = parts["expert_parallel"]["compression"] or "none"
     own = parts.pop("")
     kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}

@@ -118,10 +118,6 @@ class TensorParallelConfig(Dimension):
             )
         if args.transformer_impl == "transformer_engine":
             self._check_transformer_engine(args)
-        if args.num_experts is not None:
-            raise CompressionConfigError(
-                "--tp-compression does not cover expert and router traffic; drop --num-experts or --taco"
-            )
         if args.cuda_graph_impl != "none":
             raise CompressionConfigError(
                 "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
