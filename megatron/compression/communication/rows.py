@@ -55,7 +55,7 @@ def reduce_scatter_rows(
 
     def finish() -> torch.Tensor:
         addends = decode_rows(received, x, codec, torch.float32)
-        return sum_in_order(addends.view(ranks, own, -1)).to(x.dtype)
+        return sum_in_order(addends.view(ranks, own, *x.shape[1:])).to(x.dtype)
 
     return Work(pending, finish)
 

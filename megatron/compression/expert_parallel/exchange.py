@@ -88,7 +88,7 @@ class TokenExchange:
             there, back, why = _traffic(site, tokens)
             return Exchange.apply(
                 x,
-                lambda x: site.all_gather_rows(x, there, sizes, why).view(-1, *x.shape[1:]),
+                lambda x: site.all_gather_rows(x, there, sizes, why),
                 lambda gradient: site.reduce_scatter_rows(gradient, back, sizes, why),
             )
         nbytes = x.nbytes * group.size()
