@@ -25,6 +25,7 @@ from megatron.compression.config import CompressionConfig
 from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.hooks import Experts
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
 from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
@@ -66,6 +67,7 @@ class Compression:
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
         """The data-parallel part: state for checkpoints, diagnostics."""
         self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._experts = Experts(config.expert_parallel, self.run)
         self._engine = TransformerEngineLayers(self.run)
         self._bounded: BoundedRun | None = None
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
@@ -91,6 +93,7 @@ class Compression:
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
         context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
+        self._experts.attach(chunks, self._say)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)

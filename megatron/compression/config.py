@@ -13,6 +13,7 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
@@ -22,6 +23,7 @@ _ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
     "tensor_parallel": attrgetter("tensor_model_parallel_size"),
     "pipeline_parallel": attrgetter("pipeline_model_parallel_size"),
     "context_parallel": attrgetter("context_parallel_size"),
+    "expert_parallel": expert_ranks,
 }
 """Dimensions that send activations, and the number of ranks in each."""
 
@@ -33,6 +35,7 @@ class CompressionConfig:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
@@ -90,7 +93,8 @@ class CompressionConfig:
         report, layers = "--compression-report DIR", "--taco or --cp-compression"
         activations = undecided or any(getattr(self, part).enabled for part in _ACTIVATIONS)
         sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
-        anything, evaluated = self.enabled or undecided, "--taco or --pp-compression"
+        anything = self.enabled or undecided
+        evaluated = "--taco, --pp-compression or --ep-compression"
         for given, needed, flag, fix in (
             (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
@@ -115,6 +119,7 @@ class CompressionConfig:
             **self.tensor_parallel.rules(start),
             **self.pipeline_parallel.rules(start),
             **self.context_parallel.rules(start),
+            **self.expert_parallel.rules(start),
             **self.data_parallel.rules(self.start_iteration, train_iters),
         }
 
@@ -126,6 +131,7 @@ class CompressionConfig:
         self.tensor_parallel.check(args)
         self.pipeline_parallel.check(args)
         self.context_parallel.check(args)
+        self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
 
@@ -146,7 +152,7 @@ class CompressionConfig:
                 "what its capture did"
             )
         ranks = {name: count(args) for name, count in _ACTIVATIONS.items()}
-        ranks["data_parallel"] = args.data_parallel_size * args.context_parallel_size
+        ranks["data_parallel"] = replicas(args)
         lines += [
             getattr(self, name).idle_reason(count) or getattr(self, name).describe()
             for name, count in ranks.items()

@@ -26,6 +26,8 @@ _FIELDS = {
     "--pp-backward-compression": "pipeline_parallel.backward",
     "--cp-compression": "context_parallel.compression",
     "--cp-backward-compression": "context_parallel.backward",
+    "--ep-compression": "expert_parallel.compression",
+    "--ep-backward-compression": "expert_parallel.backward",
     "--dp-compression": "data_parallel.compression",
     "--dp-weight-compression": "data_parallel.weights",
     "--dp-error-feedback": "data_parallel.error_feedback",

@@ -27,13 +27,12 @@ from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
-from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
+from megatron.compression.torch_native import add_native_defaults, apply_native_defaults, spec
 from megatron.compression.torch_native.block import block_spec
 from megatron.compression.torch_native.spec import (
     CompressedSpecProvider,
-    dense_layer_spec,
-    is_dense,
-    is_dense_local,
+    is_covered,
+    is_covered_local,
 )
 
 STATE = "megatron_taco"
@@ -131,8 +130,10 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     _follow(args, compression, reporter, automatic)
     repetition.attach(args, config, compression.run, print_rank_0)
-    if model_config is not None and not is_dense(model_config.transformer):
-        print_rank_0("compression: not a dense GPT: not all of its tensor-parallel traffic is counted")
+    if model_config is not None and not is_covered(model_config.transformer):
+        print_rank_0(
+            "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"
+        )
     for line in [] if automatic else config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression
@@ -151,7 +152,7 @@ def _follow(
     args: Namespace, compression: Compression, reporter: Reporter, automatic: Automatic | None
 ) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
-    audit = BackendAudit(compression.ledger, _groups)
+    audit = BackendAudit(compression.ledger, partial(_groups, args))
     compression.on_attached(audit.start_with_first_forward)
 
     def on_training_log(iteration: int, losses: dict) -> None:
@@ -192,9 +193,11 @@ def _follow(
     )
 
 
-def _groups() -> dict:
+def _groups(args: Namespace) -> dict:
     """This rank's process groups by dimension, for the audit."""
+    experts = args.num_experts is not None
     return {
+        "expert parallel": parallel_state.get_expert_tensor_and_model_parallel_group() if experts else None,
         "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
         "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "pipeline parallel": parallel_state.get_pipeline_model_parallel_group(),
@@ -210,13 +213,17 @@ def current_iteration(args: Namespace) -> int:
 def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
 
-    Dense layers of ``--transformer-impl local`` are built with our layers. Everything else (Transformer
-    Engine, mixture of experts, latent attention, heterogeneous blocks) is megatron-core's own choice.
+    Layers of ``--transformer-impl local``, dense and of experts, are built with our layers. Everything else
+    (Transformer Engine, latent attention, heterogeneous blocks) is megatron-core's own choice.
     """
     transformer = model_config.transformer
-    if not is_dense_local(transformer):
+    if not is_covered_local(transformer):
         return default_layer_spec(model_config, vp_stage)
-    return block_spec(transformer, dense_layer_spec(transformer, CompressedSpecProvider()), vp_stage)
+    backend = CompressedSpecProvider()
+    experts = None
+    if transformer.num_moe_experts is not None:
+        experts = spec.gpt_layer_spec(transformer, backend, experts=True)
+    return block_spec(transformer, spec.gpt_layer_spec(transformer, backend), vp_stage, experts)
 
 
 def _megatron_settings(args: Namespace) -> dict:

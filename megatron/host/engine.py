@@ -53,6 +53,16 @@ def _without_cuda(initialize):
     return functools.partial(initialize, allow_no_cuda=True)
 
 
+def _as_numpy_from_here(move):
+    """For maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo wants numbers."""
+
+    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
+        tensor = move(tensor, as_numpy, record_stream)
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return maybe_move_tensor_to_cpu
+
+
 def install_core() -> None:
     """Replace megatron-core's symbols."""
     _load("megatron.core.transformer")
@@ -61,6 +71,9 @@ def install_core() -> None:
     from megatron.host import rng
 
     rng.install_tracker(tracker)
+    from megatron.core.transformer.moe import token_dispatcher
+
+    replace(token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here)
 
 
 def _load(name: str):

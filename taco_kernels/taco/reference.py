@@ -88,8 +88,8 @@ def nearest_bf16(x: torch.Tensor) -> torch.Tensor:
     return ((x.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32).bfloat16()
 
 
-def encode_groups(h: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    """Wire of one chunk from h fp32[groups, G] in the Hadamard domain: uint8[wire_bytes(groups * G)]."""
+def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
+    """Wires of equal chunks from h fp32[chunks * groups, G] in the Hadamard domain: uint8[chunks, bytes]."""
     amax = h.abs().amax(dim=1)
     bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
     amax = amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
@@ -118,18 +118,24 @@ def encode_groups(h: torch.Tensor, config: CodecConfig) -> torch.Tensor:
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
     codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config)
-    wire = torch.cat([p.reshape(-1).view(torch.uint8) for p in [*pack(codes, config.planes), *scales]])
-    return torch.nn.functional.pad(wire, (0, -wire.numel() % ALIGNMENT))
+    parts = [p.reshape(chunks, -1).view(torch.uint8) for p in [*pack(codes, config.planes), *scales]]
+    wires = torch.cat(parts, dim=1)
+    return torch.nn.functional.pad(wires, (0, -wires.shape[1] % ALIGNMENT))
 
 
-def decode_groups(wire: torch.Tensor, groups: int, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Code values fp32[groups, G] and step fp32[groups, 1] of one chunk's wire."""
+def decode_groups(wires: torch.Tensor, groups: int, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code values fp32[chunks * groups, G] and step fp32[chunks * groups, 1] of uint8[chunks, bytes]."""
     widths = [groups * config.group_size * bits // 8 for bits in config.planes]
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
     scale_count = 2 if config.scales == "dual" else 1
-    pieces = wire[: groups * config.bytes_per_group()].split(widths + [groups * dtype.itemsize] * scale_count)
-    q = code_values(unpack([p.reshape(groups, -1) for p in pieces[: len(widths)]], config.planes), config)
-    scales = [p.clone().view(dtype) for p in pieces[len(widths) :]]  # clone: a slice may be misaligned
+    used = wires[:, : groups * config.bytes_per_group()]
+    pieces = used.split(widths + [groups * dtype.itemsize] * scale_count, dim=1)
+    rows = len(wires) * groups
+    q = code_values(unpack([p.reshape(rows, -1) for p in pieces[: len(widths)]], config.planes), config)
+    # contiguous and cloned: a slice may be misaligned
+    scales = [
+        p.clone(memory_format=torch.contiguous_format).view(dtype).view(-1) for p in pieces[len(widths) :]
+    ]
     if config.scales == "dual":
         step = scales[0] * (1.0 / root(config)) / scales[1]
     else:
@@ -156,21 +162,6 @@ def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tens
     return lists.clone().view(torch.int32).view(-1, outliers.SLOTS)
 
 
-def encode_chunk(groups: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    """Wire of one chunk of values, fp32[groups, G]."""
-    if not config.outliers:
-        return encode_groups(to_domain(groups, config), config)
-    words, rest = outliers.take(groups)
-    return torch.cat([encode_groups(to_domain(rest, config), config), words.view(torch.uint8).view(-1)])
-
-
-def decode_chunk(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:
-    """Inverse of encode_chunk: fp32[groups, G]."""
-    q, step = decode_groups(wire, groups, config)
-    values = (hadamard(q) if config.hadamard else q) * step
-    return outliers.add(values, lists_of(wire, groups, config)) if config.outliers else values
-
-
 def encode(
     x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -184,9 +175,16 @@ def encode(
     if out is None:
         out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
     check_wires(out, config, chunk)
-    for c in range(chunks if chunk else 0):
-        out[c] = encode_chunk(groups[c], config)
-    return out
+    if not out.numel():
+        return out
+    if not config.outliers:
+        return out.copy_(encode_groups(to_domain(groups.flatten(0, 1), config), config, chunks))
+    lists = []
+    for c in range(chunks):  # blocks of lists begin anew with each chunk
+        words, groups[c] = outliers.take(groups[c])
+        lists.append(words.view(torch.uint8).view(-1))
+    wires = encode_groups(to_domain(groups.flatten(0, 1), config), config, chunks)
+    return torch.cat([wires, torch.stack(lists)], dim=1, out=out)
 
 
 def decode(
@@ -200,10 +198,15 @@ def decode(
     numel = math.prod(shape)
     chunk = config.chunk_numel(numel, max(wires.shape[0], 1))
     check_wires(wires, config, chunk)
-    flat = torch.empty(wires.shape[0] * chunk, dtype=torch.float32, device=wires.device)
-    for c in range(wires.shape[0] if chunk else 0):
-        values = decode_chunk(wires[c], chunk // config.group_size, config)
-        flat[c * chunk : (c + 1) * chunk] = values.reshape(-1)
+    chunks, groups = len(wires), chunk // config.group_size
+    flat = torch.empty(0, dtype=torch.float32, device=wires.device)
+    if chunks * chunk:
+        q, step = decode_groups(wires, groups, config)
+        values = ((hadamard(q) if config.hadamard else q) * step).view(chunks, groups, -1)
+        if config.outliers:
+            rows = zip(values, wires, strict=True)
+            values = torch.stack([outliers.add(row, lists_of(wire, groups, config)) for row, wire in rows])
+        flat = values.reshape(-1)
     result = flat[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
 
@@ -216,7 +219,7 @@ def sum_groups(wires: torch.Tensor, numel: int, config: CodecConfig) -> torch.Te
     """
     groups, total = config.chunk_numel(numel) // config.group_size, 0.0
     for wire in wires:
-        q, step = decode_groups(wire, groups, config)
+        q, step = decode_groups(wire[None], groups, config)
         total = (q.double() * step.double() + total).float()
     return total
 
@@ -270,6 +273,6 @@ def decode_sum_encode(
             lists = [lists_of(wire, len(total), config) for wire in wires]
             words, total = outliers.sum_lists(lists, total, config.hadamard)
             out[config_out.lists_at(numel) :] = words.view(torch.uint8).view(-1)
-        encoded = encode_groups(total, config_out)
+        encoded = encode_groups(total, config_out)[0]
         out[: len(encoded)] = encoded
     return out

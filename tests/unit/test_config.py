@@ -201,7 +201,6 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
             {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
             "--use-transformer-engine-op-fuser builds layers",
         ),
-        ({"num_experts": 8}, "--num-experts"),
         (
             {"multi_latent_attention": True, "transformer_impl": "transformer_engine"},
             "--multi-latent-attention",

@@ -21,6 +21,7 @@ TRAFFIC = {
     "cp.backward": "context parallelism: gradients of keys and values",
     "ep.forward": "expert parallelism: tokens on their way to experts and back",
     "ep.backward": "expert parallelism: gradients of those tokens",
+    "ep.other": "expert parallelism: router probabilities, indices and counts of tokens",
 }
 """Classes of traffic: which dimension of parallelism sends, what, and in which direction."""
 

@@ -61,6 +61,25 @@ class TorchTransport:
             works.append(dist.all_to_all_single(parts[-1], part.contiguous(), group=group, async_op=True))
         return received, shared_between(received, parts, works)
 
+    def all_to_all_rows(
+        self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
+    ) -> tuple[torch.Tensor, Work | dist.Work]:
+        """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on.
+
+        Args:
+            to, came: rows for each rank and from each; None: the same number for all.
+        Returns: ``[sum(came), size]``, in the order of the senders once the handle has been waited for.
+        """
+        received = rows.new_empty((len(rows) if came is None else sum(came), rows.shape[1]))
+        self._report("all_to_all", rows.nbytes)
+        if len(self.groups) == 1:
+            return received, _send_rows(received, rows, to, came, self.group)
+        parts, works = [], []
+        for group, part in zip(self.groups, rows.tensor_split(len(self.groups), dim=1), strict=True):
+            parts.append(rows.new_empty((len(received), part.shape[1])))
+            works.append(_send_rows(parts[-1], part, to, came, group))
+        return received, shared_between(received, parts, works)
+
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to gather uint8 ``[bytes]`` of every rank into uint8 ``[W, bytes]``."""
         gathered = payload.new_empty((self.world_size, payload.numel()))
@@ -77,6 +96,17 @@ class TorchTransport:
     def _report(self, operation: str, buffer_bytes: int) -> None:
         if self.on_send is not None:
             self.on_send(operation, bytes_sent(operation, buffer_bytes, self.world_size))
+
+
+def _send_rows(
+    received: torch.Tensor,
+    rows: torch.Tensor,
+    to: Sequence[int] | None,
+    came: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> dist.Work:
+    sizes = {"output_split_sizes": came, "input_split_sizes": to}
+    return dist.all_to_all_single(received, rows.contiguous(), **sizes, group=group, async_op=True)
 
 
 def shared_between(whole: torch.Tensor, parts: list[torch.Tensor], works: list[dist.Work]) -> Work:

@@ -6,6 +6,7 @@ training.py       the training loop: begin, end, log lines, evaluations
 checkpointing.py  what is saved and read
 distributed.py    data-parallel sums and gathers; replicated and tied parameters
 pipeline.py       what stages send each other
+experts.py        what token dispatchers send, what routers sum
 optimizer.py      the masters' copy; torch's Adam
 tokenizers.py     GPT-2's, from the files of the command line
 slots.py          the compiled dataset helper, the fused rotary embedding, fused weight gradients
@@ -27,6 +28,7 @@ from megatron.compression.patches.distributed import (
     on_replicated_gradient_sync,
     on_tied_embedding_gradient_sync,
 )
+from megatron.compression.patches.experts import on_router_reduction, through_token_exchange
 from megatron.compression.patches.optimizer import (
     fuse_torch_adam,
     make_torch_adam_resumable,

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Choice, Rule
+from megatron.compression.communication.rows import why_not_rows
 from megatron.compression.dimension import Dimension, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
@@ -127,10 +128,8 @@ class TensorParallelConfig(Dimension):
             )
         if args.transformer_impl == "transformer_engine":
             self._check_transformer_engine(args)
-        if args.num_experts is not None:
-            raise CompressionConfigError(
-                "--tp-compression does not cover expert and router traffic; drop --num-experts or --taco"
-            )
+        if args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall":
+            self._check_experts(args)
         if args.cuda_graph_impl != "none":
             raise CompressionConfigError(
                 "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
@@ -151,6 +150,15 @@ class TensorParallelConfig(Dimension):
                 raise CompressionConfigError(
                     f"{flag} {text} names layer {last}, but --num-layers {args.num_layers} makes "
                     f"{args.num_layers - 1} the last one (they count from 0)"
+                )
+
+    def _check_experts(self, args: Namespace) -> None:
+        """Ranks that share an expert send each other tokens, as many as the router gives them."""
+        equal_parts = args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1
+        for codec in [] if equal_parts else self.codecs:
+            if reason := why_not_rows(codec, args.moe_latent_size or args.hidden_size):
+                raise CompressionConfigError(
+                    f"{self.flag} {codec.name} {reason}; or give --expert-tensor-parallel-size 1"
                 )
 
     def _check_transformer_engine(self, args: Namespace) -> None:

@@ -184,14 +184,14 @@ def _share_handover(module: torch.nn.Module) -> None:
 
 def _communicates(module: torch.nn.Module) -> bool:
     ranks = module.tp_group.size()
+    if getattr(module, "explicit_expert_comm", False):
+        return False  # an expert: its layer's dispatcher communicates for it
     if isinstance(module, SelfAttention):
         return module.config.num_query_groups < ranks  # else its linear layers do all of it
     return ranks > 1
 
 
 def _why_not_covered(module: torch.nn.Module) -> str | None:
-    if getattr(module, "explicit_expert_comm", False):
-        return "it is an expert of a mixture; drop --num-experts"
     if getattr(module, "gtp_remat_size", 1) > 1:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):

@@ -39,29 +39,34 @@ class CompressedSpecProvider(LocalSpecProvider):
         return SDPACoreAttention
 
 
-def is_dense_local(transformer) -> bool:
+def is_covered_local(transformer) -> bool:
     """Whether our spec covers this ``TransformerConfig``."""
-    return transformer.transformer_impl == "local" and is_dense(transformer)
+    return transformer.transformer_impl == "local" and is_covered(transformer)
 
 
-def is_dense(transformer) -> bool:
-    """Whether this ``TransformerConfig`` is of a dense GPT, whose traffic our hooks know in whole."""
+def is_covered(transformer) -> bool:
+    """Whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our hooks know."""
     local = transformer.transformer_impl == "local"
     return (
-        transformer.num_moe_experts is None
-        and (local or not transformer.multi_latent_attention)
+        (local or not transformer.multi_latent_attention)
         and transformer.experimental_attention_variant is None
         and not getattr(transformer, "heterogeneous_block_specs", False)
         and not transformer.use_kitchen
     )
 
 
-def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
-    """A pre-norm layer of causal self-attention and a dense MLP, from a backend's modules.
+def gpt_layer_spec(transformer, backend: BackendSpecProvider, experts: bool = False) -> ModuleSpec:
+    """A pre-norm layer of causal self-attention and an MLP, from a backend's modules.
 
     Args:
         backend: supplies the modules; one whose norm is not fused into the linear.
+        experts: a mixture of experts in place of the dense MLP.
     """
+    number = transformer.num_moe_experts if experts else None
+    # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
+    fused_norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not experts:
+        fused_norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     rms_norm = transformer.normalization == "RMSNorm"
     layer_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=False, has_residual=True)
     if transformer.qk_l2_norm:
@@ -81,11 +86,6 @@ def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
-    fused_norms = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
     if transformer.multi_latent_attention:
         attention = latent_attention_spec(transformer, backend)
         del fused_norms["input_layernorm."]
@@ -96,7 +96,7 @@ def dense_layer_spec(transformer, backend: BackendSpecProvider) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=layer_norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=number),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=fused_norms,
         ),

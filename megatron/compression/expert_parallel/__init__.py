@@ -1,0 +1,1 @@
+"""Compression of tokens on their way to experts and back."""

@@ -1,0 +1,115 @@
+"""Settings of expert parallelism: which codec, for which direction."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.policy import Rule
+from megatron.compression.communication.rows import why_not_rows
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.errors import CompressionConfigError
+
+_BACKWARD = "--ep-backward-compression"
+
+# Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "exchanges tokens on a stream of its own, by a plan of two "
+    "micro-batches that --ep-compression does not follow",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig(Dimension):
+    """Compression of the tokens that go to experts and back, and of their gradients."""
+
+    flag: ClassVar[str] = "--ep-compression"
+    idle: ClassVar[str] = (
+        "--ep-compression has no effect here: --expert-model-parallel-size is 1, so tokens stay on their rank"
+    )
+
+    compression: str = "none"
+    """Codec of tokens on their way to experts (dispatch) and back (combine); none = uncompressed. Router
+    probabilities and indices are always exact."""
+
+    backward: str | None = None
+    """Codec of the gradients on both ways; by default what ``compression`` names for its gradients."""
+
+    def __post_init__(self) -> None:
+        for flag, text in ((self.flag, self.compression), (_BACKWARD, self.backward)):
+            if "/" in (text or ""):
+                raise CompressionConfigError(
+                    f"{flag} {text}: a token is sent once on each way, so one codec encodes it; give the "
+                    f"gradients' codec with {_BACKWARD}"
+                )
+            codec_of(text, flag)
+        if self.backward == "none" and not self.enabled:
+            raise CompressionConfigError(
+                f"{_BACKWARD} none given, but expert-parallel compression is off; add {self.flag}"
+            )
+
+    @property
+    def backward_codec(self) -> Codec | None:
+        """Of the gradients; None: uncompressed."""
+        if self.backward is None:
+            return self.forward_codec and self.forward_codec.backward
+        return codec_of(self.backward, _BACKWARD)
+
+    def rules(self, start_iteration: int) -> dict[str, Rule]:
+        """For the policy."""
+        return {
+            "ep.forward": Rule(self.forward_codec, start_iteration=start_iteration),
+            "ep.backward": Rule(self.backward_codec, start_iteration=start_iteration),
+        }
+
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave tokens silently uncompressed, or cannot encode them.
+
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
+        """
+        if not self.enabled:
+            return
+        if args.num_experts is None:
+            raise CompressionConfigError(
+                f"{self.flag} given, but the model has no experts; add --num-experts, or drop it"
+            )
+        refuse_flags(args, _REFUSED, f"drop one of the two, or {self.flag}")
+        if args.cuda_graph_impl != "none":
+            raise CompressionConfigError(
+                f"{self.flag} counts and chooses on the host, which a replayed graph leaves out; drop "
+                f"--cuda-graph-impl or {self.flag}"
+            )
+        dispatcher = args.moe_token_dispatcher_type
+        if dispatcher == "flex":
+            raise CompressionConfigError(
+                f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside "
+                f"its kernels, past torch.distributed and {self.flag}; use alltoall or allgather, or drop it"
+            )
+        values = args.moe_latent_size or args.hidden_size
+        for flag, codec in ((self.flag, self.forward_codec), (_BACKWARD, self.backward_codec)):
+            if codec is not None and (reason := why_not_rows(codec, values)):
+                raise CompressionConfigError(f"{flag} {codec.name} {reason}")
+
+    def describe(self) -> str:
+        """For the log: what travels how."""
+        there, back = (
+            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
+        )
+        return f"tokens travel to experts and back as {there}, their gradients as {back}"
+
+
+def expert_ranks(args: Namespace) -> int:
+    """Ranks that exchange tokens; those of the all-gather dispatcher may hold parts of experts as well."""
+    if args.num_experts is None:
+        return 1
+    gathers = args.moe_token_dispatcher_type == "allgather"
+    return args.expert_model_parallel_size * (args.expert_tensor_parallel_size if gathers else 1)
+
+
+def replicas(args: Namespace) -> int:
+    """Data-parallel ranks of an expert, or of everything else, whichever are more."""
+    dense = args.data_parallel_size * args.context_parallel_size
+    if args.num_experts is None:
+        return dense
+    shared = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return max(dense, dense * args.tensor_model_parallel_size // shared)
