@@ -81,6 +81,15 @@ def gpu_count() -> int:
     )
 
 
+def fresh_folder(parent: Path, run: str) -> Path:
+    """Below ``parent``, named after the run; another one where an earlier attempt has left its own."""
+    name = "".join(c if c.isalnum() or c in ".=" else "-" for c in run)
+    folder, number = parent / name, 1
+    while folder.exists():
+        folder, number = parent / f"{name}-{number}", number + 1
+    return folder
+
+
 def torchrun(
     ranks: int, script: str | Path, words: Sequence[object], log: Path, **environment: str
 ) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _launch import torchrun
+from _launch import fresh_folder, torchrun
 from losses import train_missing
 
 from megatron.compression.codecs import Codec, parse_codec
@@ -96,7 +96,7 @@ def train(run: dict, args: argparse.Namespace) -> dict:
     Raises:
         RuntimeError: it failed, or evaluated nothing.
     """
-    folder = args.output / "".join(c if c.isalnum() else "-" for c in run["spec"])
+    folder = fresh_folder(args.output, run["spec"])
     words = [*args.flags, "--compression-report", folder / "report"]
     if run["spec"] != "none":
         words += ["--tp-compression", run["spec"], "--tp-compression-min-mb", 0]
@@ -108,7 +108,8 @@ def train(run: dict, args: argparse.Namespace) -> dict:
     if loss is None:
         raise RuntimeError("the run has no validation loss; give --eval-iters and --eval-interval")
     traffic = mean_bytes(training_rows(report))
-    plain = sum(traffic[t]["compressed"]["plain"] for t in ("tp.forward", "tp.backward") if t in traffic)
+    ways = [kinds for name, kinds in traffic.items() if name in ("tp.forward", "tp.backward")]
+    plain = sum(kinds["compressed"]["plain"] for kinds in ways if "compressed" in kinds)
     print(f"{run['spec']}: {loss:.5f}", flush=True)
     return {"validation_loss": loss, "plain": plain}
 

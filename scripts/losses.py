@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import demo
-from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, gpu_count, parse_setting, torchrun
+from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, fresh_folder, gpu_count, parse_setting, torchrun
 
 SHAPES = {
     "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
@@ -199,10 +199,7 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     Raises:
         RuntimeError: it failed.
     """
-    name = "".join(c if c.isalnum() or c in ".=" else "-" for c in f"{setting.text} {seed}")
-    folder, number = options.output / name, 1
-    while folder.exists():  # an earlier attempt, or one with other iterations
-        folder, number = options.output / f"{name}-{number}", number + 1
+    folder = fresh_folder(options.output, f"{setting.text} {seed}")
     flags, parts = PARALLEL[options.dimension]
     shape = SHAPES[common["model"]].split()
     batch = int(shape[shape.index("--global-batch-size") + 1])

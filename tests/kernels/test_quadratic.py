@@ -59,6 +59,14 @@ def test_the_nearest_value_is_taken(format: str) -> None:
     assert torch.isin(found.double(), points).all()
 
 
+@pytest.mark.parametrize("relative", [-3e-7, 0.0, 3e-7])
+def test_an_approximate_root_gives_the_same_code(relative: float) -> None:
+    """The kernels' steps in fp32, the root off by more than the hardware's: every argument there can be."""
+    x = torch.arange(20 * 16, 2700 * 16).float() / 16  # |v| + a (a + 1), in sixteenths
+    root = (x + 1 / 32).sqrt() * (1 + relative)
+    assert torch.equal((root + 8388607.5) - 8388608.0, x.double().sqrt().floor().float())
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
     config, half = config_of(format, 32, hadamard=False), 2 ** (BITS[format] - 1)

@@ -67,7 +67,7 @@ def test_a_campaign(tmp_path, monkeypatch, capsys) -> None:
                 plain = 1000
         report = Path(words[words.index("--compression-report") + 1], "report.json")
         report.parent.mkdir(parents=True)
-        pair = {"compressed": {"sent": 0, "plain": plain}}
+        pair = {"compressed": {"sent": 0, "plain": plain}} if plain else {}
         row = {"bytes_per_iteration": {"tp.forward": pair, "tp.backward": pair}}
         report.write_text(json.dumps({"summary": {"validation_loss": loss}, "history": [row]}))
         return 0, ""
