@@ -35,7 +35,7 @@ MODEL_PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-    "account_for_loss_in_pipeline_split",
+    *("account_for_loss_in_pipeline_split", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 """Flags that decide which part of which layer a rank's parameter is."""
 
@@ -80,21 +80,25 @@ class GradientState:
                 self._say(f"{_PREFIX}the checkpoint's error feedback is dropped: this run goes on {reason}")
             return
         if not is_loading:
-            named = {name: values.detach() for name, values in self._named(states).items()}
-            named[self._layout()] = next(iter(named.values())).new_ones(1, dtype=torch.uint8)
-            ranks, rank = self._ranks(), dist.get_rank(self._group())
-            state_dict[KEY] = {name: self._row(name, values, rank, ranks) for name, values in named.items()}
+            named, first = self._named(states), self.syncs[0][1]
+            mark = first.gradients.new_ones(1, dtype=torch.uint8)
+            named[self._layout()] = mark, first
+            state_dict[KEY] = {
+                name: _row(name, values.detach(), bucket, bucket.topology.rank, bucket.topology.world_size)
+                for name, (values, bucket) in named.items()
+            }
             return
         self._requested = None
         if (reason := self._why_fresh()) is not None:
             self._say(f"{_PREFIX}{reason}: what gradients have to make up for starts from zero")
             return
-        saved_ranks = _ranks_of(self._saved)
         held = self._read_metadata(self._path)
-        self._exact = _key(self._layout()) in held
-        mine = range(dist.get_rank(self._group()), saved_ranks, self._ranks())
+        self._exact = _key(self._layout(), self.syncs[0][1]) in held
         named = self._named(states)
-        wanted = {name: self._row(name, values, 0, saved_ranks) for name, values in named.items()}
+        wanted = {
+            name: _row(name, values, bucket, 0, self._saved_ranks(bucket))
+            for name, (values, bucket) in named.items()
+        }
         there = {
             name
             for name, row in wanted.items()
@@ -106,13 +110,16 @@ class GradientState:
         if missing := len(wanted) - len(there):
             # it was saved where nothing of the bucket was compressed, or the parameter is new
             logger.info("%s: error feedback of %d parameters is not in the checkpoint", KEY, missing)
-        self._requested = {
-            name: {str(row): torch.zeros_like(named[name]) for row in mine} for name in sorted(there)
-        }
-        state_dict[KEY] = {
-            name: {row: self._row(name, tensor, int(row), saved_ranks) for row, tensor in rows.items()}
-            for name, rows in self._requested.items()
-        }
+        self._requested, state_dict[KEY] = {}, {}
+        for name in sorted(there):
+            values, bucket = named[name]
+            ranks = self._saved_ranks(bucket)
+            mine = range(bucket.topology.rank, ranks, bucket.topology.world_size)
+            rows = {str(row): torch.zeros_like(values) for row in mine}
+            self._requested[name] = rows
+            state_dict[KEY][name] = {
+                row: _row(name, tensor, bucket, int(row), ranks) for row, tensor in rows.items()
+            }
 
     def loaded(self, state_dict: dict[str, Any] | None, path: str | None) -> None:
         """Called with every state dict that has been read, and its path; takes the state out of the last."""
@@ -135,33 +142,31 @@ class GradientState:
                         part += row.view(-1).to(part.device)
                 if not self._exact:
                     dist.all_reduce(flat, group=bucket.topology.group)
-                    flat *= self._rescale() / sync.covering_ranks
+                    flat *= self._rescale(bucket) / sync.covering_ranks
                 slots[slot] = flat
             sync.load_state(slots)
         self._requested = None
         if self._exact:
             line = "every rank took back its own"
         else:
-            line = f"the sum over the {_ranks_of(self._saved)} ranks that saved it was spread "
-            line += f"over {self._ranks()} ranks"
-            if _ranks_of(self._saved) == self._ranks():
+            saved, ranks = self._saved_ranks(self.syncs[0][1]), self.syncs[0][1].topology.world_size
+            line = f"the sum over the {saved} ranks that saved it was spread over {ranks} ranks"
+            if saved == ranks:
                 line += ", whose buckets or nodes are cut otherwise"
         before, now = self._saved_by["compression"], self._made_by["compression"]
         if before != now:
             line += f"; it was {before}'s, and what {now} does not compress was dropped"
         self._say(f"{_PREFIX}error feedback: {line}")
 
-    def _named(self, states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _named(
+        self, states: list[dict[str, torch.Tensor]]
+    ) -> dict[str, tuple[torch.Tensor, GradientBucket]]:
         named = {}
         for (_, bucket), slots in zip(self.syncs, states, strict=True):
             for slot, flat in slots.items():
                 for name, values in split_by_parameter(flat, bucket.spans).items():
-                    named[f"{slot}.{name}"] = values
+                    named[f"{slot}.{name}"] = values, bucket
         return named
-
-    @staticmethod
-    def _row(name: str, values: torch.Tensor, row: int, rows: int) -> ShardedTensor:
-        return ShardedTensor.from_rank_offsets(_key(name), values.view(1, -1), (0, row, rows))
 
     def _layout(self) -> str:
         """A name for what decides which rank holds what: equal ones mean that ranks take back their own."""
@@ -171,24 +176,25 @@ class GradientState:
             for _, bucket in self.syncs
         ]
         whole = repr((topology.nodes, topology.local, buckets))
+        if any(bucket.experts for _, bucket in self.syncs):
+            others = [bucket.topology for _, bucket in self.syncs if bucket.experts]
+            whole += repr([(other.nodes, other.local) for other in others])
         return f"layout.{hashlib.sha256(whole.encode()).hexdigest()}"
 
-    def _group(self) -> dist.ProcessGroup:
-        return self.syncs[0][1].topology.group
+    def _saved_ranks(self, bucket: GradientBucket) -> int:
+        """Ranks of the bucket's kind of data-parallel group when the checkpoint was saved."""
+        return _expert_ranks_of(self._saved) if bucket.experts else _ranks_of(self._saved)
 
-    def _ranks(self) -> int:
-        return self.syncs[0][1].topology.world_size
-
-    def _rescale(self) -> float:
+    def _rescale(self, bucket: GradientBucket) -> float:
         """Sums are averaged over the ranks, unless the loss is already one a token."""
         if getattr(self.args, "calculate_per_token_loss", False):
             return 1.0
-        return self._ranks() / _ranks_of(self._saved)
+        return bucket.topology.world_size / self._saved_ranks(bucket)
 
     def _why_fresh(self) -> str | None:
         if self._saved is None:
             return "the checkpoint does not say how it was made"
-        if _ranks_of(self._saved) == 1:
+        if all(self._saved_ranks(bucket) == 1 for _, bucket in self.syncs):
             return "the checkpoint was made on one data-parallel rank"
         before, now = str(self._saved_by.get("compression")), str(self._made_by["compression"])
         if before.partition(":")[0] != now.partition(":")[0]:
@@ -202,15 +208,26 @@ class GradientState:
         return None
 
 
-def _key(name: str) -> str:
+def _row(name: str, values: torch.Tensor, bucket: GradientBucket, row: int, rows: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(_key(name, bucket), values.view(1, -1), (0, row, rows))
+
+
+def _key(name: str, bucket: GradientBucket) -> str:
     """A name in the checkpoint, of this rank's part of the model."""
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-    return f"{KEY}.pp{pipeline_rank}.tp{tensor_rank}.{name}"
+    part = f"tp{parallel_state.get_tensor_model_parallel_rank()}"
+    if bucket.experts:
+        part = f"ep{parallel_state.get_expert_model_parallel_rank()}"
+        part += f".tp{parallel_state.get_expert_tensor_parallel_rank()}"
+    return f"{KEY}.pp{parallel_state.get_pipeline_model_parallel_rank()}.{part}.{name}"
 
 
 def _ranks_of(args: Namespace) -> int:
     return args.data_parallel_size * getattr(args, "context_parallel_size", 1)
+
+
+def _expert_ranks_of(args: Namespace) -> int:
+    ranks = _ranks_of(args) * args.tensor_model_parallel_size
+    return ranks // (args.expert_model_parallel_size * args.expert_tensor_parallel_size)
 
 
 def split_by_parameter(flat: torch.Tensor, spans: Iterable[ParameterSpan]) -> dict[str, torch.Tensor]:

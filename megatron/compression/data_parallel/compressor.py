@@ -53,6 +53,8 @@ class GradientBucket:
     """With the distributed optimizer each rank needs its shard of the sum only, else all of it."""
     topology: Topology
     ledger: Ledger
+    experts: bool = False
+    """Whether these are parameters of experts, whose data-parallel group is one of their own."""
 
     @property
     def numel(self) -> int:

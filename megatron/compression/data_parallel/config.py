@@ -18,7 +18,6 @@ PAIRED_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossles
 _REFUSED = {
     "use_megatron_fsdp": "communicates inside its own buffers",
     "use_torch_fsdp2": "communicates inside torch",
-    "num_experts": "has a data-parallel group of its own for experts, which is not covered",
     "fp8_param_gather": "gathers fp8 weights already",
     "fp4_param_gather": "gathers fp4 weights already",
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers weights through the gradients' buffer",

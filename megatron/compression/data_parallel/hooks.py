@@ -90,15 +90,30 @@ class Gradients:
                     f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
                 )
             self._topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
+            if chunk.config.num_moe_experts is not None:
+                experts, dense = chunk.intra_expt_dp_group, chunk.intra_dp_cp_group.size()
+                self._topology(experts, experts.size() / dense, "an expert's")
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
             names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
             in_flight = InFlight()
+            tensor_ranks = parallel_state.get_tensor_model_parallel_group()
             for group in chunk.bucket_groups:
-                self._attach_group(group, names, in_flight)
+                self._attach_group(group, names, in_flight, tensor_ranks)
+            if chunk.expert_parallel_bucket_groups:
+                tensor_ranks = parallel_state.get_expert_tensor_parallel_group()
+            for group in chunk.expert_parallel_bucket_groups:
+                self._attach_group(group, names, in_flight, tensor_ranks, experts=True)
         return chunks
 
-    def _attach_group(self, group, names: dict[torch.nn.Parameter, str], in_flight: InFlight) -> None:
+    def _attach_group(
+        self,
+        group,
+        names: dict[torch.nn.Parameter, str],
+        in_flight: InFlight,
+        tensor_ranks: dist.ProcessGroup,
+        experts: bool = False,
+    ) -> None:
         config = group.ddp_config
         sharded = config.use_distributed_optimizer
         ranks = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
@@ -114,7 +129,7 @@ class Gradients:
             for bucket in group.buckets:
                 scale = bucket.gradient_scaling_factor * average
                 spans = spans_of(bucket, names)
-                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger)
+                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger, experts)
                 sync = self.compressor.build(view, self._new_feedback)
                 group.gradient_syncs.append(sync)
                 self.syncs.append((sync, view))
@@ -122,7 +137,7 @@ class Gradients:
                 if sharded:
                     first, values = topology.rank * view.shard.numel(), view.shard
                 ranges = replicated_ranges(spans, first, first + values.numel(), gradients=True)
-                group.gradient_replicas.append(self._replicas(values, ranges))
+                group.gradient_replicas.append(Replicas(values, ranges, tensor_ranks, self.ledger))
         # fp32 parameters have no master apart from themselves, so there is no difference to send.
         masters = sharded and all(
             b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
@@ -133,18 +148,20 @@ class Gradients:
                 setattr(bucket, ATTRIBUTE, weights)
                 group.weights.append(weights)
                 flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names))
-                group.weight_replicas.append(self._replicas(flat, ranges))
+                group.weight_replicas.append(Replicas(flat, ranges, tensor_ranks, self.ledger))
 
-    def _replicas(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> Replicas:
-        return Replicas(flat, ranges, parallel_state.get_tensor_model_parallel_group(), self.ledger)
+    def _topology(self, ranks: dist.ProcessGroup, part: float = 1.0, whose: str = "a") -> Topology:
+        """The topology of a data-parallel group, found once a group; the first time collectively.
 
-    def _topology(self, ranks: dist.ProcessGroup) -> Topology:
-        """The topology of a data-parallel group, found once a group; the first time collectively."""
+        Args:
+            part: how much of a node's data-parallel ranks are in it.
+        """
         if ranks not in self._topologies:
-            topology = find_topology(ranks, self.config.node_size, self._communicators)
+            size = self.config.node_size
+            topology = find_topology(ranks, size and max(1, int(size * part)), self._communicators)
             self._topologies[ranks] = topology
             line = topology.describe() + topology.describe_communicators()
-            _print_once(f"compression: a data-parallel group is {line}")
+            _print_once(f"compression: {whose} data-parallel group is {line}")
         return self._topologies[ranks]
 
 
