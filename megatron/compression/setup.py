@@ -121,7 +121,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     _follow(args, compression, reporter)
     if model_config is not None and not is_covered(model_config.transformer):
-        print_rank_0("compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted")
+        print_rank_0(
+            "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"
+        )
     for line in config.describe(args):
         print_rank_0(f"compression: {line}")
     return compression

@@ -119,7 +119,9 @@ def decode_groups(wires: torch.Tensor, groups: int, config: CodecConfig) -> tupl
     rows = len(wires) * groups
     q = code_values(unpack([p.reshape(rows, -1) for p in pieces[: len(widths)]], config.planes), config)
     # contiguous and cloned: a slice may be misaligned
-    scales = [p.clone(memory_format=torch.contiguous_format).view(dtype).view(-1) for p in pieces[len(widths) :]]
+    scales = [
+        p.clone(memory_format=torch.contiguous_format).view(dtype).view(-1) for p in pieces[len(widths) :]
+    ]
     if config.scales == "dual":
         step = scales[0] * (1.0 / root(config)) / scales[1]
     else:

@@ -329,10 +329,6 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
     ("flags", "reason"),
     [
         (
-            "--num-experts 2 --taco",
-            "--tp-compression does not cover expert and router traffic; drop --num-experts",
-        ),
-        (
             "--context-parallel-size 2 --attention-backend local",
             "--context-parallel-size is not covered by --attention-backend local",
         ),

@@ -194,7 +194,6 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
             {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
             "--use-transformer-engine-op-fuser builds layers",
         ),
-        ({"num_experts": 8}, "--num-experts"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
         ({"mtp_num_layers": 1}, "drop one of the two"),

@@ -93,7 +93,6 @@ def test_impossible_settings(settings: dict, message: str) -> None:
     [
         (ON, {"use_megatron_fsdp": True}, "--use-megatron-fsdp communicates inside its own buffers"),
         (ON, {"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        (ON, {"num_experts": 8}, "--num-experts"),
         (
             ON,
             {"use_layer_wise_distributed_optimizer": True, "optimizer": "muon"},

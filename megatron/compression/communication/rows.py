@@ -2,7 +2,7 @@
 
 Rows that travel alone can be cut at any place, so one codec call encodes all of a rank's rows, whoever gets
 them, and the backend moves them by splits in rows. The codec must serve a row: no ``sees_shape``, not
-``lossless``, whole groups (``expert_parallel.config.why_not_rows``).
+``lossless``, whole groups (``why_not_rows``).
 """
 
 from collections.abc import Sequence
@@ -79,3 +79,26 @@ def decode_rows(
     if not len(payloads):
         return like.new_empty((0, *shape), dtype=dtype)
     return codec.decode(payloads, shape, dtype)
+
+
+def why_not_rows(codec: Codec, values: int) -> str | None:
+    """Why a codec cannot send tokens one by one, each with its own scales, or None.
+
+    Args:
+        values: of a token.
+    """
+    if codec.lossless:
+        return (
+            "may cut a message, which every receiver has to see, and a rank may get no token from another: "
+            "choose another codec, such as int8"
+        )
+    if codec.sees_shape:
+        return (
+            "looks at all tokens of a message together, but each goes its own way: choose another codec, such "
+            "as int8"
+        )
+    if values % codec.block:
+        return (
+            f"encodes {codec.block} values together, which do not divide a token's {values}: change its group"
+        )
+    return None

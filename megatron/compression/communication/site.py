@@ -132,15 +132,17 @@ class CommSite:
     def _count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
         self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
 
-    def _transport(self, traffic: str, operation: str, plain_bytes: int) -> TorchTransport:
-        """A counting transport for one compressed collective."""
+    def _transport(
+        self, traffic: str, operation: str, plain_bytes: int, fused: bool = True
+    ) -> TorchTransport:
+        """A counting transport for one compressed collective; see ``Transports.transport``."""
         ledger = self.run.ledger
         ledger.record_plain(traffic, operation, plain_bytes, self.group.size())
 
         def on_send(operation: str, sent: int) -> None:
             ledger.record(traffic, "compressed", operation, sent, 0)
 
-        return self.run.transports.transport(self.group, on_send)
+        return self.run.transports.transport(self.group, on_send, fused)
 
     def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Let the error bound measure what is encoded, when it is due."""

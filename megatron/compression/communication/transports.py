@@ -33,11 +33,12 @@ class Transports:
         self._symmetric: dict[dist.ProcessGroup, object | None] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
-    def prepare(self, groups: Iterable[dist.ProcessGroup]) -> list[str]:
+    def prepare(self, groups: Iterable[dist.ProcessGroup], fused: bool = True) -> list[str]:
         """Decide for these groups and set up their memory. Collective over all ranks of the job.
 
         Args:
             groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
+            fused: whether collectives may be fused kernels; False takes torch.distributed.
         Returns: A line for the log for each group that had not been decided before.
         Raises: TransportError: symmetric memory was asked for and cannot be had.
         """
@@ -48,13 +49,13 @@ class Transports:
             if group in self._symmetric:
                 continue
             self._symmetric[group] = None
-            reason = self._why_collective(group)
+            reason = self._why_collective(group) if fused else "messages of unequal parts"
             if reason is None:
                 line, reason = self._share_memory(group)
             if reason is None:
                 lines.append(line)
                 continue
-            if self.choice == "symmetric":
+            if self.choice == "symmetric" and fused:
                 raise TransportError(f"--compression-transport symmetric is not possible: {reason}; use auto")
             count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
@@ -78,9 +79,11 @@ class Transports:
             line += f"; --compression-communicators {self.communicators} has nothing to share there"
         return line, None
 
-    def transport(self, group: dist.ProcessGroup, on_send: OnSend | None = None) -> TorchTransport:
-        """The transport of a group; torch.distributed where ``prepare`` was not called."""
-        symmetric = self._symmetric.get(group)
+    def transport(
+        self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
+    ) -> TorchTransport:
+        """The transport of a group; torch.distributed where ``prepare`` was not called, or not ``fused``."""
+        symmetric = self._symmetric.get(group) if fused else None
         if symmetric is None:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
         return SymmetricTransport(symmetric, on_send)

@@ -158,9 +158,7 @@ class GradientState:
             line += f"; it was {before}'s, and what {now} does not compress was dropped"
         self._say(f"{_PREFIX}error feedback: {line}")
 
-    def _named(
-        self, states: list[dict[str, torch.Tensor]]
-    ) -> dict[str, tuple[torch.Tensor, GradientBucket]]:
+    def _named(self, states: list[dict[str, torch.Tensor]]) -> dict[str, tuple[torch.Tensor, GradientBucket]]:
         named = {}
         for (_, bucket), slots in zip(self.syncs, states, strict=True):
             for slot, flat in slots.items():

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
+from megatron.compression.communication.rows import why_not_rows
 from megatron.compression.dimension import Dimension, codec_of, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
@@ -13,8 +14,8 @@ _BACKWARD = "--ep-backward-compression"
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
 _REFUSED = {
-    "overlap_moe_expert_parallel_comm": "runs the exchange of tokens on a stream of its own, from a plan of two "
-    "micro-batches that --ep-compression does not follow",
+    "overlap_moe_expert_parallel_comm": "exchanges tokens on a stream of its own, by a plan of two micro-batches "
+    "that --ep-compression does not follow",
 }
 
 
@@ -82,8 +83,7 @@ class ExpertParallelConfig(Dimension):
         if dispatcher == "flex":
             raise CompressionConfigError(
                 f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside its "
-                f"own kernels, past torch.distributed and past {self.flag}; use alltoall or allgather, or drop "
-                f"{self.flag}"
+                f"kernels, past torch.distributed and past {self.flag}; use alltoall or allgather, or drop it"
             )
         values = args.moe_latent_size or args.hidden_size
         for flag, codec in ((self.flag, self.forward_codec), (_BACKWARD, self.backward_codec)):
@@ -98,28 +98,8 @@ class ExpertParallelConfig(Dimension):
         return f"tokens travel to experts and back as {there}, their gradients as {back}"
 
 
-def why_not_rows(codec: Codec, values: int) -> str | None:
-    """Why a codec cannot send tokens one by one, each with its own scales, or None.
-
-    Args:
-        values: of a token.
-    """
-    if codec.lossless:
-        return (
-            "may cut a message, which every receiver has to see, and a rank may get no token from another: "
-            "choose another codec, such as int8"
-        )
-    if codec.sees_shape:
-        return "looks at all tokens of a message together, but each goes its own way: choose another codec, such as int8"
-    if values % codec.block:
-        return (
-            f"encodes {codec.block} values together, which do not divide a token's {values}: choose another group"
-        )
-    return None
-
-
 def expert_ranks(args: Namespace) -> int:
-    """Ranks between which ``--ep-compression`` is for: the all-gather dispatcher's hold parts of experts too."""
+    """Ranks that exchange tokens; those of the all-gather dispatcher may hold parts of experts as well."""
     if args.num_experts is None:
         return 1
     gathers = args.moe_token_dispatcher_type == "allgather"

@@ -16,6 +16,11 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     dispatch: Way
     combine: Way
 
+    def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
+        """The gather of shared experts that run beside the dispatcher."""
+        with self.exchange.under_way(self.dispatch):
+            return super().dispatch_preprocess(hidden_states, *args, **kwargs)
+
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Counts of tokens, exact."""
         with self.exchange.under_way(self.dispatch, exact=True):

@@ -29,9 +29,7 @@ class TokenExchange:
         self._exact = False
 
     @contextmanager
-    def under_way(
-        self, way: Way, tokens: torch.Tensor | None = None, exact: bool = False
-    ) -> Iterator[None]:
+    def under_way(self, way: Way, tokens: torch.Tensor | None = None, exact: bool = False) -> Iterator[None]:
         """While a dispatcher's own method runs.
 
         Args:
@@ -59,7 +57,7 @@ class TokenExchange:
         if site is None:
             return original(group, x, came, to, use_nccl_stream)
         came, to = _numbers(came), _numbers(to)
-        if self._sends_tokens(x) and not site.off:
+        if self._compresses(site, x, x.nbytes):
             return Exchange.apply(
                 x,
                 lambda x: site.all_to_all_rows(x, site.forward, to, came),
@@ -83,16 +81,16 @@ class TokenExchange:
         site = self._site(group)
         if site is None:
             return original(x, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
-        tokens, sizes = self._sends_tokens(x), _numbers(output_split_sizes)
+        sizes = _numbers(output_split_sizes)
         if sizes is not None:
-            there, back, why = _traffic(site, tokens)
+            there, back, why = _traffic(site, self._sends_tokens(x))
             return Exchange.apply(
                 x,
                 lambda x: site.all_gather_rows(x, there, sizes, why),
                 lambda gradient: site.reduce_scatter_rows(gradient, back, sizes, why),
             )
         nbytes = x.nbytes * group.size()
-        if tokens and not site.off:
+        if self._compresses(site, x, nbytes):
             return Exchange.apply(
                 x,
                 lambda x: site.all_gather(x, site.forward).wait(),
@@ -109,19 +107,19 @@ class TokenExchange:
         input_split_sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
-        """For ``reduce_scatter_to_sequence_parallel_region``: the own part of a sum; gradients are gathered."""
+        """For ``reduce_scatter_to_sequence_parallel_region``: this rank's part; gradients are gathered."""
         site = self._site(group)
         if site is None:
             return original(x, group, input_split_sizes, use_global_buffer)
-        tokens, sizes = self._sends_tokens(x), _numbers(input_split_sizes)
+        sizes = _numbers(input_split_sizes)
         if sizes is not None:
-            there, back, why = _traffic(site, tokens)
+            there, back, why = _traffic(site, self._sends_tokens(x))
             return Exchange.apply(
                 x,
                 lambda x: site.reduce_scatter_rows(x, there, sizes, why),
                 lambda gradient: site.all_gather_rows(gradient, back, sizes, why),
             )
-        if tokens and not site.off:
+        if self._compresses(site, x, x.nbytes):
             return Exchange.apply(
                 x,
                 lambda x: site.reduce_scatter(x, site.forward).wait(),
@@ -138,9 +136,10 @@ class TokenExchange:
     def _sends_tokens(self, x: torch.Tensor) -> bool:
         return not self._exact and (self._tokens is None or x is self._tokens)
 
-    def _count(
-        self, site: TokenSite, x: torch.Tensor, there: tuple[str, int], back: tuple[str, int]
-    ) -> None:
+    def _compresses(self, site: TokenSite, x: torch.Tensor, nbytes: int) -> bool:
+        return self._sends_tokens(x) and site.compresses(nbytes, site.forward, site.backward)
+
+    def _count(self, site: TokenSite, x: torch.Tensor, there: tuple[str, int], back: tuple[str, int]) -> None:
         """Count what megatron-core sends itself: now, and in the backward that will come."""
         forward, backward, why = _traffic(site, self._sends_tokens(x))
         site.count_uncompressed(forward, *there, why)

@@ -42,22 +42,26 @@ class Experts:
         """
         sites = [site for chunk in chunks for site in self._attach_chunk(chunk)]
         if self.config.enabled:
-            for line in self.run.transports.prepare(dict.fromkeys(site.group for site in sites)):
+            for line in self.run.transports.prepare(dict.fromkeys(site.group for site in sites), fused=False):
                 say(f"compression: experts: {line}")
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> list[TokenSite]:
-        layers = {path: module for path, module in chunk.named_modules() if isinstance(module, TransformerLayer)}
+        layers = {
+            path: module for path, module in chunk.named_modules() if isinstance(module, TransformerLayer)
+        }
         attached: list[TokenSite] = []
         for path, module in chunk.named_modules():
             if not isinstance(module, MoELayer):
                 continue
             dispatcher = module.token_dispatcher
-            compressed = next((ours for one, ours in _CLASSES.items() if type(dispatcher) in (one, ours)), None)
+            compressed = next(
+                (ours for one, ours in _CLASSES.items() if type(dispatcher) in (one, ours)), None
+            )
             if compressed is None:
                 if self.config.enabled and dispatcher.ep_size * dispatcher.tp_size > 1:
                     kind = type(dispatcher).__name__
                     raise CompressionConfigError(
-                        f"--ep-compression cannot compress {path}: {kind} sends tokens in a way of its own; use "
+                        f"--ep-compression cannot compress {path}: {kind} sends in a way of its own; use "
                         "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
                     )
                 continue  # not counted: the audit of the first iteration says so
@@ -81,6 +85,9 @@ class Experts:
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
             sites[dispatcher.tp_group] = TokenSite(name, dispatcher.tp_group, self.run, layer, "tp")
             sites[dispatcher.ep_group] = TokenSite(name, dispatcher.ep_group, self.run, layer)
+            if dispatcher.shared_experts is not None:  # they run beside the dispatcher, which sends for them
+                group = dispatcher.shared_experts.tp_group
+                sites[group] = TokenSite(f"{name}.shared_experts", group, self.run, layer, "tp")
         return {group: site for group, site in sites.items() if group.size() > 1}
 
     def _count_router(self, nbytes: int, ranks: int) -> None:

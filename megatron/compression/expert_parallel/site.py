@@ -29,11 +29,6 @@ class TokenSite(CommSite):
         super().__init__(name, group, run, layer)
         self.forward, self.backward = f"{dimension}.forward", f"{dimension}.backward"
 
-    @property
-    def off(self) -> bool:
-        """Whether no message of either direction is ever compressed."""
-        return all(self.run.policy.rule(one).codec is None for one in (self.forward, self.backward))
-
     def all_to_all_rows(
         self, x: torch.Tensor, traffic: str, to: Sequence[int] | None, came: Sequence[int] | None
     ) -> torch.Tensor:
@@ -57,7 +52,7 @@ class TokenSite(CommSite):
     def reduce_scatter_rows(
         self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
     ) -> torch.Tensor:
-        """Sum ``[sum(sizes), values]`` over the ranks, keep the own ``sizes[rank]`` rows. ``why`` as above."""
+        """Sum ``[sum(sizes), values]`` over the ranks and keep ``sizes[rank]`` rows. ``why`` as above."""
         return self._unequal(rows.reduce_scatter_rows, x, traffic, sizes, "reduce_scatter", x.nbytes, why)
 
     def _unequal(
@@ -93,6 +88,10 @@ class TokenSite(CommSite):
             return
         if probe.due(self.name, traffic, self.run.policy.iteration()):
             probe.observe(self.name, traffic, x, codec.decode(codec.encode(x), x.shape[1:], x.dtype))
+
+    def _transport(self, traffic: str, operation: str, plain_bytes: int) -> TorchTransport:
+        """Of torch.distributed: fused kernels know equal parts alone, and one stream of collectives."""
+        return super()._transport(traffic, operation, plain_bytes, fused=False)
 
     def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Not bounded."""

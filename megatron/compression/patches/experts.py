@@ -12,11 +12,12 @@ def through_token_exchange(exchange: Any) -> None:
     """Have megatron-core's dispatchers communicate through ``exchange`` (its ``all_to_all``, ``gather`` and
     ``reduce_scatter`` take the original function first).
 
-    Why: the dispatchers' methods permute and sort beside what they send, and call three functions of the
-    module for the sending alone. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels send; the shared
-    experts that overlap with the dispatcher, which have functions of their own.
+    Why: the dispatchers' methods permute and sort beside what they send, and call three functions of their
+    module for the sending alone; shared experts that run beside the dispatcher call two of them. Not reached:
+    DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
-    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    moe = "megatron.core.transformer.moe"
+    modules = [importlib.import_module(f"{moe}.{name}") for name in ("token_dispatcher", "shared_experts")]
 
     def through(take: Callable) -> Callable:
         def wrap(original):
@@ -34,7 +35,9 @@ def through_token_exchange(exchange: Any) -> None:
             exchange.reduce_scatter,
         ),
     ):
-        replace(module, name, parameters, through(take))
+        for module in modules:
+            if hasattr(module, name):
+                replace(module, name, parameters, through(take))
 
 
 def on_router_reduction(record: Callable[[int, int], None]) -> None:

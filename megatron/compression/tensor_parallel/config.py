@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
+from megatron.compression.communication.rows import why_not_rows
 from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
@@ -118,6 +119,8 @@ class TensorParallelConfig(Dimension):
             )
         if args.transformer_impl == "transformer_engine":
             self._check_transformer_engine(args)
+        if args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall":
+            self._check_experts(args)
         if args.cuda_graph_impl != "none":
             raise CompressionConfigError(
                 "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
@@ -133,6 +136,17 @@ class TensorParallelConfig(Dimension):
                 f"--tp-compression-layers {self.layers} names layer {max(numbers)}, but --num-layers "
                 f"{args.num_layers} makes {args.num_layers - 1} the last one (they count from 0)"
             )
+
+    def _check_experts(self, args: Namespace) -> None:
+        """Ranks that share an expert send each other tokens, as many as the router gives them."""
+        equal_parts = args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1
+        for codec in (self.forward_codec, self.backward_codec):
+            if codec is None or equal_parts:
+                continue
+            if reason := why_not_rows(codec, args.moe_latent_size or args.hidden_size):
+                raise CompressionConfigError(
+                    f"{self.flag} {codec.name} {reason}; or give --expert-tensor-parallel-size 1"
+                )
 
     def _check_transformer_engine(self, args: Namespace) -> None:
         reasons = {
