@@ -94,8 +94,7 @@ def why_not_rows(codec: Codec, values: int) -> str | None:
         )
     if codec.sees_shape:
         return (
-            "looks at all tokens of a message together, but each goes its own way: choose another codec, such "
-            "as int8"
+            "looks at all tokens of a message, but each goes its own way: choose another codec, such as int8"
         )
     if values % codec.block:
         return (

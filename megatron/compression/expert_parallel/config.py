@@ -14,8 +14,8 @@ _BACKWARD = "--ep-backward-compression"
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
 _REFUSED = {
-    "overlap_moe_expert_parallel_comm": "exchanges tokens on a stream of its own, by a plan of two micro-batches "
-    "that --ep-compression does not follow",
+    "overlap_moe_expert_parallel_comm": "exchanges tokens on a stream of its own, by a plan of two "
+    "micro-batches that --ep-compression does not follow",
 }
 
 
@@ -82,8 +82,8 @@ class ExpertParallelConfig(Dimension):
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(
-                f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside its "
-                f"kernels, past torch.distributed and past {self.flag}; use alltoall or allgather, or drop it"
+                f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside "
+                f"its kernels, past torch.distributed and {self.flag}; use alltoall or allgather, or drop it"
             )
         values = args.moe_latent_size or args.hidden_size
         for flag, codec in ((self.flag, self.forward_codec), (_BACKWARD, self.backward_codec)):

@@ -1,0 +1,153 @@
+"""One forward and backward of a small mixture of experts, in every layout: gradients and bytes."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import VOCABULARY, batch, transformer_config
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+EXPERTS = dict(
+    **dict(num_moe_experts=4, moe_router_topk=2, add_bias_linear=False, gated_linear_unit=True),
+    **dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, num_layers=1),
+    **dict(moe_token_dispatcher_type="alltoall", normalization="RMSNorm"),
+)
+PADDED = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+SHARED = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
+GATHERED = dict(moe_token_dispatcher_type="allgather")
+NAMES = ("tensor", "expert_tensor", "expert")
+
+LAYOUTS = {
+    "tensor 2, expert 2": ((2, 2, 2), SHARED),
+    "tensor 2, expert 2, padded, shared beside": (
+        (2, 2, 2),
+        dict(SHARED, **PADDED, moe_shared_expert_overlap=True),
+    ),
+    "tensor 2, expert 2 of whole experts": ((2, 1, 2), dict(moe_expert_capacity_factor=0.5)),
+    "expert 2, gathered": ((1, 1, 2), GATHERED),
+    "expert 4, some without a token": ((1, 1, 4), dict(moe_router_topk=1, moe_router_pre_softmax=True)),
+    "tensor 2 alone": ((2, 2, 1), {}),
+}
+CODECS = ("none", "identity", "int8:group=64")
+
+
+def _build(sizes: tuple[int, int, int], settings: dict):
+    """The tiny model of this rank; the same weights each time."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    from megatron.compression.setup import gpt_layer_spec
+
+    tensor, expert_tensor, expert = sizes
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(1234)
+    layout = dict(
+        expert_tensor_parallel_size=expert_tensor,
+        expert_model_parallel_size=expert,
+        sequence_parallel=tensor > 1,
+    )
+    config = GPTModelConfig(
+        transformer=transformer_config(tensor, **EXPERTS | layout | settings),
+        transformer_layer_spec=gpt_layer_spec,
+        vocab_size=VOCABULARY,
+        seq_length=32,
+        share_embeddings_and_output_weights=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
+
+
+def _pass(model, rank: int, few: bool) -> dict[str, torch.Tensor]:
+    """Gradients by name; with ``few`` tokens no rank has one for every expert."""
+    inputs = batch(rank, 0, 1) if few else batch(0, 0)
+    if few:
+        inputs = {name: one[..., :2] for name, one in inputs.items()}
+        inputs["attention_mask"] = inputs["attention_mask"][..., :2, :]
+    model(**inputs).mean().backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def layers_worker(rank: int, world_size: int) -> dict[str, dict]:
+    """By layout: whether the identity codec is exact, int8's error, and both counts of bytes."""
+    from megatron import host
+
+    host.install()
+    from megatron.core import parallel_state
+
+    from megatron.compression.compression import attach
+    from megatron.compression.config import CompressionConfig
+    from megatron.compression.expert_parallel.config import ExpertParallelConfig
+    from megatron.compression.tensor_parallel.config import TensorParallelConfig
+
+    results = {}
+    for layout, (sizes, settings) in LAYOUTS.items():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes[0],
+            expert_tensor_parallel_size=sizes[1],
+            expert_model_parallel_size=sizes[2],
+        )
+        gradients, counted = {}, {}
+        for codec in CODECS:
+            tensors = {} if codec == "none" else dict(compression=codec, min_mb=0.0)
+            model = _build(sizes, settings)
+            config = CompressionConfig(
+                tensor_parallel=TensorParallelConfig(**tensors),
+                expert_parallel=ExpertParallelConfig(compression=codec),
+            )
+            compression = attach([model], config, say=lambda line: None)
+            with TransportAudit() as audit:
+                gradients[codec] = _pass(model, rank, few="without" in layout)
+            counted[codec] = audit.sent, compression.ledger.rows()
+        plain, exact, coarse = (gradients[codec] for codec in CODECS)
+        pairs = [(coarse[name] - value, value) for name, value in plain.items() if "router" not in name]
+        squares = [(float(a.double().square().sum()), float(b.double().square().sum())) for a, b in pairs]
+        results[layout] = {
+            "exact": all(torch.equal(plain[name], exact[name]) for name in plain)
+            and plain.keys() == exact.keys(),
+            "error": (sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5,
+            "counted": counted,
+        }
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """What each of four ranks found."""
+    return spawn(layers_worker, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(ranks: list[dict], layout: str) -> None:
+    """The identity codec changes no bit of megatron-core's own; int8 little."""
+    assert all(rank[layout]["exact"] for rank in ranks)
+    errors = [rank[layout]["error"] for rank in ranks]
+    assert 0 < max(errors) < 0.05, errors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
+    """What torch.distributed was given, by operation; all of the tokens are payloads, in fewer bytes."""
+    for rank in ranks:
+        for codec, (audit, rows) in rank[layout]["counted"].items():
+            assert total_of(rows) == audit, codec
+            tokens = [row for row in rows if row["traffic"] in ("ep.forward", "ep.backward")]
+            assert {row["kind"] for row in tokens} <= {"off" if codec == "none" else "compressed"}
+            sent, plain = (sum(row[key] for row in tokens) for key in ("sent_bytes", "plain_bytes"))
+            if codec.startswith("int8") and plain:  # 64 codes and a scale; a token's end at 16 bytes
+                assert 66 / 256 <= sent / plain <= 80 / 256
+
+
+def test_some_ranks_had_no_token(ranks: list[dict]) -> None:
+    """Otherwise the layout without tokens would show nothing."""
+    messages = []
+    for rank in ranks:
+        rows = rank["expert 4, some without a token"]["counted"]["identity"][1]
+        messages += [row for row in rows if row["operation"] == "instead_of_all_to_all"]
+    assert min(row["plain_bytes"] for row in messages) < max(row["plain_bytes"] for row in messages)
