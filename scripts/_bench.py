@@ -189,6 +189,7 @@ def worker() -> None:
 
             get = {
                 "tensor": parallel_state.get_tensor_model_parallel_group,
+                "expert": parallel_state.get_expert_model_parallel_group,
                 "data": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
             }[order["dimension"]]
             _split.install()

@@ -15,6 +15,7 @@ if str(ROOT) not in sys.path:
 FLAGS = {
     "tensor": ("--tp-compression", "--tp-backward-compression"),
     "data": ("--dp-compression", "--dp-weight-compression"),
+    "expert": ("--ep-compression", "--ep-backward-compression"),
     "pipeline": ("--pp-compression", "--pp-backward-compression"),
 }
 """By dimension: whose codecs the first and the second spec of a setting are."""

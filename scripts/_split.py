@@ -17,6 +17,8 @@ from megatron.compression.communication.work import join
 
 LEAST_BYTES = 2**20
 """Of a tensor that is cut."""
+LEAST_VALUES = 128
+"""Of a row that is cut."""
 
 _groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
 _collecting: list[list[Work]] = []
@@ -88,6 +90,10 @@ def _parted(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.
     return _groups_of(group) or []
 
 
+def _has_long_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.uint8 and tensor.dim() == 2 and tensor.shape[1] >= LEAST_VALUES
+
+
 def _whole(work: dist.Work | None, async_op: bool) -> dist.Work | None:
     if async_op and _collecting:
         _collecting[-1].append(Work(work))
@@ -151,20 +157,27 @@ def split_reduce_scatter(original: Callable) -> Callable:
 
 
 def split_all_to_all(original: Callable) -> Callable:
-    """By parts of what goes to each rank, where all get as much."""
+    """By parts of what goes to each rank; where ranks get different numbers of rows, by parts of a row.
+
+    Such a message is cut whatever its size, which the ranks do not know of each other's.
+    """
 
     def all_to_all_single(
         output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        groups = _parted(input, group) if output.is_contiguous() else []
-        if not groups or output_split_sizes or input_split_sizes:
-            return _whole(
-                original(output, input, output_split_sizes, input_split_sizes, group, async_op), async_op
-            )
-        cut = lambda x: x.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)  # noqa: E731
-        sent, kept = [one.contiguous() for one in cut(input)], cut(output)
-        parts = [torch.empty_like(one) for one in sent]
-        works = [original(p, s, None, None, g, True) for p, s, g in zip(parts, sent, groups, strict=True)]
+        sizes = output_split_sizes, input_split_sizes
+        equal = all(one is None for one in sizes)
+        if equal:
+            groups = _parted(input, group) if output.is_contiguous() else []
+        else:
+            groups = (_groups_of(group) or []) if _has_long_rows(input) else []
+        if not groups:
+            return _whole(original(output, input, *sizes, group, async_op), async_op)
+        rows = [x.view(groups[0].size(), -1) if equal else x for x in (input, output)]
+        sent, kept = (x.tensor_split(len(groups), dim=1) for x in rows)
+        sent = [one.contiguous() for one in sent]
+        parts = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in kept]
+        works = [original(p, s, *sizes, g, True) for p, s, g in zip(parts, sent, groups, strict=True)]
         return _started(works, lambda: [k.copy_(p) for k, p in zip(kept, parts, strict=True)], async_op)
 
     return all_to_all_single

@@ -23,7 +23,12 @@ def _collectives(rank: int, world_size: int, function) -> dict[str, torch.Tensor
     function(lambda **how: dist.all_gather_into_tensor(gathered, slice_of, **how))
     function(lambda **how: dist.reduce_scatter_tensor(scattered, own, **how))
     function(lambda **how: dist.all_to_all_single(exchanged, own, **how))
-    return {"reduced": total, "gathered": gathered, "scattered": scattered, "exchanged": exchanged}
+    rows = own[: 5 * 200].view(5, 200)  # the first rank sends 1 and 4 rows, the second 3 and 2
+    to, came = ([1, 4], [1, 3]) if rank == 0 else ([3, 2], [4, 2])
+    tokens = torch.empty(sum(came), 200)
+    function(lambda **how: dist.all_to_all_single(tokens, rows, came, to, **how))
+    results = {"reduced": total, "gathered": gathered, "scattered": scattered, "exchanged": exchanged}
+    return results | {"tokens": tokens}
 
 
 def worker(rank: int, world_size: int) -> list[str]:

@@ -1,0 +1,72 @@
+"""Mixtures of experts on two CUDA devices over NCCL: the Triton kernels, real streams, and whole runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import tiny_flags, torchrun
+from tests.distributed.spawn import spawn
+from tests.distributed.test_expert_layers import CODECS, GATHERED, PADDED, SHARED, check_counts, layers_worker
+from tests.distributed.transport_audit import total_of
+from tests.gpu.devices import DEVICES
+
+LAYOUTS = {
+    "expert 2": ((1, 1, 2), SHARED),
+    "expert 2, padded, shared beside": ((1, 1, 2), dict(SHARED, **PADDED, moe_shared_expert_overlap=True)),
+    "expert 2, gathered": ((1, 1, 2), GATHERED),
+    "tensor 2, whole experts": ((2, 1, 2), SHARED),
+    "tensor 2, shared experts": ((2, 2, 1), dict(SHARED, moe_shared_expert_overlap=True)),
+    "expert 2, some without a token": ((1, 1, 2), dict(moe_router_topk=1, moe_router_pre_softmax=True)),
+}
+TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu --normalization RMSNorm --bf16
+    --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --transformer-impl local --train-iters 20 --lr-decay-iters 20"""
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict]:
+    """What each of two ranks found, as on CPUs."""
+    return spawn(layers_worker, 2, LAYOUTS, backend="nccl", timeout=400)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(ranks: list[dict], layout: str) -> None:
+    """The identity codec against megatron-core's own: atomics of backward kernels may change a last bit."""
+    for rank in ranks:
+        assert rank[layout]["identity"] < 1e-6
+        assert 0 < rank[layout]["int8:group=64"] < 0.05
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
+    """As on CPUs; kernels lay out what is counted."""
+    for rank in ranks:
+        check_counts(rank[layout]["counted"])
+        assert all(total_of(rows) for _, rows in rank[layout]["counted"].values())
+        assert set(rank[layout]["counted"]) == set(CODECS)
+
+
+def test_whole_runs(tmp_path: Path) -> None:
+    """Twenty iterations with tokens, gradients and weights compressed: the uncompressed run's losses."""
+    plain = _losses(tmp_path / "plain")
+    codecs = ("--ep-compression", "int8", "--dp-compression", "sdp4bit")
+    assert _losses(tmp_path / "int8", *codecs) == pytest.approx(plain, rel=0.003)
+    assert _losses(tmp_path / "int6", "--ep-compression", "int6") == pytest.approx(plain, rel=0.01)
+
+
+def _losses(report: Path, *flags: str) -> dict[int, float]:
+    """Of one run of pretrain_gpt.py on two devices."""
+    words = tiny_flags(*TRAINED.split(), *flags, "--compression-report", str(report))
+    devices = {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=2, **devices).finish(timeout=240)
+    assert run.returncode == 0, run.output[-6000:]
+    assert "that the ledger does not know" not in run.output
+    rows = json.loads((report / "report.json").read_text())["history"]
+    return {row["iteration"]: row["losses"]["lm loss"] for row in rows if "split" not in row}
