@@ -10,7 +10,7 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks
+from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
@@ -126,7 +126,7 @@ class CompressionConfig:
             )
         for part, ranks in (
             (self.tensor_parallel, args.tensor_model_parallel_size),
-            (self.data_parallel, args.data_parallel_size * args.context_parallel_size),
+            (self.data_parallel, replicas(args)),
             (self.pipeline_parallel, args.pipeline_model_parallel_size),
             (self.expert_parallel, expert_ranks(args)),
         ):

@@ -104,3 +104,12 @@ def expert_ranks(args: Namespace) -> int:
         return 1
     gathers = args.moe_token_dispatcher_type == "allgather"
     return args.expert_model_parallel_size * (args.expert_tensor_parallel_size if gathers else 1)
+
+
+def replicas(args: Namespace) -> int:
+    """Data-parallel ranks of an expert, or of everything else, whichever are more."""
+    dense = args.data_parallel_size * args.context_parallel_size
+    if args.num_experts is None:
+        return dense
+    shared = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return max(dense, dense * args.tensor_model_parallel_size // shared)

@@ -1,12 +1,14 @@
 """Puts the exchange of tokens into a built model: every expert layer's dispatcher gets its sites."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -40,46 +42,44 @@ class Experts:
 
         Raises: CompressionConfigError: compression is on and a layer sends tokens in another way.
         """
-        sites = [site for chunk in chunks for site in self._attach_chunk(chunk)]
+        groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
         if self.config.enabled:
-            for line in self.run.transports.prepare(dict.fromkeys(site.group for site in sites), fused=False):
+            for line in dict.fromkeys(self.run.transports.prepare(dict.fromkeys(groups), fused=False)):
                 say(f"compression: experts: {line}")
 
-    def _attach_chunk(self, chunk: torch.nn.Module) -> list[TokenSite]:
-        layers = {
-            path: module for path, module in chunk.named_modules() if isinstance(module, TransformerLayer)
-        }
-        attached: list[TokenSite] = []
-        for path, module in chunk.named_modules():
-            if not isinstance(module, MoELayer):
-                continue
+    def _attach_chunk(self, chunk: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
+        """Attach the expert layers of a chunk; the groups over which they send tokens."""
+        modules = dict(chunk.named_modules())
+        layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
+        experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
+        if experts:
+            patches.through_token_exchange(self._exchange)
+            patches.on_router_reduction(self._count_router)
+        for path, module in experts.items():
             dispatcher = module.token_dispatcher
-            compressed = next(
-                (ours for one, ours in _CLASSES.items() if type(dispatcher) in (one, ours)), None
-            )
+            compressed = _compressed_class(type(dispatcher))
             if compressed is None:
-                if self.config.enabled and dispatcher.ep_size * dispatcher.tp_size > 1:
-                    kind = type(dispatcher).__name__
-                    raise CompressionConfigError(
-                        f"--ep-compression cannot compress {path}: {kind} sends in a way of its own; use "
-                        "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
-                    )
-                continue  # not counted: the audit of the first iteration says so
-            if not attached:
-                patches.through_token_exchange(self._exchange)
-                patches.on_router_reduction(self._count_router)
+                self._refuse(path, dispatcher)
+                continue
             owner = next((one for one in layers if path.startswith(one + ".")), None)
             number = layers[owner].layer_number if owner is not None else None
             patches.change_class(dispatcher, compressed)
             dispatcher.exchange = self._exchange
             for way in ("dispatch", "combine"):
-                name = f"{site_name(path, number)}.{way}"
-                sites = self._way(dispatcher, name, layer_name(path, number))
+                sites = self._way(dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number))
                 setattr(dispatcher, way, sites)
-                attached += sites.values()
-        return attached
+                counts_alone = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.tp_ep_group
+                yield from (group for group in sites if group is not counts_alone)
 
-    def _way(self, dispatcher, name: str, layer: int | str | None) -> Way:
+    def _refuse(self, path: str, dispatcher: MoETokenDispatcher) -> None:
+        """Without compression it is not counted: the audit of the first iteration says so."""
+        if self.config.enabled and dispatcher.ep_size * dispatcher.tp_size > 1:
+            raise CompressionConfigError(
+                f"--ep-compression cannot compress {path}: {type(dispatcher).__name__} sends in a way of its "
+                "own; use --moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
+            )
+
+    def _way(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Way:
         """Sites by group; only the all-to-all has tensor parallelism of its own."""
         sites = {dispatcher.tp_ep_group: TokenSite(name, dispatcher.tp_ep_group, self.run, layer)}
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
@@ -92,3 +92,8 @@ class Experts:
 
     def _count_router(self, nbytes: int, ranks: int) -> None:
         self.run.ledger.record_uncompressed(OTHER, "exact", "all_reduce", nbytes, ranks)
+
+
+def _compressed_class(cls: type) -> type | None:
+    """What a dispatcher becomes; None: it sends in a way of its own."""
+    return next((ours for one, ours in _CLASSES.items() if cls in (one, ours)), None)
