@@ -1,4 +1,7 @@
-"""TACO's encode, decode, decode_sum and decode_sum_encode against a device copy of the same run."""
+"""TACO's encode, decode, decode_sum and decode_sum_encode against a device copy of the same run.
+
+With --row each row of so many values is a payload of its own, as the tokens of experts are.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[128])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--row", type=int, default=0, help="values of a payload; 0: one for all of them")
     parser.add_argument("--senders", type=int, default=4, help="wires that the sums add up")
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
     parser.add_argument(
@@ -76,6 +80,24 @@ def operations(
         yield columns | {"operation": name, "error": error}, call, buffers, moved
 
 
+def row_operations(numel: int, dtype: torch.dtype, config: CodecConfig, row: int) -> Iterator[Operation]:
+    """encode and decode of ``[tokens, row]``, as ``operations`` has them."""
+    tokens, fp32 = numel // row, torch.float32
+    size, wire = numel * dtype.itemsize, tokens * config.wire_bytes(row)
+    count = buffers_for(size + wire)
+    xs = [torch.randn(tokens, row, device="cuda").to(dtype) for _ in range(count)]
+    outs = [torch.empty_like(x) for x in xs]
+    wires = [encode(x, config, tokens) for x in xs]
+    error = relative_error(decode(wires[0], config, xs[0].shape, fp32), xs[0])
+    columns = {"format": config.format, "G": config.group_size, "scales": config.scales, "error": error}
+    columns["outliers"] = "on" if config.outliers else "off"
+    for name, call in (
+        ("encode", lambda i: encode(xs[i], config, tokens, wires[i])),
+        ("decode", lambda i: decode(wires[i], config, xs[i].shape, dtype, outs[i])),
+    ):
+        yield columns | {"operation": f"{name} rows of {row}"}, call, count, size + wire
+
+
 def run(options: argparse.Namespace) -> Iterator[dict]:
     """Rows of every combination of the options."""
     settings = product(options.formats, options.group_sizes, options.scales, options.outliers)
@@ -86,6 +108,10 @@ def run(options: argparse.Namespace) -> Iterator[dict]:
         every = (
             row
             for config in configs
-            for row in operations(numel, DTYPES[name], config, senders, options.massive)
+            for row in (
+                row_operations(numel, DTYPES[name], config, options.row)
+                if options.row
+                else operations(numel, DTYPES[name], config, senders, options.massive)
+            )
         )
         yield from timed_rows(numel, DTYPES[name], {"MiB": mib, "dtype": name}, every)

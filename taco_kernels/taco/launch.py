@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device, Tuning, device_number
@@ -24,6 +25,8 @@ TUNING = {
     "decode_sum": Tuning(8192, 4, 2, 2),
     "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
 }
+LEAST_TILE = 2048
+"""Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
 PLANS = 1024
 """Kept for each operation; sizes that come back find theirs."""
 
@@ -85,6 +88,19 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     elif config.group_size == 512 and device.capability[0] == 10:
         tuning = tuning._replace(tile=8192)
     return tuning
+
+
+def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
+    """Of many chunks that are shorter than a tile, such as tokens: a tile of theirs.
+
+    What of a tile lies behind its chunk is computed for nothing. Not timed.
+    """
+    chunk = groups * config.group_size
+    tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
+    if chunks == 1 or tile >= tuning.tile:
+        return tuning
+    programs = min(4, tuning.programs * tuning.tile // tile)
+    return tuning._replace(tile=tile, programs=programs, registers=None)
 
 
 def layout_of(x: torch.Tensor) -> Layout:
@@ -192,7 +208,7 @@ def _plan_encode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_for("encode", config, device)
+    tuning = tuning_for_rows(tuning_for("encode", config, device), config, groups, chunks)
     spec = spec_of(config, device, tuning)
     tiles = ceil_div(groups, spec.R.value) * chunks
     launch = fast_launch.Launch(
@@ -266,7 +282,7 @@ def _plan_decode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_for(operation, config, device)
+    tuning = tuning_for_rows(tuning_for(operation, config, device), config, groups, chunks)
     spec = spec_of(config, device, tuning)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
     constants = dict(FLAGS=flags, C=spec, **tuning.options)

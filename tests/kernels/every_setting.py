@@ -85,6 +85,19 @@ def of_taco() -> Iterator[Setting]:
     def decode_sum_encode(config, senders) -> None:
         taco.decode_sum_encode(zeros(senders, config.wire_bytes(NUMEL)), config, NUMEL)
 
+    def encode_rows(config, dtype) -> None:
+        taco.encode(zeros(NUMEL, dtype=dtype), config, 32)
+
+    def decode_rows(config, dtype) -> None:
+        taco.decode(zeros(32, config.wire_bytes(NUMEL // 32)), config, (NUMEL,), dtype)
+
+    for format, outliers in itertools.product(FORMATS, (False, True)):  # tokens of 2048 values
+        config = CodecConfig(
+            format, scales="dual" if format.startswith("fp8") else "signed", outliers=outliers
+        )
+        for operation, dtype in itertools.product((encode_rows, decode_rows), DTYPES):
+            name = text(operation.__name__, config_text(config), dtype)
+            yield Setting("taco", name, partial(operation, config, dtype))
     for config in configs():
         name = config_text(config)
         for operation, dtype in itertools.product((encode, decode, decode_sum), DTYPES):

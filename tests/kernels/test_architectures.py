@@ -20,6 +20,7 @@ CASES = (
     (86, "taco encode fp8-e4m3 512 dual float32"),
     (89, "sdp4bit add_dequantized int4 64 float32"),
     (90, "taco encode int6 128 signed bfloat16"),
+    (90, "taco decode_rows int8 128 signed bfloat16"),
     (100, "taco decode_sum_encode fp8-e4m3 128 dual of 16"),
     (120, "taco decode_sum_encode int6 128 dual outliers of 8"),
 )

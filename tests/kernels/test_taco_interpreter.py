@@ -58,6 +58,7 @@ def check_format(format: str) -> None:
 
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
+    launch.LEAST_TILE = 256  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
