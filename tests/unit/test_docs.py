@@ -19,7 +19,9 @@ OTHERS = {  # flags of other programs
     *("--tensor-parallel", "--data-parallel", "--pipeline-parallel"),  # scripts make them by dimension
     "--use-kitchen",  # Megatron's where nvidia-kitchen is installed
 }
-SPEC_FLAG = re.compile(r"--(tp|pp|dp)-(?:backward-|weight-)?compression[ =]([^\s`,;:()|]+(?::[^\s`;()|]+)?)")
+SPEC_FLAG = re.compile(
+    r"--(tp|pp|dp|ep)-(?:backward-|weight-)?compression[ =]([^\s`,;:()|]+(?::[^\s`;()|]+)?)"
+)
 NAMED = re.compile(r"`([a-z][a-z0-9-]*(?::[a-z]+=[^\s`]+)?(?:/[a-z][a-z0-9-]*)?)`")
 
 
