@@ -79,10 +79,8 @@ def with_exponents(bytes, exponents):
 @triton.jit
 def bases_of(largest, G: tl.constexpr):
     """int32[G / 16] of the groups' largest exponents [G]."""
-    largest = tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS])
-    even = tl.arange(0, BLOCK_GROUPS)[None, :] % 2 == 0
-    first = tl.max(tl.where(even, largest, 0), axis=1)
-    return tl.minimum(first, tl.max(tl.where(even, 0, largest), axis=1))
+    even, odd = tl.split(tl.max(tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS // 2, 2]), axis=1))
+    return tl.minimum(even, odd)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def main() -> None:
     def scattered(x: torch.Tensor) -> torch.Tensor:
         """With exponents of their own along the first two dimensions."""
         exponents = torch.randint(-20, 21, x.shape[:2], generator=torch.Generator().manual_seed(1))
-        return x * torch.exp2(exponents).to(x.dtype).view(*x.shape[:2], *[1] * (x.dim() - 2))
+        return x * torch.exp2(exponents.float()).to(x).view(*x.shape[:2], *[1] * (x.dim() - 2))
 
     def before(module, inputs):
         if module.training:

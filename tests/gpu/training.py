@@ -1,19 +1,21 @@
 """Whole runs of pretrain_gpt.py on the devices there are."""
 
 import json
+import os
 from pathlib import Path
 
 from tests.distributed.launch import tiny_flags, torchrun
 
 
-def train(*flags: str, processes: int, report: Path) -> dict:
-    """One tiny run; its report."""
+def train(*flags: str, processes: int, report: Path, **environment: str) -> dict:
+    """One tiny run, of which the ledger knows every byte; its report."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes))))
+    devices = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     words = tiny_flags(*flags, "--compression-report", str(report))
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))}
-    devices["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=processes, **devices)
     finished = run.finish(timeout=240)
     assert finished.returncode == 0, finished.output[-6000:]
+    assert "that the ledger does not know" not in finished.output
     return json.loads((report / "report.json").read_text())
 
 

@@ -36,7 +36,7 @@ def uncompressed(group: Group, operation: str, nbytes: int, communicators: int =
 def compressed(
     group: Group, operation: str, values: int, codec: Codec, communicators: int = 0, value_bytes: int = 2
 ) -> Cost:
-    """A collective of tensor parallelism over ``values`` of the whole tensor, through a codec.
+    """A collective over ``values`` of the whole tensor through a codec; all_to_all: of tokens, not summed.
 
     Args:
         communicators: as ``--compression-communicators``.
@@ -45,13 +45,14 @@ def compressed(
     constants, (first, second), ranks = group.cluster.constants, codec.hops, group.ranks
     if ranks == 1:
         return Cost(0.0)
-    gathers, scatters = operation != "reduce_scatter", operation != "all_gather"
+    gathers, scatters = operation in ("all_reduce", "all_gather"), operation != "all_gather"
+    sums, fused = operation != "all_to_all", group.slowest.fused and group.nodes == 1
     payloads = [
         payload(codec, values, value_bytes) for codec, used in ((first, scatters), (second, gathers)) if used
     ]
     exchanges = [name for name, used in (("all_to_all", scatters), ("all_gather", gathers)) if used]
     sent = sum(_sent(name, nbytes, ranks) for name, nbytes in zip(exchanges, payloads, strict=True))
-    if group.slowest.fused and group.nodes == 1 and codec.fused_config is not None:
+    if sums and fused and codec.fused_config is not None:
         work = constants.fused_us * values / 2**20 * len(payloads) / 2
         latency = group.slowest.curve("all_reduce")[0][1] * 0.6
         return Cost((latency + work) / 1e3 + sent / group.slowest.bandwidth, 0.0, sent, overlaps=False)
@@ -60,7 +61,7 @@ def compressed(
     own = values / ranks
     kernels = _kernel(constants, first, "encode", values if scatters else own)
     if scatters:
-        kernels += _kernel(constants, first, "sum", values)
+        kernels += _kernel(constants, first, "sum" if sums else "decode", values)
     if gathers:
         kernels += _kernel(constants, second, "decode", values)
     return Cost(link, kernels, sent)

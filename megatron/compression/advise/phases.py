@@ -11,9 +11,10 @@ from megatron.compression.advise.cluster import Cluster, Group
 from megatron.compression.advise.collectives import Cost
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.advise.work import Work
+from megatron.compression.codecs import Codec
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError
-from megatron.compression.tensor_parallel.config import parse_layers
+from megatron.compression.tensor_parallel.by_site import parse_layers
 
 PHASES = ("compute", "optimizer", "bubble", "TP", "PP", "DP", "EP", "CP", "codecs", "other")
 """What an iteration's time is made of: work, then communication that nothing hides."""
@@ -97,7 +98,9 @@ class _Iteration:
         sparse, group = work.sparse_layers(model, layout), self.cluster.group(layout.tensor, 1)
         counts = {"layer": model.layers / layout.pipeline - sparse, "attention": sparse}
         counts |= {"embedding": float(stage == 0), "output": float(stage == layout.pipeline - 1)}
-        codecs = {"tp.forward": settings.forward_codec, "tp.backward": settings.backward_codec}
+        rules = settings.rules(0)
+        if any(rule.choices for rule in rules.values()):
+            raise InputError(f"--tp-compression {settings.compression}: codecs by site are not modelled")
         chosen = parse_layers(settings.layers)
         values, total = work.tokens_of(model, layout) * model.hidden, 0.0
         nbytes = values * layout.value_bytes
@@ -106,10 +109,10 @@ class _Iteration:
             if chosen is not None:
                 numbered = sum(isinstance(layer, int) for layer in chosen) / model.layers
                 share = numbered if part in ("layer", "attention") else float(part in chosen)
-            if nbytes < settings.min_mb * 2**20 or model.experts:
+            if nbytes < settings.min_mb * 2**20:
                 share = 0.0
             for traffic, operation, behind, deferred in messages:
-                codec, count = codecs[traffic], counts[part]
+                codec, count = rules[traffic].codec, counts[part]
                 if layout.recompute == "full" and traffic == "tp.forward" and part in ("layer", "attention"):
                     count *= 2
                 if codec is not None and share:
@@ -144,12 +147,19 @@ class _Iteration:
             return 0.0
         group = self.cluster.group(layout.expert, 1)
         own = work.tokens_of(model, layout) // (layout.tensor if layout.sequence_parallel else 1)
-        cost = collectives.uncompressed(
-            group, "all_to_all", own * model.top_k * model.hidden * layout.value_bytes
+        values, forwards = own * model.top_k * model.hidden, 4 if layout.recompute == "full" else 2
+        return sum(
+            self._behind(group, traffic, self._through(rule.codec, group, "all_to_all", values), 0.0, count)
+            for (traffic, rule), count in zip(
+                self.config.expert_parallel.rules(0).items(), (forwards * sparse, 2 * sparse), strict=True
+            )
         )
-        forwards = 4 if layout.recompute == "full" else 2
-        forward = self._behind(group, "ep.forward", cost, 0.0, forwards * sparse)
-        return forward + self._behind(group, "ep.backward", cost, 0.0, 2 * sparse)
+
+    def _through(self, codec: Codec | None, group: Group, operation: str, values: int) -> Cost:
+        nbytes = self.layout.value_bytes
+        if codec is None:
+            return collectives.uncompressed(group, operation, values * nbytes)
+        return collectives.compressed(group, operation, values, codec, self.config.communicators, nbytes)
 
     def _context(self) -> float:
         """Keys and values of every layer are gathered, their gradients scattered. Transformer Engine passes
@@ -159,14 +169,15 @@ class _Iteration:
             return 0.0
         group = self.cluster.group(layout.context, layout.tensor)
         kept = 2 * model.groups * model.head_dim // min(layout.tensor, model.groups)
-        nbytes = work.tokens_of(model, layout) * layout.context * kept * layout.value_bytes
+        values = work.tokens_of(model, layout) * layout.context * kept
         layers = model.layers / layout.pipeline
         scores = (
             2 * work.tokens_of(model, layout) * model.sequence * model.heads * model.head_dim / layout.tensor
         )
         attention = scores / self.constants.attention_tflops / 1e9 * layout.transformer_engine
-        forward = collectives.uncompressed(group, "all_gather", nbytes)
-        backward = collectives.uncompressed(group, "reduce_scatter", nbytes)
+        codecs = self.config.context_parallel
+        forward = self._through(codecs.forward_codec, group, "all_gather", values)
+        backward = self._through(codecs.backward_codec, group, "reduce_scatter", values)
         total = self._behind(group, "cp.forward", forward, attention, layers)
         return total + self._behind(group, "cp.backward", backward, 2.5 * attention, layers)
 

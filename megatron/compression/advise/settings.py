@@ -81,8 +81,6 @@ def recommended(model: Model, layout: Layout, cluster: Cluster) -> tuple[list[Se
     """Each recommendation for a dimension in use; and the best of each dimension with, where several gain,
     all of these together. The best: the fastest, of several within 1 % that which costs least."""
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data * layout.context}
-    if model.experts:  # both refuse them
-        sizes["tp"] = sizes["dp"] = 1
     every: list[Setting] = []
     fastest: list[Setting] = []
     gaining: list[Setting] = []

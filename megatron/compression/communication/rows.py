@@ -63,7 +63,7 @@ def reduce_scatter_rows(
 def encode_rows(x: torch.Tensor, codec: Codec | None) -> torch.Tensor:
     """uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; ``x`` itself without a codec."""
     if codec is None:
-        return x.reshape(len(x), -1)
+        return x.reshape(len(x), x.shape[1:].numel())
     if not len(x):
         return x.new_empty((0, codec.payload_bytes(x.shape[1:])), dtype=torch.uint8)
     return codec.encode(x)
