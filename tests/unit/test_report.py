@@ -38,6 +38,7 @@ def _report() -> dict:
         {"iteration": 1, "losses": {"lm loss": 5.0}, "bytes_per_iteration": PER_ITERATION},
         {"iteration": 2, "split": "valid", "losses": {"lm loss": 4.5}},
         {"iteration": 2, "losses": {"lm loss": 4.0}, "bytes_per_iteration": PER_ITERATION},
+        {"iteration": 2, "split": "test", "losses": {"lm loss": 4.7}},
     ]
     errors = [
         {
@@ -63,6 +64,7 @@ def test_report_files(tmp_path) -> None:
     assert report["summary"]["validation_loss"] == 4.5
     markdown = (tmp_path / "report.md").read_text()
     assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
+    assert "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
     for name in ("loss.png", "bytes.png", "error.png"):
         assert name in markdown
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
