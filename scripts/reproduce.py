@@ -143,7 +143,8 @@ PAPERS = (
     (
         *("tagc", 2, 8, "tagc"),
         "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2 --regimes ethernet"
-        ' --codecs none "tagc:wire=sketch --compression-start-iteration 0" "tagc --compression-start-iteration 0" none'
+        ' --codecs none "tagc:wire=sketch --compression-start-iteration 0"'
+        ' "tagc --compression-start-iteration 0" none'
         " --json {output}/tagc.json",
         "TAGC: up to 15 % faster than FSDP over slow links, GPT-2 of 124 M on two nodes",
     ),
