@@ -109,9 +109,9 @@ PAPERS = (
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
     ),
     (
-        *("tah-quant", 2, 8, "tah_quant"),
+        *("tah-quant", 2, 8, "tah_quant_times"),
         "scripts/bench_pipeline.py --pipeline-parallel {gpus} --fp32 --regimes pcie ethernet"
-        " --codecs none tah-quant auto none --json {output}/tah_quant.json",
+        " --codecs none tah-quant auto none --json {output}/tah_quant_times.json",
         "TAH-Quant: up to 4.3 times the throughput of uncompressed fp32 over slow networks (8 stages)",
     ),
     _losses(
@@ -126,10 +126,10 @@ PAPERS = (
         "TAH-Quant: fine-tuning of GPT2-XL and Qwen2.5-3B matches uncompressed training",
     ),
     (
-        *("sdp4bit", 2, 10, "sdp4bit"),
+        *("sdp4bit", 2, 10, "sdp4bit_times"),
         "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2 --fp32-gradients"
         ' --codecs none "none --grad-reduce-in-bf16" "sdp4bit --dp-compression-node-size 1" sdp4bit none'
-        " --json {output}/sdp4bit.json",
+        " --json {output}/sdp4bit_times.json",
         "SDP4Bit: up to 4.08 times as fast as fp32 gradients on 128 GPUs, one sequence a GPU and iteration",
     ),
     _losses(
@@ -141,11 +141,11 @@ PAPERS = (
         "SDP4Bit, 125M to 6.7B over 80,000 iterations: validation loss at most +0.24 %",
     ),
     (
-        *("tagc", 2, 8, "tagc"),
+        *("tagc", 2, 8, "tagc_times"),
         "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2 --regimes ethernet"
         ' --codecs none "tagc:wire=sketch --compression-start-iteration 0"'
         ' "tagc --compression-start-iteration 0" none'
-        " --json {output}/tagc.json",
+        " --json {output}/tagc_times.json",
         "TAGC: up to 15 % faster than FSDP over slow links, GPT-2 of 124 M on two nodes",
     ),
     _losses(
@@ -154,10 +154,10 @@ PAPERS = (
         "TAGC: a small loss of quality",
     ),
     (
-        *("caat-net", 2, 10, "caat_net"),
+        *("caat-net", 2, 10, "caat_net_times"),
         f"{END_TO_END} --regimes nvlink pcie --codecs none"
         ' "none --caat-net-sync-fraction 0.5" "int8 --caat-net-sync-fraction 0.5"'
-        ' "none --caat-net-sync-fraction 0.25" none --json {output}/caat_net.json',
+        ' "none --caat-net-sync-fraction 0.25" none --json {output}/caat_net_times.json',
         "CAAT-Net at p = 0.5: half of the tensor-parallel traffic; 1.8 times in training (secondary source)",
     ),
     _losses(

@@ -46,7 +46,7 @@ def test_commands_exist_with_their_flags(name: str, megatron_flags: set[str]) ->
     sources = _sources(words)
     assert all(path.is_file() for path in sources), sources
     text = "".join(path.read_text() for path in sources)
-    read = set(re.findall(r'"(--[a-z-]+)"', text))
+    read = set(re.findall(r'"(--[a-z0-9-]+)"', text))
     if '"--{dimension}-parallel"' in text:
         read |= {f"--{name}-parallel" for name in ("tensor", "data", "pipeline")}
         read |= megatron_flags  # they hand on what is not theirs
