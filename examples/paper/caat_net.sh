@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# CAAT-Net's runs (arXiv 2506.19645): Llama of MODEL=130m, 1b or 7b, tensor parallel 8, half of the channels of each
-# row-parallel layer synchronised.
+# CAAT-Net's runs (arXiv 2506.19645): Llama of MODEL=130m, 1b or 7b, tensor parallel 8, half of the channels of
+# each row-parallel layer synchronised.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=1b examples/paper/caat_net.sh
 #   FRACTION=1 ... examples/paper/caat_net.sh           the ordinary model, the paper's baseline
@@ -12,8 +12,8 @@
 # Whatever follows the script's name is appended to the command line and wins over what is written here.
 # Environment: examples/common.sh says which variables there are; USE_TE=1 is refused.
 #
-# Of the original: 7b has the shape of Llama 2 7B. Unknown, and ours: the widths of 130m and 1b (heads that 8 ranks
-# can share), sequence, batch, tokens, learning rates and data (DATA_PATH).
+# Of the original: 7b has the shape of Llama 2 7B. Unknown, and ours: the widths of 130m and 1b (heads that 8
+# ranks can share), sequence, batch, tokens, learning rates and data (DATA_PATH).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 

@@ -19,7 +19,8 @@
 # COMPRESSION (flags) wins over VARIANT. Whatever follows the script's name is appended to the command line and
 # wins over what is written here. Environment: examples/common.sh says which variables there are.
 #
-# Of the original: the Pile is replaced by DATA_PATH. Unknown, and ours: GPT-350M's layout (TP 4, DP 2), the Qwen
+# Of the original: the Pile is replaced by DATA_PATH; e5m2 has its own range here, where the code clips at e4m3's
+# largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2), the Qwen
 # runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
 # (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
 set -euo pipefail

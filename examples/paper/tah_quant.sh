@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# TAH-Quant's fine-tuning (arXiv 2506.01352) over pipeline stages: MODEL=gpt2-xl (48 layers on 8 stages, 8 GPUs)
+# TAH-Quant's fine-tuning (arXiv 2506.01352) by pipeline stages: MODEL=gpt2-xl (48 layers on 8 stages, 8 GPUs)
 # or qwen2.5-3b (36 layers on 4 stages, 4 GPUs, as in the paper's own script). Batches of 32 x 1024 tokens in
 # micro-batches of one, learning rate 5e-6 without warm-up, ten epochs of WikiText, everything in fp32.
 #

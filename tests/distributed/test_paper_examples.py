@@ -105,7 +105,7 @@ def test_unknown_names_are_refused(tmp_path, name, variables, message):
 
 @pytest.mark.parametrize(
     ("name", "dimension"),
-    [("taco", "tensor"), ("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")],
+    [("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")],
 )
 def test_a_tiny_run_compresses_and_learns(tmp_path, name, dimension):
     output = train(tmp_path, script(name))
