@@ -10,6 +10,7 @@
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
 #   COMPRESSION      flags of compression
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
+#   PRECISION        bf16, fp16 or fp32, for the scripts of Qwen and of the papers
 #   TP PP and every variable set with := in the script or below
 # shellcheck shell=bash disable=SC2034
 
@@ -18,7 +19,7 @@ command -v torchrun >/dev/null || PATH=$REPO/.venv/bin:$PATH
 # One hardware queue keeps the order in which tensor-parallel communication and GEMMs were launched.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-: "${TINY:=0}" "${USE_TE:=0}"
+: "${TINY:=0}" "${USE_TE:=0}" "${PRECISION:=bf16}"
 if [ "$TINY" = 1 ]; then
     : "${NNODES:=1}" "${GPUS_PER_NODE:=2}" "${TP:=2}" "${PP:=1}"
     : "${NUM_LAYERS:=2}" "${HIDDEN_SIZE:=64}" "${FFN_HIDDEN_SIZE:=192}" "${NUM_HEADS:=4}" "${NUM_GROUPS:=2}"
@@ -30,6 +31,11 @@ fi
 # Torch-native layers: fused attention, no extension needed.
 TRANSFORMER_IMPL=local
 [ "$USE_TE" != 1 ] || TRANSFORMER_IMPL=transformer_engine
+
+refuse() { # the name of a variable, its choices
+    echo "error: $1=${!1} is unknown; use $2" >&2
+    exit 2
+}
 
 # DISTRIBUTED_ARGS, DATA_ARGS, EVAL_AND_LOGGING_ARGS and COMPRESSION_ARGS from the variables.
 shared_args() {

@@ -45,16 +45,16 @@ _ORDER = "BENCH_ORDER"
 
 
 def make_parser(
-    description: str, dimension: str, codecs: list[str], iterations: int
+    description: str, dimension: str, codecs: list[str], iterations: int, ranks: int | None = 4
 ) -> argparse.ArgumentParser:
-    """The options that all of them take."""
+    """The options that all of them take; ``ranks`` is the default of the dimension's."""
     parser = argparse.ArgumentParser(
         description=f"{description}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--codecs", nargs="+", default=codecs, help=f"settings, in turn: {_launch.SETTINGS_HELP}")
     add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    add(f"--{dimension}-parallel", dest="ranks", type=int, default=4)
+    add(f"--{dimension}-parallel", dest="ranks", type=int, default=ranks)
     add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
     add("--iterations", type=int, default=iterations, help=f"of a block; the first {WARM_UP} are not timed")
     add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
@@ -96,7 +96,7 @@ def _launch_key(options: Namespace, index: int, setting: Setting) -> object:
 def _run(
     options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
-    first = next((one for one in settings if one.specs != ("none",)), settings[0])
+    first = next((one for one in settings if one.compresses), settings[0])
     words, auto = _words(options, first, flags), is_auto(first)
     before = AUTO_CHECKS if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
@@ -152,7 +152,7 @@ def verdicts(rows: list[dict]) -> list[str]:
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
     """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
     words = [*flags, *setting.words(options.dimension), *options.extra]
-    if (is_auto(setting) or setting.specs != ("none",)) and options.dimension != "pipeline":
+    if setting.compresses and options.dimension != "pipeline":
         words += ["--compression-communicators", options.communicators]
     return words
 
@@ -212,6 +212,7 @@ def worker() -> None:
     order = json.loads(os.environ[_ORDER])
 
     def change(args, compression, model_config) -> None:
+        import torch.distributed as dist
         from megatron.core import parallel_state
 
         from megatron.compression import flags
@@ -220,23 +221,24 @@ def worker() -> None:
         if len(order["settings"]) > 1:
             blocks = []
             for words in order["settings"]:
-                own = flags.add_flags(argparse.ArgumentParser()).parse_args(words)
+                own, _megatrons = flags.add_flags(argparse.ArgumentParser()).parse_known_args(words)
                 blocks.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
             policy = compression.run.policy
             policy.rules = Turns(blocks, order["iterations"], policy.iteration)
         if order["communicators"] > 1:
             import _split
 
-            get = {
-                "tensor": parallel_state.get_tensor_model_parallel_group,
-                "expert": parallel_state.get_expert_model_parallel_group,
-                "data": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
-            }[order["dimension"]]
-            _split.install()
-
             def before_building(chunks: list) -> list:
-                _split.split_over([get()], order["communicators"])
+                groups = [
+                    parallel_state.get_tensor_model_parallel_group(),
+                    parallel_state.get_data_parallel_group(with_context_parallel=True),
+                    parallel_state.get_expert_model_parallel_group(),
+                ]
+                groups = {tuple(dist.get_process_group_ranks(one)): one for one in groups if one.size() > 1}
+                _split.split_over(groups.values(), order["communicators"])
                 return chunks
+
+            _split.install()
 
             model_config.pre_wrap_hooks.insert(0, before_building)  # before auto times anything
 

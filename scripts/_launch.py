@@ -36,6 +36,13 @@ class Setting:
     flags: tuple[str, ...]
     """More of pretrain_gpt.py's."""
 
+    @property
+    def compresses(self) -> bool:
+        """Whether a codec is named, or left to the run to choose."""
+        ours = {"--taco", "--compression", "--compression-3d", "--dp-weight-compression"}
+        ours |= {first for first, _ in FLAGS.values()}
+        return self.specs != ("none",) or not ours.isdisjoint(self.flags)
+
     def words(self, dimension: str) -> list[str]:
         """The flags of a run of pretrain_gpt.py."""
         specs = [] if self.specs == ("none",) else zip(FLAGS[dimension], self.specs, strict=False)

@@ -1,49 +1,140 @@
-"""Iteration time of a GPT of 1.75 B parameters under compressed tensor parallelism, by link, on one host.
-
-With --expert-parallel it is a mixture of experts instead: layers of Qwen3-30B-A3B's shape, whose tokens are
-compressed on their way to experts and back.
+"""Iteration time of a model with and without compression, by link, on one host: any shape, any layout.
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
-    python scripts/bench_end_to_end.py --expert-parallel 2 --communicators 2 --json experts.json
-    python scripts/bench_end_to_end.py --expert-parallel 2 --transformer-impl transformer_engine \\
-        --moe-grouped-gemm --moe-permute-fusion
+    python scripts/bench_end_to_end.py --shape qwen2.5-7b --tensor-parallel 2 --sequence-parallel
+    python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
+        --data-parallel 2 --codecs none "none --compression-3d" "none --compression auto" none
+    python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
+    python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
-    python scripts/bench_end_to_end.py --codecs none taco int6 --regimes ethernet --communicators 2
 
-A CAAT-Net (--caat-net-sync-fraction 0.5 behind the script's own options) is another model: compare its
-iterations in time with those of a run without, not in loss.
+A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
+flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
+layers of 4096) and qwen3-30b-a3b (4 of 48); --num-layers behind the script's own options makes one fit.
+--micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
+(--no-overlap: off) and gradients travel in bf16 (--fp32-gradients: Megatron's default).
+
+A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
 """
+
+import sys
+from argparse import Namespace
 
 import _bench
 
-SHAPE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000
-    --global-batch-size 16 --bf16"""
+from megatron.compression.huggingface.flags import as_arguments
+from megatron.compression.huggingface.models import MODELS, megatron_flags
+
+SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
+_GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
 EXPERTS = """--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
     --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 --vocab-size 32000
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --position-embedding-type rope --global-batch-size 16 --grad-reduce-in-bf16 --bf16"""
+    --position-embedding-type rope --bf16"""
 """Four of 48 layers; the vocabulary is smaller too, since its product is not what is compared."""
+SHAPES = {
+    "350m": _GPT.format(24, 1024, 16) + " --micro-batch-size 8",
+    "1.3b": _GPT.format(24, 2048, 16),
+    "1.75b": SHAPE,
+    "2.7b": _GPT.format(32, 2560, 32),
+    "6.7b": _GPT.format(32, 4096, 32),
+    "13b": _GPT.format(40, 5120, 40),
+    "qwen2.5-7b": " ".join(map(str, as_arguments(megatron_flags(MODELS["2.5-7b"]))))
+    + " --seq-length 512 --micro-batch-size 8 --bf16",
+    "qwen3-30b-a3b": EXPERTS,
+}
+"""Sequences of 2048 in micro-batches of 4 unless a shape says otherwise."""
+LAYOUT = ("tensor", "pipeline", "data")
+CODECS = {
+    "tensor": ["none", "taco", "int8", "int6", "none"],
+    "expert": ["none", "int8", "int6", "none"],
+    "pipeline": ["none", "tah-quant", "auto", "none"],
+    "data": ["none", "sdp4bit", "none"],
+}
+ABLATIONS = (
+    "none",
+    "{}",
+    "{} --compression-transport collective",  # the codec's kernels around NCCL, not one kernel a collective
+    "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
+    "{} --tp-compression-min-mb 8",  # with the threshold, which is off in all others
+    "{} --no-gradient-accumulation-fusion",
+    "none --no-gradient-accumulation-fusion",
+    "none",
+)
 
 
-def main() -> None:
-    """Run all regimes and print a table."""
-    codecs = ["none", "taco", "int8", "int6", "none"]
-    parser = _bench.make_parser(__doc__, "tensor", codecs, iterations=13)
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--expert-parallel", type=int, help="ranks between which experts are spread")
-    options, options.extra = parser.parse_known_args()
+def flags_of(options: Namespace) -> list:
+    """What every run is started with: the model, and how it is spread.
+
+    Raises:
+        ValueError: a layout that the shape does not have.
+    """
+    if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
+        raise ValueError(
+            f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b, and only there"
+        )
+    flags = [*_bench.MODEL.split(), *SHAPES[options.shape].split()]
     if options.expert_parallel:
-        options.dimension, options.ranks = "expert", options.expert_parallel
-        options.codecs = ["none", "int8", "int6", "none"] if options.codecs == codecs else options.codecs
-        flags = [*_bench.MODEL.split(), *EXPERTS.split(), "--expert-model-parallel-size", options.ranks]
-        _bench.run(options, flags, ("ep.forward", "ep.backward"))
-        return
-    flags = [*_bench.MODEL.split(), *SHAPE.split(), "--tensor-model-parallel-size", options.ranks]
+        flags += ["--expert-model-parallel-size", options.expert_parallel]
+        return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
+    tensor, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
+    micro = int(flags[len(flags) - 1 - flags[::-1].index("--micro-batch-size") + 1])
+    flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+    flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []
-    _bench.run(options, flags, ("tp.forward", "tp.backward"))
+    if data > 1:
+        flags += ["--use-distributed-optimizer"]
+        flags += [] if options.no_overlap else ["--overlap-grad-reduce", "--overlap-param-gather"]
+        flags += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
+    return flags
+
+
+def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, ...]]:
+    """The command line: options with the rest in ``extra``, a run's flags, the ledger's classes to show."""
+    parser = _bench.make_parser(__doc__, "tensor", [], iterations=13, ranks=None)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
+    add("--pipeline-parallel", type=int, default=1)
+    add("--data-parallel", type=int, default=1)
+    add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
+    add("--sequence-parallel", action="store_true")
+    add("--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)")
+    add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
+    add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
+    add("--ablations", metavar="CODEC", help="instead of --codecs: this one without one of its parts each")
+    options, options.extra = parser.parse_known_args(words)
+    options.shape = options.shape or ("qwen3-30b-a3b" if options.expert_parallel else "1.75b")
+    alone = options.pipeline_parallel * options.data_parallel == 1
+    options.tensor_parallel = options.ranks or (4 if alone and not options.expert_parallel else 1)
+    sizes = {name: getattr(options, f"{name}_parallel") for name in LAYOUT}
+    if options.expert_parallel:
+        if max(sizes.values()) > 1:
+            parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
+        sizes = {"expert": options.expert_parallel}
+    spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
+    options.dimension, options.ranks = spread[0], 1
+    for size in sizes.values():
+        options.ranks *= size
+    if spread == ["pipeline"] and options.communicators > 1:
+        parser.error("--communicators: point-to-point messages have one; leave it out")
+    if options.ablations:
+        if spread[0] != "tensor":
+            parser.error("--ablations: they are of tensor parallelism; give --tensor-parallel 2 or more")
+        options.codecs = [text.format(options.ablations) for text in ABLATIONS]
+    options.codecs = options.codecs or CODECS[spread[0]]
+    names = {"tensor": "tp", "pipeline": "pp", "expert": "ep"}
+    traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
+    traffic += ["dp.gradient", "dp.weight"] if "data" in spread else []
+    try:
+        return options, flags_of(options), tuple(traffic)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
-    _bench.worker() if _bench.is_worker() else main()
+    if _bench.is_worker():
+        _bench.worker()
+    else:
+        _bench.run(*parse(sys.argv[1:]))

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,19 +53,23 @@ def gpu_count() -> int:
 
 
 def prepare_data(
-    directory: Path, source: str = "stdlib", max_mb: float = CORPUS_MB, vocabulary: int = VOCABULARY
+    directory: Path,
+    source: str = "stdlib",
+    max_mb: float = CORPUS_MB,
+    vocabulary: int = VOCABULARY,
+    splits: Sequence[str] = ("train", "valid"),
 ) -> dict[str, str]:
     """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
     tokenizer = directory / "tokenizer.model"
     paths = {"tokenizer": str(tokenizer)}
-    indexes = [directory / f"{split}_text_document.idx" for split in ("train", "valid")]
+    indexes = [directory / f"{split}_text_document.idx" for split in splits]
     complete = tokenizer.exists() and all(index.exists() for index in indexes)  # the text may be gone
     if not (complete or (directory / "train.jsonl").exists()):
         script("make_corpus.py", "--source", source, "--output-dir", directory, "--max-mb", max_mb)
     if not tokenizer.exists():
         train_text = directory / "train.jsonl"
         script("train_tokenizer.py", "--input", train_text, "--vocab-size", vocabulary, "--output", tokenizer)
-    for split in ("train", "valid"):
+    for split in splits:
         paths[split] = str(directory / f"{split}_text_document")
         if Path(paths[split] + ".idx").exists():
             continue

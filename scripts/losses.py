@@ -7,10 +7,10 @@
         "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
 
 Each run is `torchrun pretrain_gpt.py`, on GPUs with the sources of the installed Python packages, on CPUs
-with Python's own, validated on files that it has not seen. The table compares each setting with the first one
-of the same seed; one more run of the first setting with another seed shows the noise. results.json remembers
-every run under all that decides it: a script that is started again trains what is missing. Flags that are not
-the script's own go to Megatron.
+with Python's own, validated and in the end tested on files that it has not seen. The table compares each
+setting with the first one of the same seed; one more run of the first setting with another seed shows the
+noise. results.json remembers every run under all that decides it: a script that is started again trains what
+is missing. Flags that are not the script's own go to Megatron.
 """
 
 import argparse
@@ -26,11 +26,28 @@ from pathlib import Path
 import demo
 from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, fresh_folder, gpu_count, parse_setting, torchrun
 
+from megatron.compression.huggingface.flags import as_arguments
+from megatron.compression.huggingface.models import MODELS, megatron_flags
+
+
+def qwen(name: str) -> str:
+    """A Qwen model's flags with the corpus's own vocabulary, in the TACO paper's batches of 64 x 512."""
+    flags = megatron_flags(MODELS[name])
+    for flag in ("--vocab-size", "--padded-vocab-size", "--max-position-embeddings"):
+        flags.pop(flag, None)
+    batch = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 64 --lr 3e-4 --min-lr 3e-5"
+    return f"{' '.join(map(str, as_arguments(flags)))} {batch}"
+
+
 SHAPES = {
     "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4",
     "small": "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
     "--max-position-embeddings 512 --global-batch-size 64 --lr 1e-3 --min-lr 1e-4",
+    "350m": "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
+    "--max-position-embeddings 2048 --global-batch-size 64 --lr 3e-4 --min-lr 3e-5",
+    "qwen2.5-0.5b": qwen("2.5-0.5b"),
+    "qwen3-0.6b": qwen("3-0.6b"),
     "111m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
     "--max-position-embeddings 1024 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5 "
     "--untie-embeddings-and-output-weights",
@@ -38,6 +55,8 @@ SHAPES = {
 TRAINING = """--transformer-impl local
     --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine --lr-warmup-fraction 0.1
     --weight-decay 0.1 --clip-grad 1.0 --bf16 --no-create-attention-mask-in-dataloader"""
+MOST_TOKENS = 32768
+"""Of a micro-batch."""
 PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
     "data": (
@@ -175,13 +194,15 @@ def table(results: list[dict], baseline: str) -> str:
     share of the uncompressed ones."""
     traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
     traffic = [name for name in traffic if not name.endswith(".other")]
-    columns = ["setting", "seed", "validation loss", f"against {baseline}"]
+    columns = ["setting", "seed", "validation loss", f"against {baseline}", "test loss"]
     columns += [text for name in traffic for text in (f"{name} MB", "of uncompressed")]
     lines = [columns, ["---"] * len(columns)]
     for result in results:
         part = difference(result, results, baseline)
         cells = [result["setting"], str(result["seed"]), f"{result['validation_loss']:.4f}"]
         cells.append("-" if part is None else f"{part:+.2%}")
+        tested = result.get("test_loss")  # results of earlier versions have none
+        cells.append("-" if tested is None else f"{tested:.4f}")
         for name in traffic:
             pair = result["bytes_per_iteration"].get(name, {"sent": 0.0, "uncompressed": 0.0})
             part = pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
@@ -203,11 +224,13 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     flags, parts = PARALLEL[options.dimension]
     shape = SHAPES[common["model"]].split()
     batch = int(shape[shape.index("--global-batch-size") + 1])
-    over = options.ranks if options.dimension == "data" else parts
-    words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=batch // over).split()]
+    micro = batch // (options.ranks if options.dimension == "data" else parts)
+    micro = min(micro, MOST_TOKENS // int(shape[shape.index("--seq-length") + 1]))
+    words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=micro).split()]
     words += ["--train-iters", common["iterations"], "--eval-interval", max(1, common["iterations"] // 4)]
     words += ["--eval-iters", 16, "--log-interval", max(1, min(10, common["iterations"] // 4))]
     words += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+    words += ["--test-data-path", data["test"]]
     words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     words += ["--compression-report", folder / "report", "--seed", seed, *setting.words(options.dimension)]
     words += [*(["--share-gpus"] if options.shared else []), *options.extra]
@@ -220,7 +243,7 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
         )
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {seed}: {summary['validation_loss']:.4f}", flush=True)
-    kept = ("validation_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
+    kept = ("validation_loss", "test_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
     return {key: summary[key] for key in kept} | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -236,6 +259,7 @@ def main() -> None:
         "site-packages" if options.on_gpus else "stdlib",
         options.corpus_mb or (90 if options.on_gpus else demo.CORPUS_MB),
         16384 if options.on_gpus else demo.VOCABULARY,
+        splits=("train", "valid", "test"),
     )
     common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
     common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}

@@ -52,8 +52,8 @@ TRAINING_ARGS=(
     --weight-decay 0.1
     --adam-beta1 0.9 --adam-beta2 0.95
     --clip-grad 1.0
-    --bf16
 )
+[ "$PRECISION" = fp32 ] || TRAINING_ARGS+=("--$PRECISION")
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"

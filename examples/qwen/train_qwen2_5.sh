@@ -4,8 +4,6 @@
 #
 #   examples/qwen/train_qwen2_5.sh
 #   examples/qwen/train_qwen2_5.sh --taco               the same run with compressed tensor parallelism
-#   SEQ_LENGTH=512 GLOBAL_BATCH_SIZE=64 examples/qwen/train_qwen2_5.sh --compression-3d --tp-compression-min-mb 0
-#                                                       TACO's setting: TP 2, PP 2, DP 2, short sequences
 #   TINY=1 examples/qwen/train_qwen2_5.sh --taco --tp-compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
@@ -24,10 +22,7 @@ case $MODEL_SIZE in # layers, hidden size, heads, MLP size, query groups, tied e
     14B) SHAPE=(48 5120 40 13824 8 0 152064) ;;
     32B) SHAPE=(64 5120 40 27648 8 0 152064) ;;
     72B) SHAPE=(80 8192 64 29568 8 0 152064) ;;
-    *)
-        echo "error: MODEL_SIZE=$MODEL_SIZE is unknown; use 0.5B, 1.5B, 3B, 7B, 14B, 32B or 72B" >&2
-        exit 2
-        ;;
+    *) refuse MODEL_SIZE "0.5B, 1.5B, 3B, 7B, 14B, 32B or 72B" ;;
 esac
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}"
 : "${FFN_HIDDEN_SIZE:=${SHAPE[3]}}" "${NUM_GROUPS:=${SHAPE[4]}}" "${TIED:=${SHAPE[5]}}"

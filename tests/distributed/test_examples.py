@@ -18,9 +18,8 @@ REPO = Path(__file__).parents[2]
 
 GPT3 = "gpt/train_gpt3_175b.sh"
 LLAMA3 = "gpt/train_llama3_8b.sh"
-GPT_350M = "gpt/train_gpt_350m_taco.sh"
 QWEN = "qwen/train_qwen2_5.sh"
-SCRIPTS = (GPT3, LLAMA3, GPT_350M, QWEN)
+SCRIPTS = (GPT3, LLAMA3, QWEN)
 ITERATIONS = 12
 SHORT = {"TINY": "1", "TRAIN_ITERS": str(ITERATIONS), "EVAL_INTERVAL": str(ITERATIONS)}
 
@@ -28,7 +27,6 @@ SHORT = {"TINY": "1", "TRAIN_ITERS": str(ITERATIONS), "EVAL_INTERVAL": str(ITERA
 FULL_SIZE = {
     "gpt3-175b": (GPT3, {}, 174.6e9),
     "llama3-8b": (LLAMA3, {}, 8.03e9),
-    "gpt-350m": (GPT_350M, {}, 354.9e6),
     "qwen2.5-0.5b": (QWEN, {"MODEL_SIZE": "0.5B"}, 0.494e9),
     "qwen2.5-1.5b": (QWEN, {"MODEL_SIZE": "1.5B"}, 1.543e9),
     "qwen2.5-3b": (QWEN, {"MODEL_SIZE": "3B"}, 3.086e9),
@@ -81,6 +79,7 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron import host
 
     host.install()
+    import torch
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
@@ -103,16 +102,25 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
         args.padded_vocab_size = args.vocab_size
         compression = resolve(args)
         transformer = gpt_config_from_args(args).transformer
+        decay = args.lr_decay_iters or args.train_iters
         results[name] = {
             "parameters": parameters(args),
             "layers": transformer.num_layers,
             "implementation": transformer.transformer_impl,
             "tp": args.tensor_model_parallel_size,
+            "pp": args.pipeline_model_parallel_size,
             "ep": args.expert_model_parallel_size,
             "experts": (transformer.num_moe_experts, transformer.moe_router_topk),
             "dp": args.data_parallel_size,
-            "compressed": compression.tensor_parallel.enabled,
+            "specs": [
+                *(getattr(compression, f"{part}_parallel").compression for part in ("tensor", "pipeline")),
+                *(compression.data_parallel.compression, compression.data_parallel.weights),
+            ],
+            "least_mb": compression.tensor_parallel.min_mb,
+            "fraction": compression.caat_net.sync_fraction,
+            "fp32": args.params_dtype == torch.float32,
             "train_iters": args.train_iters,
+            "schedule": (args.global_batch_size, args.seq_length, args.lr, args.min_lr, decay),
         }
     return results
 
@@ -160,7 +168,6 @@ def validated(tmp_path_factory) -> dict[str, dict]:
     }
     lines |= {f"tiny {script}": command_line(directory, script, TINY="1") for script in SCRIPTS}
     lines["taco appended"] = command_line(directory, LLAMA3, "--taco")
-    lines["baseline"] = command_line(directory, GPT_350M, COMPRESSION="")
     return spawn(validate, 1, lines)[0]
 
 
@@ -169,7 +176,7 @@ def test_full_size_flags_describe_the_published_model(validated, name):
     assert validated[name]["parameters"] == pytest.approx(FULL_SIZE[name][2], rel=0.01)
     assert validated[name]["implementation"] == "local"
     assert validated[name]["tp"] > 1, "a project about tensor parallelism"
-    assert validated[name]["compressed"] == (name == "gpt-350m")
+    assert validated[name]["specs"] == ["none"] * 4
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -179,9 +186,8 @@ def test_tiny_flags(validated, script):
     assert (tiny["layers"], tiny["tp"], tiny["dp"], tiny["train_iters"]) == (2, 2, 1, 20)
 
 
-def test_compression_comes_from_the_command_line_or_the_variable(validated):
-    assert validated["taco appended"]["compressed"] is True
-    assert validated["baseline"]["compressed"] is False
+def test_compression_comes_from_the_command_line(validated):
+    assert validated["taco appended"]["specs"][0] == "taco"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -278,14 +284,15 @@ def directives(script: Path) -> set[str]:
         ("experts/train_mixtral_8x7b.sbatch", "pretrain_gpt.py"),
         ("experts/train_qwen3_30b_a3b.sbatch", "pretrain_qwen.py"),
         ("experts/train_deepseek_v2_lite.sbatch", "pretrain_gpt.py"),
+        ("paper/run.sbatch taco.sh", "pretrain_gpt.py"),
     ],
 )
 def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
     fake(tmp_path, "torchrun", 'printf "%s\n" "$@"')
     env = slurm(tmp_path, nodes=4, NODE="3", SLURM_GPUS_ON_NODE="8")
-    path = REPO / "examples" / script
+    path = REPO / "examples" / script.split()[0]
     done = subprocess.run(
-        ["bash", path, "--taco", "--seed", "7"],
+        ["bash", path, *script.split()[1:], "--taco", "--seed", "7"],
         env=env,
         capture_output=True,
         text=True,

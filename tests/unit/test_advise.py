@@ -268,7 +268,6 @@ def test_measured_points(capsys, tmp_path):
 def test_benchmarks_write_points_that_can_be_predicted():
     """The words of a run of each benchmark, as they stand in its JSON."""
     for script, dimension, setting, more in (
-        (bench_end_to_end, "tensor", "int6 --tp-compression-chunks 2", ["--tensor-model-parallel-size", 2]),
         (bench_data_parallel, "data", "sdp4bit", ["--global-batch-size", 8]),
         (
             bench_pipeline,
@@ -279,7 +278,20 @@ def test_benchmarks_write_points_that_can_be_predicted():
     ):
         options = Namespace(dimension=dimension, communicators=2, extra=["--seq-length", "1024"])
         flags = [*_bench.MODEL.split(), *script.SHAPE.split(), *more]
-        words = _bench._words(options, parse_setting(setting), flags)
-        point = {"regime": "ethernet", "ranks": 2, "communicators": 2, "flags": shlex.join(map(str, words))}
-        found = predict_iterations.predicted(point, H200)
-        assert found.milliseconds > 50 and found.phases["codecs"] > 0
+        check_prediction(options, setting, flags)
+    for layout in (
+        "--tensor-parallel 2 --communicators 2",
+        "--shape qwen2.5-7b --data-parallel 2",
+        "--shape 13b --tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --sequence-parallel",
+    ):
+        options, flags, _ = bench_end_to_end.parse(layout.split())
+        check_prediction(options, f"{options.codecs[1]} --compression-start-iteration 0", flags)
+
+
+def check_prediction(options: Namespace, setting: str, flags: list) -> None:
+    """Of the words of a run with this setting, as they stand in a benchmark's JSON."""
+    words = _bench._words(options, parse_setting(setting), flags)
+    ranks = getattr(options, "ranks", 2)
+    point = {"regime": "ethernet", "ranks": ranks, "communicators": 2, "flags": shlex.join(map(str, words))}
+    found = predict_iterations.predicted(point, H200)
+    assert found.milliseconds > 50 and found.phases["codecs"] > 0

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _bench
 import _launch
+import bench_end_to_end
 
 
 def test_settings_are_specs_and_flags():
@@ -80,3 +81,31 @@ def test_auto_is_compared_with_the_fastest_uncompressed_block_and_setting():
     assert not _bench.verdicts(rows[:2])
     log = "x\ncompression auto: decided in 3.0 s\n | dimension |\n |-----|\n | tp |\niteration 1 | 2"
     assert len(_bench.decision_lines(log)) == 4
+
+
+def test_a_layout_makes_ranks_flags_and_columns():
+    def parse(text: str) -> tuple[Namespace, str, tuple[str, ...]]:
+        options, flags, traffic = bench_end_to_end.parse(text.split())
+        return options, " ".join(map(str, flags)), traffic
+
+    options, flags, traffic = parse("")
+    assert (options.ranks, options.dimension, options.shape) == (4, "tensor", "1.75b")
+    assert "--global-batch-size 16" in flags and "--tensor-model-parallel-size 4" in flags
+    layout = "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2"
+    options, flags, traffic = parse(f"--shape qwen2.5-7b {layout} --micro-batches 4 --no-overlap")
+    assert options.ranks == 8 and "--global-batch-size 64" in flags and "--overlap-grad-reduce" not in flags
+    assert {name[:2] for name in traffic} == {"tp", "pp", "dp"} and "--grad-reduce-in-bf16" in flags
+    options, flags, traffic = parse("--expert-parallel 2 --iterations 5")
+    assert (options.ranks, options.dimension, traffic) == (2, "expert", ("ep.forward", "ep.backward"))
+    options, _, _ = parse("--ablations int8 --tensor-parallel 2")
+    assert "int8 --tp-compression-min-mb 8" in options.codecs and "none" in options.codecs
+    for wrong in ("--shape 350m --expert-parallel 2", "--ablations int8 --data-parallel 2"):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+
+
+def test_codecs_behind_flags_get_the_communicators_too():
+    for text, compressed in (("none --compression-3d", True), ("none --grad-reduce-in-bf16", False)):
+        options = Namespace(dimension="tensor", communicators=2, extra=[])
+        words = _bench._words(options, _launch.parse_setting(text), [])
+        assert ("--compression-communicators" in words) == compressed

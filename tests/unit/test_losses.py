@@ -50,16 +50,16 @@ def test_the_table_shows_loss_and_traffic() -> None:
     common = {"setting": "none", "seed": 1, "validation_loss": 4.0}
     results = [common | {"bytes_per_iteration": {"pp.forward": plain, "pp.other": plain}}]
     sent = {"pp.forward": {"sent": 5e5, "uncompressed": 2e6}, "pp.backward": plain}
-    codec = {"setting": "int4 int6", "validation_loss": 4.1, "bytes_per_iteration": sent}
+    codec = {"setting": "int4 int6", "validation_loss": 4.1, "test_loss": 4.2, "bytes_per_iteration": sent}
     results.append(common | codec)
     results.append(results[0] | {"seed": 2, "validation_loss": 3.92})
     text = losses.table(results, BASELINE)
-    assert (
-        "| setting | seed | validation loss | against none | pp.forward MB | of uncompressed | pp.backward MB"
-        in text
+    columns = (
+        "| setting | seed | validation loss | against none | test loss | pp.forward MB | of uncompressed"
     )
-    assert "| int4 int6 | 1 | 4.1000 | +2.50% | 0.500 | 0.250 | 2.000 | 1.000 |" in text
-    assert "| none | 1 | 4.0000 | - | 2.000 | 1.000 | 0.000 | 0.000 |" in text
+    assert f"{columns} | pp.backward MB" in text
+    assert "| int4 int6 | 1 | 4.1000 | +2.50% | 4.2000 | 0.500 | 0.250 | 2.000 | 1.000 |" in text
+    assert "| none | 1 | 4.0000 | - | - | 2.000 | 1.000 | 0.000 | 0.000 |" in text
     assert "validation loss of none by 2.04%" in text
 
 

@@ -37,6 +37,7 @@ def _report() -> dict:
     history = [
         {"iteration": 1, "losses": {"lm loss": 5.0}, "bytes_per_iteration": PER_ITERATION},
         {"iteration": 2, "split": "valid", "losses": {"lm loss": 4.5}},
+        {"iteration": 2, "split": "test", "losses": {"lm loss": 4.7}},
         {"iteration": 2, "losses": {"lm loss": 4.0}, "bytes_per_iteration": PER_ITERATION},
     ]
     errors = [
@@ -63,6 +64,7 @@ def test_report_files(tmp_path) -> None:
     assert report["summary"]["validation_loss"] == 4.5
     markdown = (tmp_path / "report.md").read_text()
     assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
+    assert "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
     for name in ("loss.png", "bytes.png", "error.png"):
         assert name in markdown
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -294,12 +296,13 @@ def test_a_run_is_compared_with_its_baseline(tmp_path) -> None:
         "| bytes sent, tensor parallel (MB) | 2.000 | 1.000 | 2.000x fewer |",
         "| training loss, iteration 2 | 4.0000 | 4.0400 | +1.00% |",
         "| validation loss, iteration 2 | 4.5000 | 4.5400 | +0.89% |",
+        "| test loss, iteration 2 | 4.7000 | 4.7400 | +0.85% |",
         "| peak memory of the process (MB) | 200 | 100 | -50.00% |",
         "Settings that differ: tensor_parallel.codec: none -> int6.",
     ):
         assert row in page
     stored = json.loads((run / "report.json").read_text())["baseline"]
-    assert stored["directory"] == str(baseline) and len(stored["comparison"]) == 6
+    assert stored["directory"] == str(baseline) and len(stored["comparison"]) == 7
 
 
 def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:

@@ -1,7 +1,9 @@
 """scripts/reproduce.py: its commands are ones the project has, and end as they say."""
 
+import argparse
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,15 +28,28 @@ def _sources(words: list[str]) -> list[Path]:
     return [script, ROOT / "scripts/_bench.py"] if script.name.startswith("bench_") else [script]
 
 
+@pytest.fixture(scope="module")
+def megatron_flags() -> set[str]:
+    """Megatron's and ours."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.compression.setup import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
+    parser = add_arguments(add_megatron_arguments(parser))
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_exist_with_their_flags(name: str) -> None:
+def test_commands_exist_with_their_flags(name: str, megatron_flags: set[str]) -> None:
     words = shlex.split(COMMANDS[name].line.removeprefix(reproduce.TORCHRUN))
     sources = _sources(words)
     assert all(path.is_file() for path in sources), sources
     text = "".join(path.read_text() for path in sources)
-    read = set(re.findall(r'"(--[a-z-]+)"', text))
+    read = set(re.findall(r'"(--[a-z0-9-]+)"', text))
     if '"--{dimension}-parallel"' in text:
         read |= {f"--{name}-parallel" for name in ("tensor", "data", "pipeline")}
+        read |= megatron_flags  # they hand on what is not theirs
     assert {word for word in words if word.startswith("--")} <= read
 
 
@@ -42,11 +57,20 @@ def test_every_name_once() -> None:
     assert len(COMMANDS) == len(reproduce.COMMANDS), "logs overwritten"
 
 
+def filled(command: reproduce.Command) -> list[str]:
+    return shlex.split(reproduce.filled(command, Path("results"), 2))
+
+
 def test_settings_are_ones_that_there_are() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import bench_end_to_end
+
     from scripts._launch import parse_setting
 
     for command in reproduce.COMMANDS:
         words = shlex.split(command.line)
+        if "--shape" in words:
+            bench_end_to_end.parse(filled(command)[1:])
         if "--codecs" in words:
             for text in words[words.index("--codecs") + 1 :]:
                 if text.startswith("--"):
@@ -82,3 +106,13 @@ def test_without_enough_devices_it_says_so(monkeypatch, tmp_path: Path) -> None:
 def test_the_list_can_be_pasted(capsys) -> None:
     reproduce.main(["--list", "--only", "collectives"])
     assert "--nproc-per-node 4 -m taco_kernels.benchmarks collectives --json" in capsys.readouterr().out
+    reproduce.main(["--list", "--only", "taco", "--gpus", "1"])
+    printed = capsys.readouterr().out
+    assert "--tensor-parallel 2 --output" in printed, "one GPU is shared by two ranks"
+    assert "paper: TACO, GPT-350M over 20,000 iterations: validation loss 2.3899" in printed
+
+
+def test_a_papers_number_stands_below_ours(tmp_path: Path, capsys) -> None:
+    command = reproduce.Command("stage", 1, 1, "ours", "-c \"print('ours: 2.0')\"", "theirs: 1.87")
+    reproduce.run(command, tmp_path, 1)
+    assert capsys.readouterr().out.endswith("ours: 2.0\npaper: theirs: 1.87\n")

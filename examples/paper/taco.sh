@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# TACO's runs (arXiv 2604.24088), each on one node of 8 GPUs:
+#
+#   MODEL=gpt-350m     pretraining: 20,000 iterations of 256 x 2048 tokens, learning rate decayed over 70,000
+#   MODEL=qwen2.5-7b   100 iterations of 64 x 512 from the Instruct weights: TP 2, PP 2, DP 2
+#   MODEL=qwen3-0.6b   200 iterations of 64 x 512: TP 2, PP 2, DP 2, TACO between stages too, no threshold
+#
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
+#   VARIANT=none ... examples/paper/taco.sh             the uncompressed baseline of the same run
+#   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh
+#   TINY=1 examples/paper/taco.sh                       a model of 2 layers on 2 processes with mock data:
+#                                                       seconds on a laptop, no GPU needed
+#
+# VARIANT  taco       tensor parallelism (qwen3-0.6b: and stages, both ways), FP8 e4m3 in groups of 128
+#          none       uncompressed
+#          3d         the paper's set-up of three dimensions: TACO, SDP4Bit, TAH-Quant
+#          e5m2       TACO as its code has it: e5m2 in groups of 256
+#          tah-quant  the paper's control: TAH-Quant's codec on tensor parallelism
+# COMPRESSION (flags) wins over VARIANT. Whatever follows the script's name is appended to the command line and
+# wins over what is written here. Environment: examples/common.sh says which variables there are.
+#
+# Of the original: the Pile is replaced by DATA_PATH; e5m2 has its own range here, where the code clips at e4m3's
+# largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2), the Qwen
+# runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
+# (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+: "${MODEL:=gpt-350m}" "${VARIANT:=taco}"
+RUN=taco_${MODEL}_$VARIANT
+case $MODEL in
+    gpt-350m)
+        : "${TP:=4}" "${NUM_LAYERS:=24}" "${HIDDEN_SIZE:=1024}" "${NUM_HEADS:=16}" "${SEQ_LENGTH:=2048}"
+        : "${MICRO_BATCH_SIZE:=8}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=20000}"
+        : "${LR_DECAY_ITERS:=70000}" "${LR:=3.0e-4}" "${MIN_LR:=3.0e-5}"
+        ;;
+    qwen2.5-7b) : "${TRAIN_ITERS:=100}" "${LR:=3.0e-4}" "${MIN_LR:=3.0e-5}" ;;
+    qwen3-0.6b) : "${TRAIN_ITERS:=200}" "${LR:=1.0e-5}" "${MIN_LR:=1.0e-5}" ;;
+    *) refuse MODEL "gpt-350m, qwen2.5-7b or qwen3-0.6b" ;;
+esac
+case $MODEL in qwen*)
+    : "${TP:=2}" "${PP:=2}" "${SEQ_LENGTH:=512}" "${MICRO_BATCH_SIZE:=8}" "${GLOBAL_BATCH_SIZE:=64}"
+    ;;
+esac
+
+STAGES='' THRESHOLD=''
+[ "$MODEL" != qwen3-0.6b ] || STAGES='--pp-compression CODEC --pp-backward-compression CODEC'
+# The messages of a tiny model are below the default least size.
+[[ "$TINY $MODEL" != 1* && $MODEL != qwen3-0.6b ]] || THRESHOLD='--tp-compression-min-mb 0'
+case $VARIANT in
+    none) : "${COMPRESSION=}" ;;
+    taco) : "${COMPRESSION=--taco ${STAGES//CODEC/taco} $THRESHOLD}" ;;
+    3d) : "${COMPRESSION=--compression-3d $THRESHOLD}" ;;
+    e5m2)
+        SPEC=taco:format=fp8-e5m2,group=256
+        : "${COMPRESSION=--tp-compression $SPEC ${STAGES//CODEC/$SPEC} $THRESHOLD}"
+        ;;
+    tah-quant) : "${COMPRESSION=--tp-compression tah-quant $THRESHOLD}" ;;
+    *) refuse VARIANT "taco, none, 3d, e5m2 or tah-quant" ;;
+esac
+source "$REPO/examples/paper/gpt.sh"
+
+if [ "$MODEL" = gpt-350m ]; then
+    train_gpt --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --recompute-activations \
+        --lr-warmup-fraction .01 --init-method-std 0.02 "$@"
+else
+    export QWEN_MODEL=${MODEL#qwen} TP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
+    export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS
+    unset VOCAB_SIZE # the model's own
+    "$REPO/examples/qwen/pretrain_qwen_taco.sh" --pipeline-model-parallel-size "$PP" "$@"
+fi

@@ -1,0 +1,119 @@
+"""examples/paper: the published settings as Megatron reads them, the variants, and TINY runs that train."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.distributed.spawn import spawn
+from tests.distributed.test_examples import ITERATIONS, check_training, command_line, train, validate
+
+# script, MODEL -> parameters, (TP, PP, DP), iterations, (global batch, sequence, lr, min lr, its decay)
+RUNS = {
+    ("taco", "gpt-350m"): (354.9e6, (4, 1, 2), 20000, (256, 2048, 3e-4, 3e-5, 70000)),
+    ("taco", "qwen2.5-7b"): (7.616e9, (2, 2, 2), 100, (64, 512, 3e-4, 3e-5, 100)),
+    ("taco", "qwen3-0.6b"): (0.596e9, (2, 2, 2), 200, (64, 512, 1e-5, 1e-5, 200)),
+    ("sdp4bit", "125m"): (125e6, (1, 1, 8), 80000, (256, 2048, 6e-4, 6e-5, 70000)),
+    ("sdp4bit", "350m"): (354.9e6, (1, 1, 8), 80000, (256, 2048, 3e-4, 3e-5, 70000)),
+    ("sdp4bit", "1.3b"): (1.316e9, (1, 1, 8), 80000, (256, 2048, 2e-4, 2e-5, 70000)),
+    ("sdp4bit", "2.7b"): (2.65e9, (1, 1, 8), 80000, (256, 2048, 1.6e-4, 1.6e-5, 70000)),
+    ("sdp4bit", "6.7b"): (6.66e9, (1, 1, 8), 80000, (256, 2048, 1.2e-4, 1.2e-5, 70000)),
+    ("tah_quant", "gpt2-xl"): (1.558e9, (1, 8, 1), 724, (32, 1024, 5e-6, 5e-6, 724)),
+    ("tah_quant", "qwen2.5-3b"): (3.086e9, (1, 4, 1), 724, (32, 1024, 5e-6, 5e-6, 724)),
+    ("tagc", "gpt2"): (124e6, (1, 1, 2), 20000, (240, 512, 6e-4, 6e-5, 600000)),
+    ("caat_net", "130m"): (134e6, (8, 1, 1), 20000, (256, 2048, 6e-4, 6e-5, 20000)),
+    ("caat_net", "1b"): (1.345e9, (8, 1, 1), 20000, (512, 2048, 3e-4, 3e-5, 20000)),
+    ("caat_net", "7b"): (6.738e9, (8, 1, 1), 20000, (1024, 4096, 3e-4, 3e-5, 20000)),
+}
+NONE = ["none"] * 4
+E5M2 = "taco:format=fp8-e5m2,group=256"
+WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
+# script, MODEL, VARIANT (or the default) -> codecs of tensor and pipeline parallelism, gradients, weights
+VARIANTS = {
+    ("taco", "gpt-350m"): ["taco", *NONE[1:]],
+    ("taco", "qwen3-0.6b"): ["taco", "taco", "none", "none"],
+    ("sdp4bit", "125m"): ["none", "none", "sdp4bit", WEIGHTS],
+    ("tah_quant", "gpt2-xl"): ["none", "tah-quant", "none", "none"],
+    ("tah_quant", "qwen2.5-3b"): ["none", "tah-quant", "none", "none"],
+    ("tagc", "gpt2"): ["none", "none", "tagc:wire=sketch", "none"],
+    ("taco", "gpt-350m", "none"): NONE,
+    ("taco", "gpt-350m", "e5m2"): [E5M2, *NONE[1:]],
+    ("taco", "gpt-350m", "tah-quant"): ["tah-quant", *NONE[1:]],
+    ("taco", "qwen2.5-7b", "3d"): ["taco", "tah-quant", "sdp4bit", WEIGHTS],
+    ("sdp4bit", "125m", "weights"): ["none", "none", "none", WEIGHTS],
+    ("sdp4bit", "125m", "gradients"): ["none", "none", "sdp4bit", "none"],
+    ("sdp4bit", "125m", "tlq"): ["none", "none", "sdp4bit:hadamard=off", "none"],
+    ("sdp4bit", "125m", "bf16"): NONE,
+    ("tah_quant", "gpt2-xl", "tile"): ["none", "tah-quant:allocation=tile", "none", "none"],
+    ("tagc", "gpt2", "all"): ["none", "none", "tagc:wire=sketch,layers=all", "none"],
+}
+
+
+def script(name: str) -> str:
+    return f"paper/{name}.sh"
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory) -> dict:
+    """What Megatron makes of every command line."""
+    folder = tmp_path_factory.mktemp("validated")
+    lines = {key: command_line(folder, script(key[0]), MODEL=key[1]) for key in RUNS}
+    more = [key for key in VARIANTS if len(key) == 3]
+    lines |= {key: command_line(folder, script(key[0]), MODEL=key[1], VARIANT=key[2]) for key in more}
+    speed = {"SPEED": "1", "MODEL": "6.7b", "NNODES": "2"}
+    lines["speed"] = command_line(folder, script("sdp4bit"), **speed)
+    lines["ordinary"] = command_line(folder, script("caat_net"), FRACTION="1")
+    return spawn(validate, 1, lines)[0]
+
+
+@pytest.mark.parametrize("key", RUNS, ids="-".join)
+def test_published_settings(validated, key):
+    parameters, layout, iterations, schedule = RUNS[key]
+    found = validated[key]
+    assert found["parameters"] == pytest.approx(parameters, rel=0.01)
+    assert (found["tp"], found["pp"], found["dp"]) == layout
+    assert (found["train_iters"], found["schedule"]) == (iterations, schedule)
+    assert found["fp32"] == (key[0] == "tah_quant")
+    assert found["fraction"] == (0.5 if key[0] == "caat_net" else 1.0)
+
+
+def test_variants(validated):
+    for key, specs in VARIANTS.items():
+        assert validated[key]["specs"] == specs, key
+    assert validated["taco", "qwen3-0.6b"]["least_mb"] == 0 and validated["taco", "gpt-350m"]["least_mb"] == 8
+    assert validated["ordinary"]["fraction"] == 1
+
+
+def test_the_measurement_of_throughput_takes_one_sequence_a_gpu(validated):
+    found = validated["speed"]
+    assert (found["tp"], found["dp"], found["train_iters"]) == (4, 4, 200)
+    assert found["schedule"][:2] == (4, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "message"),
+    [
+        ("taco", {"MODEL": "8b"}, "error: MODEL=8b is unknown; use gpt-350m"),
+        ("sdp4bit", {"VARIANT": "half"}, "error: VARIANT=half is unknown; use all, weights"),
+    ],
+)
+def test_unknown_names_are_refused(tmp_path, name, variables, message):
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        command_line(tmp_path, script(name), **variables)
+    assert failure.value.returncode == 2 and message in failure.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "dimension"),
+    [("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")],
+)
+def test_a_tiny_run_compresses_and_learns(tmp_path, name, dimension):
+    output = train(tmp_path, script(name))
+    check_training(output)
+    line = rf"communication +{ITERATIONS}/ +{ITERATIONS} .*{dimension}-parallel ratio: (\S+)"
+    (ratio,) = re.findall(line, output)
+    assert float(ratio) > 1.3  # stages sum the gradients of tied embeddings as they are
+
+
+def test_a_tiny_caat_net_learns(tmp_path):
+    check_training(train(tmp_path, script("caat_net")))
