@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import CompressionConfigError, naming
 
 
@@ -63,3 +64,51 @@ class Dimension:
     def idle_reason(self, ranks: int) -> str | None:
         """Why an enabled compression has nothing to do on so many ranks, or None."""
         return self.idle if self.enabled and ranks == 1 else None
+
+
+class SentOnce(Dimension):
+    """A dimension whose messages are encoded once on each way: no sum is encoded again behind them."""
+
+    messages: ClassVar[str]
+    """What is sent, for errors."""
+    traffic: ClassVar[str]
+    """Of the policy's two traffic classes, before ``.forward`` and ``.backward``."""
+
+    def __post_init__(self) -> None:
+        for flag, text in ((self.flag, self.compression), (self.backward_flag, self.backward)):
+            if "/" in (text or ""):
+                raise CompressionConfigError(
+                    f"{flag} {text}: {self.messages} is sent once, so one codec encodes it; give the "
+                    f"gradients' codec with {self.backward_flag}"
+                )
+            codec_of(text, flag)
+        if self.backward == "none" and not self.enabled:
+            raise CompressionConfigError(
+                f"{self.backward_flag} none given, but nothing is compressed; add {self.flag}"
+            )
+
+    @property
+    def backward_flag(self) -> str:
+        """What ``backward`` is on the command line."""
+        return self.flag.replace("-compression", "-backward-compression")
+
+    @property
+    def backward_codec(self) -> Codec | None:
+        """Of the gradients; None: uncompressed."""
+        if self.backward is None:
+            return self.forward_codec and self.forward_codec.backward
+        return codec_of(self.backward, self.backward_flag)
+
+    @property
+    def there_and_back(self) -> tuple[str, str]:
+        """Names of both codecs, for the log."""
+        codecs = self.forward_codec, self.backward_codec
+        there, back = (codec.name if codec else "uncompressed" for codec in codecs)
+        return there, back
+
+    def rules(self, start_iteration: int) -> dict[str, Rule]:
+        """For the policy."""
+        return {
+            f"{self.traffic}.{way}": Rule(codec, start_iteration=start_iteration)
+            for way, codec in (("forward", self.forward_codec), ("backward", self.backward_codec))
+        }

@@ -276,9 +276,9 @@ def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
 @pytest.mark.parametrize(
     ("flags", "megatron", "reason"),
     [
-        ("int8/int6", {}, "--cp-compression int8/int6: keys, values and their gradients are sent once"),
+        ("int8/int6", {}, "--cp-compression int8/int6: what attention gathers is sent once"),
         ("int8 --cp-backward-compression int9", {}, "--cp-backward-compression: codec 'int9'"),
-        ("none --cp-backward-compression none", {}, "context compression is off; add --cp-compression"),
+        ("none --cp-backward-compression none", {}, "nothing is compressed; add --cp-compression"),
         ("lossless", dict(fp16=True), "--cp-compression lossless shortens"),
         (
             "int8",

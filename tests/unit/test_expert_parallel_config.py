@@ -53,9 +53,9 @@ def test_codecs(settings: dict, expected: tuple) -> None:
         ("lossless", {}, "lossless may cut a message"),
         ("tah-quant", {}, "tah-quant looks at all tokens of a message"),
         ("int4:normalize=standardize", {}, "looks at all tokens"),
-        ("int8/int6", {}, "a token is sent once on each way"),
+        ("int8/int6", {}, "a token is sent once, so one codec"),
         ("int8 --ep-backward-compression lossless", {}, "--ep-backward-compression lossless may cut"),
-        ("none --ep-backward-compression none", {}, "none given, but expert-parallel compression is off"),
+        ("none --ep-backward-compression none", {}, "nothing is compressed; add --ep-compression"),
         ("int9", {}, "--ep-compression"),
     ],
 )

@@ -4,19 +4,17 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
-
-_BACKWARD = "--cp-backward-compression"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallelConfig(Dimension):
+class ContextParallelConfig(SentOnce):
     """Compression of the keys, values and their gradients that attention exchanges over a sequence."""
 
     flag: ClassVar[str] = "--cp-compression"
+    traffic: ClassVar[str] = "cp"
+    messages: ClassVar[str] = "what attention gathers"
     idle: ClassVar[str] = (
         "--cp-compression has no effect here: --context-parallel-size is 1, so no keys and values are sent"
     )
@@ -26,33 +24,6 @@ class ContextParallelConfig(Dimension):
 
     backward: str | None = None
     """Codec of their gradients; by default what ``compression`` names for its gradients."""
-
-    def __post_init__(self) -> None:
-        for flag, text in ((self.flag, self.compression), (_BACKWARD, self.backward)):
-            if "/" in (text or ""):
-                raise CompressionConfigError(
-                    f"{flag} {text}: keys, values and their gradients are sent once, so one codec encodes "
-                    f"them; give the gradients' codec with {_BACKWARD}"
-                )
-            codec_of(text, flag)
-        if self.backward == "none" and not self.enabled:
-            raise CompressionConfigError(
-                f"{_BACKWARD} none given, but context compression is off; add {self.flag}"
-            )
-
-    @property
-    def backward_codec(self) -> Codec | None:
-        """Of the gradients; None: uncompressed."""
-        if self.backward is None:
-            return self.forward_codec and self.forward_codec.backward
-        return codec_of(self.backward, _BACKWARD)
-
-    def rules(self, start_iteration: int) -> dict[str, Rule]:
-        """For the policy."""
-        return {
-            "cp.forward": Rule(self.forward_codec, start_iteration=start_iteration),
-            "cp.backward": Rule(self.backward_codec, start_iteration=start_iteration),
-        }
 
     def check(self, args: Namespace) -> None:
         """Refuse what would leave keys and values silently uncompressed.
@@ -78,7 +49,5 @@ class ContextParallelConfig(Dimension):
 
     def describe(self) -> str:
         """For the log: what travels how."""
-        there, back = (
-            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
-        )
+        there, back = self.there_and_back
         return f"context parallelism gathers keys and values as {there}, sums their gradients as {back}"

@@ -4,13 +4,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags
+from megatron.compression.dimension import SentOnce, refuse_flags
 from megatron.compression.errors import CompressionConfigError
-
-_BACKWARD = "--ep-backward-compression"
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
 _REFUSED = {
@@ -20,10 +16,12 @@ _REFUSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallelConfig(Dimension):
+class ExpertParallelConfig(SentOnce):
     """Compression of the tokens that go to experts and back, and of their gradients."""
 
     flag: ClassVar[str] = "--ep-compression"
+    traffic: ClassVar[str] = "ep"
+    messages: ClassVar[str] = "a token"
     idle: ClassVar[str] = (
         "--ep-compression has no effect here: --expert-model-parallel-size is 1, so tokens stay on their rank"
     )
@@ -34,33 +32,6 @@ class ExpertParallelConfig(Dimension):
 
     backward: str | None = None
     """Codec of the gradients on both ways; by default what ``compression`` names for its gradients."""
-
-    def __post_init__(self) -> None:
-        for flag, text in ((self.flag, self.compression), (_BACKWARD, self.backward)):
-            if "/" in (text or ""):
-                raise CompressionConfigError(
-                    f"{flag} {text}: a token is sent once on each way, so one codec encodes it; give the "
-                    f"gradients' codec with {_BACKWARD}"
-                )
-            codec_of(text, flag)
-        if self.backward == "none" and not self.enabled:
-            raise CompressionConfigError(
-                f"{_BACKWARD} none given, but expert-parallel compression is off; add {self.flag}"
-            )
-
-    @property
-    def backward_codec(self) -> Codec | None:
-        """Of the gradients; None: uncompressed."""
-        if self.backward is None:
-            return self.forward_codec and self.forward_codec.backward
-        return codec_of(self.backward, _BACKWARD)
-
-    def rules(self, start_iteration: int) -> dict[str, Rule]:
-        """For the policy."""
-        return {
-            "ep.forward": Rule(self.forward_codec, start_iteration=start_iteration),
-            "ep.backward": Rule(self.backward_codec, start_iteration=start_iteration),
-        }
 
     def check(self, args: Namespace) -> None:
         """Refuse what would leave tokens silently uncompressed, or cannot encode them.
@@ -86,15 +57,13 @@ class ExpertParallelConfig(Dimension):
                 f"its kernels, past torch.distributed and {self.flag}; use alltoall or allgather, or drop it"
             )
         values = args.moe_latent_size or args.hidden_size
-        for flag, codec in ((self.flag, self.forward_codec), (_BACKWARD, self.backward_codec)):
+        for flag, codec in ((self.flag, self.forward_codec), (self.backward_flag, self.backward_codec)):
             if codec is not None and (reason := why_not_rows(codec, values)):
                 raise CompressionConfigError(f"{flag} {codec.name} {reason}")
 
     def describe(self) -> str:
         """For the log: what travels how."""
-        there, back = (
-            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
-        )
+        there, back = self.there_and_back
         return f"tokens travel to experts and back as {there}, their gradients as {back}"
 
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Rule
-from megatron.compression.dimension import Dimension, codec_of, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int4:group=32,normalize=standardize,outliers=on"
@@ -18,10 +17,12 @@ RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineParallelConfig(Dimension):
+class PipelineParallelConfig(SentOnce):
     """Compression of the activations and their gradients that go from stage to stage."""
 
     flag: ClassVar[str] = "--pp-compression"
+    traffic: ClassVar[str] = "pp"
+    messages: ClassVar[str] = "a message between stages"
     idle: ClassVar[str] = (
         "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes "
         "from stage to stage"
@@ -38,34 +39,7 @@ class PipelineParallelConfig(Dimension):
             object.__setattr__(self, "compression", RECOMMENDED)
             if self.backward is None:
                 object.__setattr__(self, "backward", RECOMMENDED_BACKWARD)
-        for flag, text in (
-            ("--pp-compression", self.compression),
-            ("--pp-backward-compression", self.backward),
-        ):
-            if "/" in (text or ""):
-                raise CompressionConfigError(
-                    f"{flag} {text}: a message between stages is sent once, so one codec encodes it; give "
-                    "the gradients' codec with --pp-backward-compression"
-                )
-            codec_of(text, flag)
-        if self.backward == "none" and not self.enabled:
-            raise CompressionConfigError(
-                "--pp-backward-compression none given, but pipeline compression is off; add --pp-compression"
-            )
-
-    @property
-    def backward_codec(self) -> Codec | None:
-        """Of the gradients; None: uncompressed."""
-        if self.backward is None:
-            return self.forward_codec and self.forward_codec.backward
-        return codec_of(self.backward, "--pp-backward-compression")
-
-    def rules(self, start_iteration: int) -> dict[str, Rule]:
-        """For the policy."""
-        return {
-            "pp.forward": Rule(self.forward_codec, start_iteration=start_iteration),
-            "pp.backward": Rule(self.backward_codec, start_iteration=start_iteration),
-        }
+        super().__post_init__()
 
     def check(self, args: Namespace) -> None:
         """Refuse what would end the first iteration, or leave messages silently uncompressed.
@@ -93,9 +67,7 @@ class PipelineParallelConfig(Dimension):
 
     def describe(self) -> str:
         """For the log: what travels how."""
-        there, back = (
-            codec.name if codec else "uncompressed" for codec in (self.forward_codec, self.backward_codec)
-        )
+        there, back = self.there_and_back
         return f"pipeline stages send {there}, back {back}"
 
 
