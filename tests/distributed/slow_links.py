@@ -38,7 +38,7 @@ def make_slow(milliseconds_per_kib: float, payloads: bool) -> None:
             tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
             payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
             if not alone and (payload or not (payloads and training)):
-                slower = 3 if payloads and training else 1  # than anything else that takes this machine's time
+                slower = 3 if payloads and training else 1  # than whatever else this machine does
                 time.sleep(slower * nbytes(*args, **kwargs) / 1024 * milliseconds_per_kib / 1000)
             return original(*args, **kwargs)
 
