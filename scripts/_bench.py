@@ -96,7 +96,8 @@ def _launch_key(options: Namespace, index: int, setting: Setting) -> object:
 def _run(
     options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
-    first = next((one for one in settings if one.compresses), settings[0])
+    # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
+    first = max(settings, key=lambda one: (any("lossless" in spec for spec in one.specs), one.compresses))
     words, auto = _words(options, first, flags), is_auto(first)
     before = AUTO_CHECKS if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
