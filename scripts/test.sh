@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests, from a fresh clone too: ./scripts/test.sh [--fast] [pytest arguments]
+# Runs the tests, from a fresh clone too: ./scripts/test.sh [--fast | --all] [pytest arguments]
+#   --all   also what is marked thorough: long runs of what shorter tests cover in part.
 #   --fast  while editing: settings, codecs and errors, without training and kernels; under a minute.
 # A file's tests stay together, files are spread over processes (tests/conftest.py says how many; -n 0: one).
 set -euo pipefail
@@ -9,7 +10,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONDONTWRITEBYTECODE=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-if [[ "${1:-}" == --fast ]]; then
-    set -- tests/unit -m "not slow" "${@:2}"
-fi
+case "${1:-}" in
+--fast) set -- tests/unit -m "not slow" "${@:2}" ;;
+--all) shift ;;
+*) set -- -m "not thorough" "$@" ;;
+esac
 exec .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"

@@ -311,6 +311,7 @@ def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
     assert not (tmp_path / "requeued").exists()
 
 
+@pytest.mark.thorough
 def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
     """Under torchrun itself: a signal to the batch script, and the run is saved, queued again and resumed."""
     variables = SHORT | {"TRAIN_ITERS": "100000", "EVAL_INTERVAL": "100000", "LR_DECAY_ITERS": "100000"}
@@ -392,6 +393,11 @@ def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
     run = start_as_torchrun(words).finish(timeout=400)
     assert run.returncode == 0, run.output[-4000:]
     return run.output
+
+
+def one_and_thorough(first, *others) -> list:
+    """Parameters of a test of which one long run is enough, but with ``./scripts/test.sh --all``."""
+    return [first, *(pytest.param(*other, marks=pytest.mark.thorough) for other in others)]
 
 
 def check_training(output: str, iterations: int = ITERATIONS) -> None:

@@ -5,7 +5,14 @@ import re
 import pytest
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_examples import ITERATIONS, check_training, command_line, train, validate
+from tests.distributed.test_examples import (
+    ITERATIONS,
+    check_training,
+    command_line,
+    one_and_thorough,
+    train,
+    validate,
+)
 
 # script -> parameters of the published model; layers; tensor, expert parallelism; experts, those of a token
 MODELS = {
@@ -47,7 +54,7 @@ def test_tokens_travel_in_8_bits_unless_asked_otherwise(tmp_path):
         ) and "--moe-grouped-gemm" not in words
 
 
-@pytest.mark.parametrize("script", MODELS)
+@pytest.mark.parametrize(["script"], one_and_thorough(*((name,) for name in MODELS)))
 def test_a_tiny_run_compresses_and_learns(tmp_path, script):
     output = train(tmp_path, f"experts/{script}.sh")
     check_training(output)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.distributed.launch import REPO, environment
 
 
@@ -62,6 +64,7 @@ seen["outside"] = [alone, torch.rand(2).tolist()]
 """
 
 
+@pytest.mark.thorough
 def test_without_cuda():
     seen = evaluate(WITHOUT_CUDA)
     assert seen["first"] is seen["second"] is True
@@ -95,6 +98,7 @@ seen["helpers"] = utils.compile_helpers()
 """
 
 
+@pytest.mark.thorough
 def test_with_cuda_torch_is_left_alone():
     seen = evaluate(WITH_CUDA)
     assert seen["installed"] is seen["active"] is False

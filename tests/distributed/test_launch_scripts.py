@@ -134,6 +134,7 @@ def test_gpt3(files: Files) -> None:
         assert one.output.count("--rampup-batch-size is ignored by this megatron-core") == 1
 
 
+@pytest.mark.thorough
 def test_llama3(files: Files) -> None:
     """By samples, with context parallelism and the distributed optimizer's overlaps, which are compressed."""
     plain = train(files, "llama3_8b_h100", DTYPE="bf16")
@@ -142,6 +143,7 @@ def test_llama3(files: Files) -> None:
     assert "--attention-backend auto (fused is a GPU kernel)" in run.output
 
 
+@pytest.mark.thorough
 def test_qwen2_5(files: Files) -> None:
     """A tokenizer's folder, sequence parallelism, recomputation, a save in the background."""
     small = "--transformer-impl local --tensor-model-parallel-size 2"

@@ -158,6 +158,7 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     assert pair["sent"] < 0.9 * pair["uncompressed"], pair
 
 
+@pytest.mark.thorough
 def test_two_levels_of_nodes() -> None:
     """Gradients summed inside nodes and then between them: as the identity codec sums them, bit for bit."""
     flags = (

@@ -6,7 +6,14 @@ import subprocess
 import pytest
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_examples import ITERATIONS, check_training, command_line, train, validate
+from tests.distributed.test_examples import (
+    ITERATIONS,
+    check_training,
+    command_line,
+    one_and_thorough,
+    train,
+    validate,
+)
 
 # script, MODEL -> parameters, (TP, PP, DP), iterations, (global batch, sequence, lr, min lr, its decay)
 RUNS = {
@@ -105,7 +112,7 @@ def test_unknown_names_are_refused(tmp_path, name, variables, message):
 
 @pytest.mark.parametrize(
     ("name", "dimension"),
-    [("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")],
+    one_and_thorough(("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")),
 )
 def test_a_tiny_run_compresses_and_learns(tmp_path, name, dimension):
     output = train(tmp_path, script(name))
@@ -115,5 +122,6 @@ def test_a_tiny_run_compresses_and_learns(tmp_path, name, dimension):
     assert float(ratio) > 1.3  # stages sum the gradients of tied embeddings as they are
 
 
+@pytest.mark.thorough
 def test_a_tiny_caat_net_learns(tmp_path):
     check_training(train(tmp_path, script("caat_net")))

@@ -8,6 +8,7 @@ PAGE = REPO / "docs" / "quickstart.md"
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.thorough
 def test_the_page_runs(tmp_path):
     folder = clone(tmp_path)
     outputs = [run(block, folder) for block in code_blocks(PAGE)]

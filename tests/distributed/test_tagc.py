@@ -299,6 +299,7 @@ def nodes_worker(rank: int, world_size: int) -> list[list[float]]:
     return everything
 
 
+@pytest.mark.thorough
 def test_two_nodes_without_the_distributed_optimizer() -> None:
     """Packed values for 50 iterations, and SDP4Bit with feedback: weights agree, and it learns."""
     for everything in spawn(nodes_worker, 4):
@@ -343,7 +344,7 @@ def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
     return pretrain(*tiny, ranks=ranks, directory=tmp_path)
 
 
-@pytest.mark.parametrize("wire", ["sketch", "packed"])
+@pytest.mark.parametrize("wire", [pytest.param("sketch", marks=pytest.mark.thorough), "packed"])
 def test_resume(tmp_path, wire: str) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
     saved, chosen = tmp_path / "checkpoints", ("--dp-compression", f"tagc:wire={wire},layers=all")
