@@ -52,8 +52,9 @@ def test_a_slow_link_is_compressed(slow_run) -> None:
     """By what gains most within 0.1 %; the run's own iterations agree, and the log says all of it."""
     whole, _, _ = slow_run
     (choice,) = decisions(whole)[0]["choices"]
-    assert (choice["name"], choice["loss"]) == ("int6:outliers=on", 0.085) and choice["gain"] > 0.02
-    assert re.search(r"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| int6:outliers=on \|", whole.output)
+    name = "int6:outliers=on,grid=quadratic, back int5:outliers=on,grid=quadratic"
+    assert (choice["name"], choice["loss"]) == (name, 0.092) and choice["gain"] > 0.02
+    assert re.search(rf"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| {name} \|", whole.output)
     assert re.search(
         r"compression auto: tensor parallel: iterations with it take .* less: kept", whole.output
     )
