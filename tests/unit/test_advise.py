@@ -245,6 +245,9 @@ def test_table_json_and_picture(capsys, tmp_path):
     assert files[1].read_bytes().startswith(b"\x89PNG") and files[1].stat().st_size > 20_000
     status, printed, _ = run(capsys, *["--model", "qwen2.5-7b", "--gpus", "16", "--memory-gb", "80"])
     assert status == 0 and "7.6 B parameters on 16 GPUs" in printed
+    words = "--model qwen2.5-7b --gpus 64 -- --pipeline-model-parallel-size 4 --pp-compression auto"
+    status, printed, _ = run(capsys, *words.split())
+    assert status == 0 and "PP 4 DP 16" in printed and "| as given |" in printed
 
 
 def test_measured_points(capsys, tmp_path):

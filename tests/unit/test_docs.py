@@ -15,7 +15,7 @@ CURRENT = [page for page in PAGES + RESULTS if page.name != "removed.md"]
 LONGEST_README, LONGEST_PAGE = 110, 150
 OTHERS = {  # flags of other programs
     *("--nproc-per-node", "--standalone", "--nnodes", "--nodes", "--help"),
-    *("--fast", "--with-transformer-engine", "--pdb"),
+    *("--fast", "--all", "--with-transformer-engine", "--pdb"),
     *("--tensor-parallel", "--data-parallel", "--pipeline-parallel"),  # scripts make them by dimension
     "--use-kitchen",  # Megatron's where nvidia-kitchen is installed
 }

@@ -13,8 +13,8 @@ from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 RECOMMENDED: dict[str, dict[str, float]] = {
-    "tp": {"auto": 0.08, "int8": 0.006, "lossless": 0.0},
-    "pp": {"auto": 1.0, "int6:normalize=standardize": 0.02, "lossless": 0.0},
+    "tp": {"auto": 0.085, "int8": 0.006, "lossless": 0.0},
+    "pp": {"auto": 0.4, "int6:group=64,scales=single,normalize=standardize": 0.02, "lossless": 0.0},
     "dp": {"sdp4bit": 0.21, "lossless": 0.0},
 }
 """By dimension: specs and what they cost in validation loss, percent, the most seen (docs/choosing.md)."""
@@ -63,7 +63,8 @@ def config_of(args: Namespace, layout: Layout) -> CompressionConfig:
 
     Raises: CompressionConfigError: an impossible setting.
     """
-    args.data_parallel_size = layout.data
+    args.data_parallel_size, args.micro_batch_size = layout.data, layout.micro_batch
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = layout.tensor, layout.pipeline
     return resolve(args)
 
 
