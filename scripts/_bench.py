@@ -196,10 +196,10 @@ def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
 
 
 class Turns(dict):
-    """The policy's rules, those of the block that the iteration is in."""
+    """The policy's rules, those of the block that the iteration is in; a list of them is the launch's."""
 
-    def __init__(self, blocks: list[dict], length: int, iteration) -> None:
-        super().__init__()
+    def __init__(self, launched: dict, blocks: list[dict], length: int, iteration) -> None:
+        super().__init__(launched)
         self.blocks, self.length, self.iteration = blocks, length, iteration
 
     def get(self, traffic: str, default=None):
@@ -225,7 +225,7 @@ def worker() -> None:
                 own, _megatrons = flags.add_flags(argparse.ArgumentParser()).parse_known_args(words)
                 blocks.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
             policy = compression.run.policy
-            policy.rules = Turns(blocks, order["iterations"], policy.iteration)
+            policy.rules = Turns(policy.rules, blocks, order["iterations"], policy.iteration)
         if order["communicators"] > 1:
             import _split
 

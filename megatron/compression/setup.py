@@ -129,7 +129,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter, automatic)
-    repetition.attach(args, config, compression.run, print_rank_0)
+    compression.on_attached(  # by then --compression auto has decided, too
+        lambda chunks: repetition.attach(args, compression.config, compression.run, print_rank_0)
+    )
     if model_config is not None and not is_covered(model_config.transformer):
         print_rank_0(
             "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"

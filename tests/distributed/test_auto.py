@@ -116,6 +116,21 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
     assert json.loads((tmp_path / "report/report.json").read_text())["settings"]["auto"]["checked"]
 
 
+def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
+    """Its training steps may be repeated: that is arranged behind the decision."""
+    run = pretrain(
+        *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters="2"),
+        *("--tensor-model-parallel-size", "2", "--bf16", "--slow", "16"),
+        *("--compression", "auto", "--compression-loss-budget", "0"),
+        ranks=2,
+        directory=tmp_path,
+        through=SLOW,
+    )
+    assert [choice["name"] for choice in decisions(run)[0]["choices"]] == ["lossless"]
+    assert "RerunStateMachine.should_run_forward_backward" in run.output
+    assert "the host waits for each message" not in run.output
+
+
 def timing_worker(rank: int, world_size: int) -> list[float]:
     """Send every candidate's messages in each dimension; the run's random numbers stay as they are."""
     import torch

@@ -42,7 +42,7 @@ def test_neighbours_share_a_run_where_only_codecs_differ():
 
 def test_rules_take_turns():
     now = [0]
-    turns = _bench.Turns([{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
+    turns = _bench.Turns({}, [{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
     found = []
     for now[0] in (0, 4, 5, 9, 10):
         found.append((turns.get("tp.forward"), turns.get("tp.backward", "off")))
