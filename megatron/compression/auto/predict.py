@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 COMPUTATION_OVER_GEMMS = 1.6
-"""Norms, activations, the optimizer and gaps between kernels: 1.5 at TP 2, 1.75 at TP 4 on NVLink
-(docs/results/iterations.md, all less exposed communication, over GEMMs)."""
+"""Norms, activations, the optimizer and gaps between kernels. At TP 4 on NVLink it is 1.75 (all less exposed
+communication, over GEMMs, docs/results/iterations.md); with larger GEMMs a GPU less, by estimate."""
 
 
 @dataclass(frozen=True)
