@@ -1,17 +1,17 @@
-"""Runs an entrypoint whose links are slow on purpose: every collective sleeps in proportion to its bytes.
+"""Runs an entrypoint whose links are slow on purpose: every collective takes time in proportion to its bytes.
 
-    python slow_links.py pretrain_gpt.py --slow MS_PER_KIB [--slow-payloads] <its flags>
+    python slow_links.py pretrain_gpt.py [--slow-payloads] <its flags>
 
-Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1 is slow:
-the others wait for it, and have to decide as it does. Each rank prints what it has decided. With
---slow-payloads training finds another link than the timings did: payloads are slow there, and nothing else.
+The time is that of a clock of its own, which nothing else moves: what else this machine does changes no
+decision. Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1
+is slow: the others have to decide as it does. Each rank prints what it has decided. With --slow-payloads
+training finds another link than the timings did: payloads are slow there, and nothing else.
 """
 
 import json
 import os
 import runpy
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,26 @@ _BYTES = {
 }
 """What a rank of two sends."""
 
+SECONDS_PER_KIB = 1e-3
 training = False
 
 
-def make_slow(milliseconds_per_kib: float, payloads: bool) -> None:
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds; a little passes between two looks."""
+        self.now += 1e-5
+        return self.now
+
+
+clock = Clock()
+
+
+def make_slow(payloads: bool) -> None:
     """Let what this rank sends take time."""
 
     def slow(original, nbytes):
@@ -38,8 +54,7 @@ def make_slow(milliseconds_per_kib: float, payloads: bool) -> None:
             tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
             payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
             if not alone and (payload or not (payloads and training)):
-                slower = 3 if payloads and training else 1  # than whatever else this machine does
-                time.sleep(slower * nbytes(*args, **kwargs) / 1024 * milliseconds_per_kib / 1000)
+                clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
             return original(*args, **kwargs)
 
         return function
@@ -49,12 +64,16 @@ def make_slow(milliseconds_per_kib: float, payloads: bool) -> None:
 
 
 def tell_decisions() -> None:
-    """Print each rank's decision at the run's end, and know when training begins. Turns are short."""
+    """Print each rank's decision at the run's end, know when training begins, take the time from the clock.
+
+    Turns are short.
+    """
     from megatron.compression import patches
-    from megatron.compression.auto import check
+    from megatron.compression.auto import check, timing
     from megatron.compression.auto.automatic import Automatic
 
     check.TURN, check.WARM_UP = 2, 1
+    check.time = timing.time = clock
     announce, created = Automatic._announce, Automatic.__init__
 
     def announced(self, decision):
@@ -76,13 +95,10 @@ def tell_decisions() -> None:
 def main() -> None:
     """Take the words of ours, then be the entrypoint."""
     entrypoint, *words = sys.argv[1:]
-    place = words.index("--slow")
-    slowness = float(words[place + 1])
-    del words[place : place + 2]
     payloads = "--slow-payloads" in words
     words = [word for word in words if word != "--slow-payloads"]
     if os.environ["RANK"] == "1":
-        make_slow(slowness, payloads)
+        make_slow(payloads)
     tell_decisions()
     sys.argv = [entrypoint, *words]
     runpy.run_path(entrypoint, run_name="__main__")

@@ -38,7 +38,7 @@ def slow_run(tmp_path_factory):
     saved = directory / "saved"
     flags = [
         *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)),
-        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto", "--slow", "16"),
+        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto"),
         *("--save", str(saved), "--save-interval", str(CHECKED)),
     ]
     whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
@@ -95,7 +95,7 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
         *tiny_flags(seq_length="64", max_position_embeddings="64", train_iters=str(iterations)),
         *("--global-batch-size", "8"),
         *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--slow", "12", "--slow-payloads"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--slow-payloads"),
         *("--compression", "auto", "--compression-loss-budget", "0.2"),
         *("--compression-report", str(tmp_path / "report")),
         ranks=4,
@@ -120,7 +120,7 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
     """Its training steps may be repeated: that is arranged behind the decision."""
     run = pretrain(
         *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters="2"),
-        *("--tensor-model-parallel-size", "2", "--bf16", "--slow", "16"),
+        *("--tensor-model-parallel-size", "2", "--bf16"),
         *("--compression", "auto", "--compression-loss-budget", "0"),
         ranks=2,
         directory=tmp_path,
