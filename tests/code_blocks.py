@@ -53,7 +53,7 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     imports = os.pathsep.join(map(str, (REPO / "tests" / "distributed" / "start_fast", folder, REPO)))
     own = {"PATH": path, "PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         words,
         cwd=folder,

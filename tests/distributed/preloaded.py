@@ -11,6 +11,8 @@ preflight.prepare()
 
 for name in (
     *("megatron.compression.entrypoint", "megatron.compression.huggingface.session"),
+    *(f"megatron.compression.codecs.{name}" for name in ("taco", "integer", "lossless", "tah_quant")),
+    *("megatron.compression.codecs.identity", "megatron.compression.tagc.compressor"),
     # what Megatron and torch load while a run goes on
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
