@@ -50,7 +50,8 @@ class Command(NamedTuple):
 
 END_TO_END = "scripts/bench_end_to_end.py --tensor-parallel {gpus}"
 DATA_PARALLEL = (
-    "scripts/bench_end_to_end.py --shape 1.3b --data-parallel {gpus} --micro-batches 1 --communicators 2"
+    "scripts/bench_end_to_end.py --shape 1.3b --data-parallel {gpus} --micro-batches 1 --vocab-size 32000"
+    " --communicators 2"
 )
 ENDINGS = "-m scripts.accuracy.run --work-dir {output}/accuracy --plan ending"
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
