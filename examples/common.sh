@@ -1,5 +1,5 @@
 # What the launch scripts share: sourced first, it finds the repository and sets the sizes of TINY=1; then
-# `shared_args` makes the argument lists that do not depend on the model.
+# `train_gpt` or `train_qwen` starts the run, with what the variables say and with its arguments.
 #
 # TINY=1 is a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed.
 # Environment:
@@ -10,7 +10,7 @@
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
 #   COMPRESSION      flags of compression
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
-#   PRECISION        bf16, fp16 or fp32, for the scripts of Qwen and of the papers
+#   PRECISION        bf16, fp16 or fp32
 #   TP PP and every variable set with := in the script or below
 # shellcheck shell=bash disable=SC2034
 
@@ -37,42 +37,74 @@ refuse() { # the name of a variable, its choices
     exit 2
 }
 
-# DISTRIBUTED_ARGS, DATA_ARGS, EVAL_AND_LOGGING_ARGS and COMPRESSION_ARGS from the variables.
-shared_args() {
+# Layers as Llama's.
+LLAMA_ARGS=(
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0
+)
+EXPERT_ARGS=(--moe-token-dispatcher-type alltoall)
+[ "$USE_TE" != 1 ] || EXPERT_ARGS+=(--moe-grouped-gemm)
+SHARDED_ARGS=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+
+train_gpt() { # arguments of pretrain_gpt.py
+    train pretrain_gpt.py --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" \
+        --num-attention-heads "$NUM_HEADS" --max-position-embeddings "$SEQ_LENGTH" "$@"
+}
+
+train_qwen() { # a model that pretrain_qwen.py knows, its other arguments
+    local model=(--qwen-model "$1")
+    if [ "$TINY" = 1 ]; then # flags of one's own win over those of --qwen-model
+        model+=(
+            --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --ffn-hidden-size "$FFN_HIDDEN_SIZE"
+            --num-attention-heads "$NUM_HEADS" --num-query-groups "$NUM_GROUPS" --kv-channels 16
+        )
+    fi
+    train pretrain_qwen.py "${model[@]}" "${@:2}"
+}
+
+train() { # an entrypoint, its arguments; RUN names the folders of checkpoints and logs
     : "${NNODES:=1}" "${NODE_RANK:=0}" "${GPUS_PER_NODE:=8}" "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=6000}"
-    DISTRIBUTED_ARGS=(
+    : "${PP:=1}" "${MICRO_BATCH_SIZE:=1}" "${SPLIT:=99,1,0}"
+    : "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}"
+    : "${CHECKPOINT_PATH=checkpoints/$RUN}" "${TENSORBOARD_LOGS_PATH=tensorboard/$RUN}"
+    local launch=(
         --nproc_per_node "$GPUS_PER_NODE"
         --nnodes "$NNODES"
         --node_rank "$NODE_RANK"
         --master_addr "$MASTER_ADDR"
         --master_port "$MASTER_PORT"
     )
-
+    local words=(
+        --seq-length "$SEQ_LENGTH"
+        --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
+        --train-iters "$TRAIN_ITERS"
+        --lr "$LR" --min-lr "$MIN_LR"
+        --lr-decay-style cosine ${LR_DECAY_ITERS:+--lr-decay-iters "$LR_DECAY_ITERS"}
+        --weight-decay "${WEIGHT_DECAY:-0.1}" --adam-beta1 0.9 --adam-beta2 "${ADAM_BETA2:-0.95}"
+        --clip-grad 1.0
+        --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+        --transformer-impl "$TRANSFORMER_IMPL"
+        --log-interval "$LOG_INTERVAL" --log-throughput
+        --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
+    )
+    [ "$PRECISION" = fp32 ] || words+=("--$PRECISION")
     if [ -n "${DATA_PATH:-}" ]; then
         local prefixes
         read -ra prefixes <<<"$DATA_PATH"
-        DATA_ARGS=(
+        words+=(
             --data-path "${prefixes[@]}"
             --split "$SPLIT"
             --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}"
             --tokenizer-model "${TOKENIZER_MODEL:?set it to the tokenizer that made DATA_PATH}"
         )
     else
-        DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
+        words+=(--mock-data --tokenizer-type NullTokenizer ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
     fi
-
-    EVAL_AND_LOGGING_ARGS=(
-        --log-interval "$LOG_INTERVAL" --log-throughput
-        --eval-interval "$EVAL_INTERVAL"
-        --eval-iters "$EVAL_ITERS"
-    )
     if [ -n "$CHECKPOINT_PATH" ]; then
-        EVAL_AND_LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH")
-        EVAL_AND_LOGGING_ARGS+=(--save-interval "${SAVE_INTERVAL:-10000}")
+        words+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "${SAVE_INTERVAL:-10000}")
     fi
-    if [ -n "$TENSORBOARD_LOGS_PATH" ]; then
-        EVAL_AND_LOGGING_ARGS+=(--tensorboard-dir "$TENSORBOARD_LOGS_PATH")
-    fi
-
-    read -ra COMPRESSION_ARGS <<<"${COMPRESSION:-}"
+    [ -z "$TENSORBOARD_LOGS_PATH" ] || words+=(--tensorboard-dir "$TENSORBOARD_LOGS_PATH")
+    local compression
+    read -ra compression <<<"${COMPRESSION:-}"
+    torchrun "${launch[@]}" "$REPO/$1" "${words[@]}" "${compression[@]}" "${@:2}"
 }

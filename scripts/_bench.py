@@ -1,4 +1,4 @@
-"""What the benchmarks of iteration time share: settings take turns inside one run of the training loop.
+"""The runs of bench_end_to_end.py: settings take turns inside one run of the training loop.
 
 A regime is a kind of link, by NCCL's own switches:
 
@@ -42,24 +42,6 @@ AUTO = ("--compression", "auto")
 AUTO_CHECKS = 20
 """Iterations in which --compression auto checks its choice for one dimension, and those before them."""
 _ORDER = "BENCH_ORDER"
-
-
-def make_parser(
-    description: str, dimension: str, codecs: list[str], iterations: int, ranks: int | None = 4
-) -> argparse.ArgumentParser:
-    """The options that all of them take; ``ranks`` is the default of the dimension's."""
-    parser = argparse.ArgumentParser(
-        description=f"{description}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--codecs", nargs="+", default=codecs, help=f"settings, in turn: {_launch.SETTINGS_HELP}")
-    add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    add(f"--{dimension}-parallel", dest="ranks", type=int, default=ranks)
-    add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
-    add("--iterations", type=int, default=iterations, help=f"of a block; the first {WARM_UP} are not timed")
-    add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
-    parser.set_defaults(dimension=dimension)
-    return parser
 
 
 def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:

@@ -6,21 +6,29 @@
         --data-parallel 2 --codecs none "none --compression-3d" "none --compression auto" none
     python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
+    python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
+        --codecs none "sdp4bit --dp-compression-node-size 1" "tagc --dp-error-feedback fp32"
+    python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
 flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
-layers of 4096) and qwen3-30b-a3b (4 of 48); --num-layers behind the script's own options makes one fit.
+layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage, so that point-to-point traffic
+weighs as it does between nodes); --num-layers behind the script's own options makes one fit.
 --micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
 (--no-overlap: off) and gradients travel in bf16 (--fp32-gradients: Megatron's default).
+--dp-compression-node-size n counts n ranks of this host as a node: one is what ethernet stands for.
 
 A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
 """
 
+import argparse
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import _bench
+from _launch import SETTINGS_HELP
 
 from megatron.compression.huggingface.flags import as_arguments
 from megatron.compression.huggingface.models import MODELS, megatron_flags
@@ -44,14 +52,16 @@ SHAPES = {
     "qwen2.5-7b": " ".join(map(str, as_arguments(megatron_flags(MODELS["2.5-7b"]))))
     + " --seq-length 512 --micro-batch-size 8 --bf16",
     "qwen3-30b-a3b": EXPERTS,
+    "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
+    " --untie-embeddings-and-output-weights --bf16",
 }
 """Sequences of 2048 in micro-batches of 4 unless a shape says otherwise."""
 LAYOUT = ("tensor", "pipeline", "data")
 CODECS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
-    "pipeline": ["none", "tah-quant", "auto", "none"],
-    "data": ["none", "sdp4bit", "none"],
+    "pipeline": ["none", "auto", "tah-quant", "int8", "none"],
+    "data": ["none", "sdp4bit", "sdp4bit --dp-compression-node-size 1"],
 }
 ABLATIONS = (
     "none",
@@ -75,7 +85,8 @@ def flags_of(options: Namespace) -> list:
         raise ValueError(
             f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b, and only there"
         )
-    flags = [*_bench.MODEL.split(), *SHAPES[options.shape].split()]
+    shape = SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
+    flags = [*_bench.MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
     if options.expert_parallel:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
@@ -93,15 +104,24 @@ def flags_of(options: Namespace) -> list:
 
 def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, ...]]:
     """The command line: options with the rest in ``extra``, a run's flags, the ledger's classes to show."""
-    parser = _bench.make_parser(__doc__, "tensor", [], iterations=13, ranks=None)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{_bench.__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
+    add("--codecs", nargs="+", help=f"settings, in turn: {SETTINGS_HELP}")
+    add("--regimes", nargs="+", choices=_bench.REGIMES, default=list(_bench.REGIMES))
+    add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
+    add("--iterations", type=int, default=13, help=f"of a block; the first {_bench.WARM_UP} are not timed")
+    add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
+    add("--tensor-parallel", dest="ranks", type=int)
     add("--pipeline-parallel", type=int, default=1)
     add("--data-parallel", type=int, default=1)
     add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
     add("--sequence-parallel", action="store_true")
     add("--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)")
     add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
+    add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
     add("--ablations", metavar="CODEC", help="instead of --codecs: this one without one of its parts each")
     options, options.extra = parser.parse_known_args(words)

@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from _launch import ROOT, gpu_count
+
 VOCABULARY = 2048
 CORPUS_MB = 8
 
@@ -42,14 +43,6 @@ def parse_args() -> argparse.Namespace:
         "--tensor-parallel", type=int, help="ranks (default: 2; 4 or 2 where there are that many GPUs)"
     )
     return parser.parse_args()
-
-
-def gpu_count() -> int:
-    """CUDA devices that a run would see, without loading CUDA into this process."""
-    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    )
 
 
 def prepare_data(
@@ -86,75 +79,38 @@ def script(name: str, *arguments) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / name, *map(str, arguments)], check=True)
 
 
-def train(
-    name: str,
-    extra: str,
-    data: dict[str, str],
-    ranks: int,
-    gpus: int,
-    options,
-    tensor_parallel: int | None = None,
-) -> dict:
-    """One training, all ranks tensor-parallel by default; returns the summary of its report."""
-    return Training(name, extra, data, ranks, gpus, options, tensor_parallel).finish()
-
-
-class Training:
-    """A training under way. Arguments as ``train``'s.
-
-    Args:
-        entry: the script to run, relative to the repository.
-        environment: more variables.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        extra: str,
-        data: dict[str, str],
-        ranks: int,
-        gpus: int,
-        options,
-        tensor_parallel: int | None = None,
-        entry: str = "pretrain_gpt.py",
-        **environment: str,
-    ) -> None:
-        self.name, self.directory = name, options.output / name
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        evaluations = max(1, options.iterations // 4)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(ROOT / entry), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
-        command += ["--tensor-model-parallel-size", str(tensor_parallel or ranks)]
-        command += ["--train-iters", str(options.iterations)]
-        command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
-        command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-        command += ["--eval-interval", str(evaluations), "--eval-iters", "8"]
-        command += ["--log-interval", str(min(5, options.iterations))]
-        command += ["--compression-report", str(self.directory / "report")]
-        command += ["--tensorboard-dir", str(self.directory / "tb"), *extra.split()]
-        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
-        if gpus < ranks:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.started = time.time()
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.command = " ".join(command[1:])
-
-    def finish(self) -> dict:
-        """Show its progress to the end; returns the summary of its report, or ends this process."""
-        print(f"\n{self.name}: {self.command}", flush=True)
-        log_path = self.directory / "log.txt"
-        with open(log_path, "w") as log:
-            for line in self.process.stdout:
-                log.write(line)
-                show_progress(self.name, line)
-        if self.process.wait():
-            print(f"error: the {self.name} run failed; its output is in {log_path}", file=sys.stderr)
-            sys.exit(1)
-        print(f"  {self.name}: {time.time() - self.started:.0f} s", flush=True)
-        return json.loads((self.directory / "report" / "report.json").read_text())["summary"]
+def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, options) -> dict:
+    """One training on tensor-parallel ranks, its progress shown; returns the summary of its report, or ends
+    this process."""
+    directory = options.output / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "pretrain_gpt.py"), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
+    command += ["--tensor-model-parallel-size", str(ranks), "--train-iters", str(options.iterations)]
+    command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+    command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
+    command += ["--eval-interval", str(max(1, options.iterations // 4)), "--eval-iters", "8"]
+    command += ["--log-interval", str(min(5, options.iterations))]
+    command += ["--compression-report", str(directory / "report")]
+    command += ["--tensorboard-dir", str(directory / "tb"), *extra.split()]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if gpus < ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    print(f"\n{name}: {' '.join(command[1:])}", flush=True)
+    started, log_path = time.time(), directory / "log.txt"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    with open(log_path, "w") as log:
+        for line in process.stdout:
+            log.write(line)
+            show_progress(name, line)
+    if process.wait():
+        print(f"error: the {name} run failed; its output is in {log_path}", file=sys.stderr)
+        sys.exit(1)
+    print(f"  {name}: {time.time() - started:.0f} s", flush=True)
+    return json.loads((directory / "report" / "report.json").read_text())["summary"]
 
 
 def compare_reports(output: Path) -> None:

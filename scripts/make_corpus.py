@@ -138,20 +138,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--source", choices=("stdlib", "site-packages"), default="stdlib")
     parser.add_argument("--max-mb", type=float, help="use at most this much text (10^6 bytes), all splits")
     parser.add_argument("--split", default="90,5,5", help="train,valid,test proportions, by file")
-    parser.add_argument(
-        "--with-tests",
-        action="store_true",
-        help="keep the directories that distributions of Python often leave out (stdlib: 20 MB more)",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace existing output files")
     args = parser.parse_args(argv)
 
     weights = parse_split(args.split)
     if args.max_mb is not None and args.max_mb <= 0:
         raise UsageError(f"--max-mb {args.max_mb:g}: give a positive size")
-    skipped = ALWAYS_SKIPPED
-    if args.source == "stdlib" and not args.with_tests:
-        skipped |= STDLIB_SKIPPED
+    skipped = ALWAYS_SKIPPED | (STDLIB_SKIPPED if args.source == "stdlib" else frozenset())
     root = source_root(args.source)
 
     with staged([args.output_dir / f"{name}.jsonl" for name in SPLITS], args.overwrite) as temporary:

@@ -4,7 +4,7 @@
     python scripts/bench_end_to_end.py --tensor-parallel 2 --json tensor.json
     python -m scripts.predict_iterations --calibration here.json --points tensor.json --plot here.png
 
-Points are what the bench_*.py scripts write: Megatron's flags and ours, the regime, and the iteration's time.
+Points are what bench_end_to_end.py writes: Megatron's flags and ours, the regime, and the iteration's time.
 Those marked "calibration" are shown but not counted. The exit status is 1 where an error passes its limit.
 """
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calibration", type=Path, help="JSON of --measure; by default docs/results' H200")
-    parser.add_argument("--points", type=Path, nargs="+", default=[TABLES], help="JSON of the bench scripts")
+    parser.add_argument("--points", type=Path, nargs="+", default=[TABLES], help="of bench_end_to_end.py")
     parser.add_argument("--plot", type=Path, help="write the scatter plot here")
     parser.add_argument("--json", type=Path, help="write the points with predictions by phase here")
     parser.add_argument("--median-limit", type=float, default=8.0, help="percent")

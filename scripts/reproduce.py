@@ -49,6 +49,10 @@ class Command(NamedTuple):
 
 
 END_TO_END = "scripts/bench_end_to_end.py --tensor-parallel {gpus}"
+DATA_PARALLEL = (
+    "scripts/bench_end_to_end.py --shape 1.3b --data-parallel {gpus} --micro-batches 1 --vocab-size 32000"
+    " --communicators 2"
+)
 ENDINGS = "-m scripts.accuracy.run --work-dir {output}/accuracy --plan ending"
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
@@ -110,7 +114,7 @@ PAPERS = (
     ),
     (
         *("tah-quant", 2, 8, "tah_quant_times"),
-        "scripts/bench_pipeline.py --pipeline-parallel {gpus} --fp32 --regimes pcie ethernet"
+        "scripts/bench_end_to_end.py --shape thin --pipeline-parallel {gpus} --fp32 --regimes pcie ethernet"
         " --codecs none tah-quant auto none --json {output}/tah_quant_times.json",
         "TAH-Quant: up to 4.3 times the throughput of uncompressed fp32 over slow networks (8 stages)",
     ),
@@ -127,7 +131,7 @@ PAPERS = (
     ),
     (
         *("sdp4bit", 2, 10, "sdp4bit_times"),
-        "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2 --fp32-gradients"
+        f"{DATA_PARALLEL} --fp32-gradients"
         ' --codecs none "none --grad-reduce-in-bf16" "sdp4bit --dp-compression-node-size 1" sdp4bit none'
         " --json {output}/sdp4bit_times.json",
         "SDP4Bit: up to 4.08 times as fast as fp32 gradients on 128 GPUs, one sequence a GPU and iteration",
@@ -142,7 +146,7 @@ PAPERS = (
     ),
     (
         *("tagc", 2, 8, "tagc_times"),
-        "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2 --regimes ethernet"
+        f"{DATA_PARALLEL} --regimes ethernet"
         ' --codecs none "tagc:wire=sketch --compression-start-iteration 0"'
         ' "tagc --compression-start-iteration 0" none'
         " --json {output}/tagc_times.json",
@@ -191,7 +195,8 @@ COMMANDS = tuple(
         ),
         (
             *("pipeline", 2, 6, "pipeline"),
-            "scripts/bench_pipeline.py --pipeline-parallel {gpus} --json {output}/pipeline.json",
+            "scripts/bench_end_to_end.py --shape thin --pipeline-parallel {gpus}"
+            " --json {output}/pipeline.json",
         ),
         (
             *("pipeline", 2, 10, "pipeline_losses"),
@@ -200,8 +205,7 @@ COMMANDS = tuple(
         ),
         (
             *("data-parallel", 2, 10, "data_parallel"),
-            "scripts/bench_data_parallel.py --data-parallel {gpus} --communicators 2"
-            " --json {output}/data_parallel.json",
+            f"{DATA_PARALLEL} --json {{output}}/data_parallel.json",
         ),
         (
             *("data-parallel", 2, 10, "data_parallel_losses"),

@@ -16,67 +16,26 @@ set -euo pipefail
 [ "${TINY:-0}" != 1 ] || : "${TP:=1}" "${EP:=2}" "${HIDDEN_SIZE:=128}"
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-: "${TP:=1}" "${PP:=1}" "${EP:=8}"
+: "${TP:=1}" "${EP:=8}"
 : "${NUM_LAYERS:=27}" "${HIDDEN_SIZE:=2048}" "${FFN_HIDDEN_SIZE:=10944}" "${NUM_HEADS:=16}"
 : "${SEQ_LENGTH:=4096}" "${VOCAB_SIZE:=102400}"
-: "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=100000}" "${LR_DECAY_ITERS:=100000}"
-: "${LR:=4.2e-4}" "${MIN_LR:=4.2e-5}" "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=1000}" "${EVAL_ITERS:=10}"
-: "${CHECKPOINT_PATH=checkpoints/deepseek_v2_lite}" "${TENSORBOARD_LOGS_PATH=tensorboard/deepseek_v2_lite}"
-: "${SPLIT:=99,1,0}" "${COMPRESSION=--ep-compression int8}"
+: "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=100000}" "${LR_DECAY_ITERS:=100000}"
+: "${LR:=4.2e-4}" "${MIN_LR:=4.2e-5}" "${COMPRESSION=--ep-compression int8}"
+RUN=deepseek_v2_lite
 
 # Experts, those of each token, width of one, width of the shared ones; widths of the latent and of the heads.
 EXPERTS=(64 6 1408 2816) LATENT=(512 128 64 128)
 [ "$TINY" != 1 ] || EXPERTS=(8 3 64 128) LATENT=(32 16 8 16)
-GPT_MODEL_ARGS=(
-    --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE"
-    --ffn-hidden-size "$FFN_HIDDEN_SIZE"
-    --num-attention-heads "$NUM_HEADS"
-    --multi-latent-attention --qk-layernorm
-    --kv-lora-rank "${LATENT[0]}" --qk-head-dim "${LATENT[1]}" --qk-pos-emb-head-dim "${LATENT[2]}"
-    --v-head-dim "${LATENT[3]}"
-    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
-    --position-embedding-type rope --rope-type yarn
-    --rotary-base 10000 --rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707
-    --normalization RMSNorm --norm-epsilon 1e-6
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0.0 --hidden-dropout 0.0
-    --num-experts "${EXPERTS[0]}" --moe-router-topk "${EXPERTS[1]}" --moe-ffn-hidden-size "${EXPERTS[2]}"
-    --moe-shared-expert-intermediate-size "${EXPERTS[3]}"
-    --moe-layer-freq "[0]*1+[1]*$((NUM_LAYERS - 1))" # the first layer is dense
-    --moe-router-pre-softmax --moe-router-dtype fp32
-    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001
-)
-
-TRAINING_ARGS=(
-    --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --train-iters "$TRAIN_ITERS"
-    --lr "$LR" --min-lr "$MIN_LR"
-    --lr-decay-style cosine --lr-decay-iters "$LR_DECAY_ITERS"
-    --lr-warmup-fraction .01
-    --weight-decay 0.1
-    --adam-beta1 0.9 --adam-beta2 0.95
-    --init-method-std 0.006
-    --clip-grad 1.0
-    --bf16
-)
-
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
-    --expert-model-parallel-size "$EP" --moe-token-dispatcher-type alltoall
-    --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather
-    --transformer-impl "$TRANSFORMER_IMPL" --sequence-parallel
-)
-[ "$USE_TE" != 1 ] || MODEL_PARALLEL_ARGS+=(--moe-grouped-gemm)
-
-shared_args
-torchrun "${DISTRIBUTED_ARGS[@]}" "$REPO/pretrain_gpt.py" \
-    "${GPT_MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${MODEL_PARALLEL_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}" \
-    "${COMPRESSION_ARGS[@]}" \
-    "$@"
+DENSE_FIRST="[0]*1+[1]*$((NUM_LAYERS - 1))" # of the layers
+train_gpt "${LLAMA_ARGS[@]}" "${SHARDED_ARGS[@]}" "${EXPERT_ARGS[@]}" --sequence-parallel \
+    --ffn-hidden-size "$FFN_HIDDEN_SIZE" \
+    --multi-latent-attention --qk-layernorm --kv-lora-rank "${LATENT[0]}" --qk-head-dim "${LATENT[1]}" \
+    --qk-pos-emb-head-dim "${LATENT[2]}" --v-head-dim "${LATENT[3]}" \
+    --rope-type yarn --rotary-base 10000 --rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 \
+    --norm-epsilon 1e-6 \
+    --expert-model-parallel-size "$EP" \
+    --num-experts "${EXPERTS[0]}" --moe-router-topk "${EXPERTS[1]}" --moe-ffn-hidden-size "${EXPERTS[2]}" \
+    --moe-shared-expert-intermediate-size "${EXPERTS[3]}" --moe-layer-freq "$DENSE_FIRST" \
+    --moe-router-pre-softmax --moe-router-dtype fp32 \
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001 \
+    --lr-warmup-fraction .01 --init-method-std 0.006 "$@"

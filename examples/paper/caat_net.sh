@@ -28,10 +28,7 @@ esac
 : "${FFN_HIDDEN_SIZE:=${SHAPE[3]}}" "${SEQ_LENGTH:=${SHAPE[4]}}" "${GLOBAL_BATCH_SIZE:=${SHAPE[5]}}"
 : "${MICRO_BATCH_SIZE:=1}" "${TRAIN_ITERS:=20000}" "${LR:=${SHAPE[6]}}" "${MIN_LR:=${LR%e-4}e-5}"
 RUN=caat_net_${MODEL}_$FRACTION
-source "$REPO/examples/paper/gpt.sh"
+source "$REPO/examples/paper/defaults.sh"
 
-train_gpt --ffn-hidden-size "$FFN_HIDDEN_SIZE" --swiglu --disable-bias-linear \
-    --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-5 \
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --lr-warmup-fraction .01 \
-    --caat-net-sync-fraction "$FRACTION" "$@"
+train_gpt "${LLAMA_ARGS[@]}" "${SHARDED_ARGS[@]}" --ffn-hidden-size "$FFN_HIDDEN_SIZE" --norm-epsilon 1e-5 \
+    --lr-warmup-fraction .01 --caat-net-sync-fraction "$FRACTION" "$@"

@@ -59,6 +59,6 @@ case $VARIANT in
     *) refuse VARIANT "all, weights, gradients, tlq, none or bf16" ;;
 esac
 RUN=sdp4bit_${MODEL}_$VARIANT
-source "$REPO/examples/paper/gpt.sh"
+source "$REPO/examples/paper/defaults.sh"
 
 train_gpt --use-distributed-optimizer --recompute-activations --lr-warmup-fraction .01 --adam-eps 1e-8 "$@"

@@ -58,14 +58,11 @@ case $VARIANT in
     tah-quant) : "${COMPRESSION=--tp-compression tah-quant $THRESHOLD}" ;;
     *) refuse VARIANT "taco, none, 3d, e5m2 or tah-quant" ;;
 esac
-source "$REPO/examples/paper/gpt.sh"
+source "$REPO/examples/paper/defaults.sh"
 
 if [ "$MODEL" = gpt-350m ]; then
-    train_gpt --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --recompute-activations \
+    train_gpt "${SHARDED_ARGS[@]}" --recompute-activations \
         --lr-warmup-fraction .01 --init-method-std 0.02 "$@"
 else
-    export QWEN_MODEL=${MODEL#qwen} TP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
-    export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS
-    unset VOCAB_SIZE # the model's own
-    "$REPO/examples/qwen/pretrain_qwen_taco.sh" --pipeline-model-parallel-size "$PP" "$@"
+    train_published_qwen "$@"
 fi

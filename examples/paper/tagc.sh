@@ -35,7 +35,7 @@ case $VARIANT in
     *) refuse VARIANT "tagc, all, packed or none" ;;
 esac
 RUN=tagc_gpt2_$VARIANT
-source "$REPO/examples/paper/gpt.sh"
+source "$REPO/examples/paper/defaults.sh"
 
-train_gpt --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+train_gpt "${SHARDED_ARGS[@]}" \
     --attention-dropout 0 --hidden-dropout 0 --lr-warmup-iters "$LR_WARMUP_ITERS" "$@"

@@ -43,14 +43,10 @@ case $VARIANT in
     *) refuse VARIANT "tah-quant, tile, none or auto" ;;
 esac
 RUN=tah_quant_${MODEL}_$VARIANT
-source "$REPO/examples/paper/gpt.sh"
+source "$REPO/examples/paper/defaults.sh"
 
 if [ "$MODEL" = gpt2-xl ]; then
     train_gpt ${PRETRAINED:+--pretrained-checkpoint "$PRETRAINED"} "$@"
 else
-    export QWEN_MODEL=${MODEL#qwen} TP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
-    export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS PRECISION
-    export GPUS_PER_NODE
-    unset VOCAB_SIZE # the model's own
-    "$REPO/examples/qwen/pretrain_qwen_taco.sh" --pipeline-model-parallel-size "$PP" --lr-warmup-fraction 0 "$@"
+    train_published_qwen --lr-warmup-fraction 0 "$@"
 fi

@@ -69,9 +69,6 @@ class CompressionConfig:
     report: str | None = None
     """Folder of the report."""
 
-    report_baseline: str | None = None
-    """Another run's report folder, to compare with."""
-
     def __post_init__(self) -> None:
         choices, bound = get_args(TransportChoice), self.error_bound
         known, finite = self.transport in choices, bound is None or (math.isfinite(bound) and bound > 0)
@@ -90,7 +87,7 @@ class CompressionConfig:
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
         tensors, undecided = "--taco", bool(self.auto)
-        report, layers = "--compression-report DIR", "--taco or --cp-compression"
+        layers = "--taco or --cp-compression"
         activations = undecided or any(getattr(self, part).enabled for part in _ACTIVATIONS)
         sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
         anything = self.enabled or undecided
@@ -102,7 +99,6 @@ class CompressionConfig:
             (self.start_iteration, anything, "--compression-start-iteration", tensors),
             (self.transport != "auto", sites, "--compression-transport", layers),
             (self.communicators, anything, "--compression-communicators", tensors),
-            (self.report_baseline, self.report, "--compression-report-baseline", report),
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
@@ -177,12 +173,15 @@ def _is_percent(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value >= 0)
 
 
+SAME_RESULTS = {"transport", "communicators", "report", "chunks"}
+"""Settings that no bit of a run's results depends on."""
+
+
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs."""
-    same_results = {"transport", "communicators", "report", "report_baseline", "chunks"}
     found = []
     for key, value in now.items():
-        if key in same_results or key not in saved:
+        if key in SAME_RESULTS or key not in saved:
             continue
         if isinstance(value, dict):
             found += changed_settings(saved[key], value, f"{prefix}{key}.")

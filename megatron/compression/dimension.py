@@ -25,6 +25,18 @@ def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
             raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
 
 
+def refuse_cuda_graphs(args: Namespace, flag: str) -> None:
+    """Refuse graphs that would replay what is sent.
+
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    if args.cuda_graph_impl != "none":
+        raise CompressionConfigError(
+            f"{flag} chooses and counts on the host, which a replayed graph leaves out; drop "
+            f"--cuda-graph-impl or {flag}"
+        )
+
+
 def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
     """Refuse a lossless codec where activations or weights are fp16.
 

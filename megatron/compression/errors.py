@@ -63,8 +63,8 @@ def require_extra(module: str, extra: str, needed_by: str) -> None:
         raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
 
 
-def fail(message: str, status: int = 2) -> None:
-    """Print `error: message` and end this process with `status`, without a trace.
+def fail(message: str) -> None:
+    """Print `error: message` and end this process with status 2, without a trace.
 
     Every rank usually finds the same problem. The launcher kills the others as soon as one has ended, so the
     others wait for rank 0 to speak; one that is still alive after that found something rank 0 did not see.
@@ -75,7 +75,7 @@ def fail(message: str, status: int = 2) -> None:
         message = f"rank {rank}: {message}"
     sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(status)  # a peer may be inside a collective: leaving by sys.exit could wait for it
+    os._exit(2)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
 def came_through(error: BaseException, function: str) -> bool:

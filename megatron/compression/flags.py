@@ -40,7 +40,6 @@ _FIELDS = {
     "--compression-error-bound": "error_bound",
     "--validate-uncompressed": "validate_uncompressed",
     "--compression-report": "report",
-    "--compression-report-baseline": "report_baseline",
 }
 """Flag -> field of ``CompressionConfig``, whose type, default and description are the flag's."""
 

@@ -88,7 +88,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     config = flags.resolve(args)
     preflight.check_evaluation(args)
     check_vocabulary(args, get_tokenizer().vocab_size)
-    check_report_directory(config.report, args.load is not None, config.report_baseline)
+    check_report_directory(config.report, args.load is not None)
     patches.use_shipped_helpers()
     patches.make_torch_adam_resumable()
     patches.fuse_torch_adam()
@@ -121,7 +121,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         log_interval=args.log_interval,
         settings=settings,
         directory=config.report,
-        baseline=config.report_baseline,
         train_iters=lambda: args.train_iters,
         writers=megatron_writers,
         small_hint=f"--tp-compression-min-mb {small:g}" if config.tensor_parallel.enabled else None,

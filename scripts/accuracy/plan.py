@@ -114,7 +114,7 @@ def make_plan(
     settings: list[str] | None,
     branch_settings: list[str] | None,
 ) -> list[Job]:
-    """The jobs of a plan: trial, scratch, branch, ending or campaign.
+    """The jobs of a plan: ending or campaign.
 
     Args:
         settings: for the runs from scratch and the endings; names or specs, see ``setting_of``.
@@ -123,31 +123,23 @@ def make_plan(
     Raises:
         ValueError: an unknown plan or setting.
     """
+    if name not in ("ending", "campaign"):
+        raise ValueError(f"unknown plan {name!r}; choose ending or campaign")
     without_base = lambda names: [n for n in names if n != "none"]  # noqa: E731
-    if name == "trial":
-        settings, branch_settings, seeds = settings or ["paper", "int6-signed"], [], 1
     chosen = without_base(settings or SCRATCH)
     of_branches = without_base(branch_settings if branch_settings is not None else BRANCHES)
     for one in (*chosen, *of_branches):
         setting_of(one)
     whole = scratch(["none", *chosen], range(seeds), steps)
-    if name == "scratch":
-        return whole
+    final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
+    if name == "ending":
+        late = [replace(job, save=dict([max(job.save.items())])) for job in whole[:seeds]]
+        return [*late, *final]
     first = branches(["none", *of_branches], [0], branch_steps)
     again = Job(f"{first[0].id}/again", "none", first[0].seed, branch_steps, first[0].start, kind="repeat")
-    final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
     often = [one for one in of_branches if branch_settings is not None or one in PAIRED]
     rest = branches(["none", *often], range(1, seeds), branch_steps)
-    late = [replace(job, save=dict([max(job.save.items())])) for job in whole[:seeds]]
-    plans = {
-        "ending": [*late, *final],
-        "trial": [*whole[:1], *first, again, *whole[1:]],
-        "branch": [*whole[:seeds], *first, *rest],
-        "campaign": [*whole[:seeds], *first, again, *final, *whole[seeds:], *rest],
-    }
-    if name not in plans:
-        raise ValueError(f"unknown plan {name!r}; choose trial, scratch, branch, ending or campaign")
-    return plans[name]
+    return [*whole[:seeds], *first, again, *final, *whole[seeds:], *rest]
 
 
 def cost_of(records: Sequence[dict]) -> Callable[[Job], float]:

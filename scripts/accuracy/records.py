@@ -1,4 +1,4 @@
-"""The records that ``run`` and ``true_runs`` write: reading them, and a small form to keep."""
+"""The records that ``run`` writes: reading them, and a small form to keep."""
 
 import json
 import statistics

@@ -32,7 +32,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
     parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
-    parser.add_argument("--plan", default="campaign", help="trial, scratch, branch, ending or campaign")
+    parser.add_argument("--plan", default="campaign", choices=("ending", "campaign"))
     parser.add_argument("--settings", nargs="*", help="for scratch and endings: names (settings.py) or specs")
     parser.add_argument("--branch-settings", nargs="*", help="for the branches")
     parser.add_argument("--steps", type=int, default=1232, help="of a run from scratch")

@@ -77,17 +77,6 @@ class Setting:
         specs = {way: getattr(self, way) for way in ("forward", "backward", *LEGS)}
         return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
 
-    @property
-    def flags(self) -> list[str]:
-        """Of a run of pretrain_gpt.py."""
-        flags = ["--sequence-parallel"] if self.sequence_parallel else []
-        if (self.forward, self.backward) == ("none", "none"):
-            return flags
-        if self.pipeline:
-            return ["--pp-compression", self.forward, "--pp-backward-compression", self.backward]
-        flags += ["--tp-compression", self.forward, "--tp-compression-min-mb", "0"]
-        return flags + ([] if self.backward == self.forward else ["--tp-backward-compression", self.backward])
-
     def as_dict(self) -> dict:
         """For JSON."""
         return asdict(self)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Tables, plots and the small JSON of the runs that ``run`` and ``true_runs`` made.
+"""Tables, plots and the small JSON of the runs that ``run`` made.
 
     python -m scripts.accuracy.summarise results/*.jsonl --out docs/results/accuracy
     python -m scripts.accuracy.summarise docs/results/accuracy/runs.json

@@ -123,16 +123,6 @@ def test_names_stand_for_specs_and_specs_for_themselves():
         setting_of("int7-nearest")
 
 
-def test_flags_of_settings():
-    assert setting_of("none").flags == []
-    common = ["--tp-compression-min-mb", "0"]
-    assert setting_of("int5655-signed").flags == [
-        *("--tp-compression", "int5/int6", *common),
-        *("--tp-backward-compression", "int5"),
-    ]
-    assert setting_of("paper-sp").flags == ["--sequence-parallel", "--tp-compression", "taco", *common]
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     """A tiny corpus of repeated patterns."""

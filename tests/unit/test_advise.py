@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,7 @@ from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, VOCABULARY
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _bench
-import bench_data_parallel
 import bench_end_to_end
-import bench_pipeline
 from _launch import parse_setting
 
 from scripts import predict_iterations
@@ -268,33 +265,18 @@ def test_measured_points(capsys, tmp_path):
     assert "no link 'carrier-pigeon'" in capsys.readouterr().err
 
 
-def test_benchmarks_write_points_that_can_be_predicted():
-    """The words of a run of each benchmark, as they stand in its JSON."""
-    for script, dimension, setting, more in (
-        (bench_data_parallel, "data", "sdp4bit", ["--global-batch-size", 8]),
-        (
-            bench_pipeline,
-            "pipeline",
-            "auto",
-            ["--pipeline-model-parallel-size", 2, "--num-layers", 2, "--bf16"],
-        ),
-    ):
-        options = Namespace(dimension=dimension, communicators=2, extra=["--seq-length", "1024"])
-        flags = [*_bench.MODEL.split(), *script.SHAPE.split(), *more]
-        check_prediction(options, setting, flags)
+def test_a_benchmark_writes_points_that_can_be_predicted():
+    """The words of a benchmark's run, as they stand in its JSON."""
     for layout in (
+        "--shape thin --pipeline-parallel 2",
+        "--shape 1.3b --data-parallel 2 --communicators 2 --seq-length 1024",
         "--tensor-parallel 2 --communicators 2",
         "--shape qwen2.5-7b --data-parallel 2",
         "--shape 13b --tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --sequence-parallel",
     ):
         options, flags, _ = bench_end_to_end.parse(layout.split())
-        check_prediction(options, f"{options.codecs[1]} --compression-start-iteration 0", flags)
-
-
-def check_prediction(options: Namespace, setting: str, flags: list) -> None:
-    """Of the words of a run with this setting, as they stand in a benchmark's JSON."""
-    words = _bench._words(options, parse_setting(setting), flags)
-    ranks = getattr(options, "ranks", 2)
-    point = {"regime": "ethernet", "ranks": ranks, "communicators": 2, "flags": shlex.join(map(str, words))}
-    found = predict_iterations.predicted(point, H200)
-    assert found.milliseconds > 50 and found.phases["codecs"] > 0
+        setting = parse_setting(f"{options.codecs[1]} --compression-start-iteration 0")
+        words = shlex.join(map(str, _bench._words(options, setting, flags)))
+        point = {"regime": "ethernet", "ranks": options.ranks, "communicators": 2, "flags": words}
+        found = predict_iterations.predicted(point, H200)
+        assert found.milliseconds > 50 and found.phases["codecs"] > 0

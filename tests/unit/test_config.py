@@ -57,7 +57,7 @@ def test_every_flag_reaches_its_field() -> None:
         --dp-compression int8 --dp-weight-compression int5
         --dp-error-feedback int8:average=0.5 --dp-compression-node-size 2 --compression-start-iteration 7
         --compression-transport collective --compression-communicators 3 --compression-error-bound 0.05
-        --validate-uncompressed --compression-report out --compression-report-baseline other"""
+        --validate-uncompressed --compression-report out"""
     config = _config(*flags.split(), use_distributed_optimizer=True)
     assert config == CompressionConfig(
         tensor_parallel=TensorParallelConfig(
@@ -74,7 +74,6 @@ def test_every_flag_reaches_its_field() -> None:
         error_bound=0.05,
         validate_uncompressed=True,
         report="out",
-        report_baseline="other",
     )
     assert _config("--caat-net-sync-fraction", "0.5").caat_net == CaatNetConfig(sync_fraction=0.5)
 
@@ -161,7 +160,6 @@ def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
         ({"error_bound": float("nan")}, "--compression-error-bound nan", "must be a relative error > 0"),
         ({"communicators": -1}, "--compression-communicators -1", ">= 1"),
         ({"transport": "pigeon"}, "--compression-transport pigeon", "choose one of auto"),
-        ({"report_baseline": "x"}, "--compression-report-baseline", "--compression-report DIR"),
     ],
 )
 def test_impossible_settings_of_all_dimensions(settings, flag, fix) -> None:

@@ -165,12 +165,6 @@ def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) 
         check_report_directory(str(tmp_path / "report"), resuming=False)
 
 
-def test_baseline_without_a_report_is_refused(tmp_path) -> None:
-    """The settings refuse one without a report to write it into (test_config.py)."""
-    with pytest.raises(CompressionConfigError, match=r"holds no report\.json; name the --compression-report"):
-        check_report_directory(str(tmp_path / "new"), resuming=False, baseline=str(tmp_path))
-
-
 def test_history_survives_a_full_disk(tmp_path, monkeypatch) -> None:
     """A row that could not be written is kept and written later, behind the half line that was left."""
     history, real = History(tmp_path), open
@@ -283,14 +277,17 @@ def _two_runs(tmp_path):
                     "tp.forward": {"compressed": {"sent": 1e6 * factor, "plain": 2e6}}
                 }
         report["history"] += [row | {"iteration": 3} for row in report["history"][-1:] if name == "run"]
-        write_report(report, tmp_path / name, tmp_path / "baseline" if name == "run" else None)
+        write_report(report, tmp_path / name)
     return tmp_path / "baseline", tmp_path / "run"
 
 
-def test_a_run_is_compared_with_its_baseline(tmp_path) -> None:
-    """Time, bytes, losses at the last iteration that both have, memory; and what was set otherwise."""
+def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
+    """Time, bytes, losses at the last iteration that both have, memory, and what was set otherwise, on the
+    screen; written with both curves where asked; one line for what is no report."""
     baseline, run = _two_runs(tmp_path)
-    page = (run / "report.md").read_text()
+    output = tmp_path / "new" / "comparison"
+    assert main([str(baseline), str(run), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
     for row in (
         "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |",
         "| bytes sent, tensor parallel (MB) | 2.000 | 1.000 | 2.000x fewer |",
@@ -300,18 +297,7 @@ def test_a_run_is_compared_with_its_baseline(tmp_path) -> None:
         "| peak memory of the process (MB) | 200 | 100 | -50.00% |",
         "Settings that differ: tensor_parallel.codec: none -> int6.",
     ):
-        assert row in page
-    stored = json.loads((run / "report.json").read_text())["baseline"]
-    assert stored["directory"] == str(baseline) and len(stored["comparison"]) == 7
-
-
-def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
-    """The same table on the screen; written with both curves where asked; one line for what is no report."""
-    baseline, run = _two_runs(tmp_path)
-    output = tmp_path / "new" / "comparison"
-    assert main([str(baseline), str(run), "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    assert "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |" in printed
+        assert row in printed
     assert printed.strip() in (output / "comparison.md").read_text()
     for name in ("loss.png", "time.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
@@ -323,13 +309,6 @@ def test_settings_that_only_one_run_has() -> None:
     """They differ too."""
     old, new = {"settings": {"a": 1, "b": 2}}, {"settings": {"b": 3, "c": 4}}
     assert different_settings(old, new) == ["a: 1 -> -", "b: 2 -> 3", "c: - -> 4"]
-
-
-def test_a_baseline_that_was_removed_loses_no_report(tmp_path) -> None:
-    """It is said, and the report stands without it."""
-    (line,) = write_report(_report(), tmp_path / "run", tmp_path / "gone")
-    assert "the report is not compared" in line
-    assert (tmp_path / "run" / "report.md").exists()
 
 
 def test_comparison_of_runs_without_figures(tmp_path) -> None:

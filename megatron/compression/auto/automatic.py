@@ -13,9 +13,8 @@ from megatron.compression.auto.check import Check
 from megatron.compression.auto.decision import Decision
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.compression import Compression
+from megatron.compression.config import SAME_RESULTS
 from megatron.compression.errors import CompressionConfigError
-
-_SAME_RESULTS = ("report", "report_baseline", "transport", "communicators")
 
 
 class Automatic:
@@ -45,7 +44,7 @@ class Automatic:
         self._check: Check | None = None
         self._built: list[torch.nn.Module] = []
         settings = self.config.asdict()
-        settings = {key: value for key, value in settings.items() if key not in _SAME_RESULTS}
+        settings = {key: value for key, value in settings.items() if key not in SAME_RESULTS}
         self._made_for = store.circumstances(args, settings)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -8,6 +8,10 @@ seeds or more are averaged, and what is better than uncompressed counts as 0.
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.compression.pipeline_parallel.config import RECOMMENDED as STAGES
+from megatron.compression.pipeline_parallel.config import RECOMMENDED_BACKWARD as STAGES_BACK
+from megatron.compression.tensor_parallel.config import RECOMMENDED as TENSOR
+
 BUDGET = 0.1
 """Percent, where ``--compression-loss-budget`` is not given."""
 
@@ -30,42 +34,40 @@ class Candidate:
         return ", back ".join(specs)
 
 
-def _tensor(loss: float, source: str, compression: str, backward: str | None = None) -> Candidate:
-    # All messages of a layer have one size, which is timed: no threshold is needed beside that.
-    more = () if backward is None else (("backward", backward),)
-    return Candidate((("compression", compression), *more, ("min_mb", 0.0)), loss, source)
-
-
-def _pipeline(loss: float, source: str, compression: str, backward: str | None = None) -> Candidate:
-    more = () if backward is None else (("backward", backward),)
-    return Candidate((("compression", compression), *more), loss, source)
+def _candidate(
+    loss: float, source: str, compression: str, backward: str | None = None, **more: Any
+) -> Candidate:
+    """``more``: further fields."""
+    back = {} if backward is None else {"backward": backward}
+    return Candidate(tuple({"compression": compression, **back, **more}.items()), loss, source)
 
 
 _NONE = "no bit changes"
 _ENDINGS = "docs/results/accuracy.md, the last quarter of training"
-_STAGES = "docs/results/pipeline_parallel.md, from scratch"
+_FROM_SCRATCH = "docs/results/pipeline_parallel.md, from scratch"
 _DENSE = "outliers=on,grid=quadratic"
-_BACK = "int6:group=32,scales=single,hadamard=off,outliers=on"
+_STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    # All messages of a layer have one size, which is timed: no threshold is needed beside that.
     "tensor_parallel": (
-        _tensor(0.085, _ENDINGS, "int6:outliers=on"),
-        _tensor(0.006, _ENDINGS, "int8:outliers=on"),
-        _tensor(0.092, _ENDINGS, f"int6:{_DENSE}", f"int5:{_DENSE}"),
-        _tensor(0.143, _ENDINGS, f"int5:{_DENSE}/int6:{_DENSE}", f"int5:{_DENSE}"),
-        _tensor(0.277, _ENDINGS, f"int5:{_DENSE}"),
-        _tensor(0.0, _NONE, "lossless"),
+        _candidate(0.085, _ENDINGS, TENSOR, min_mb=0.0),
+        _candidate(0.006, _ENDINGS, "int8:outliers=on", min_mb=0.0),
+        _candidate(0.092, _ENDINGS, f"int6:{_DENSE}", f"int5:{_DENSE}", min_mb=0.0),
+        _candidate(0.143, _ENDINGS, f"int5:{_DENSE}/int6:{_DENSE}", f"int5:{_DENSE}", min_mb=0.0),
+        _candidate(0.277, _ENDINGS, f"int5:{_DENSE}", min_mb=0.0),
+        _candidate(0.0, _NONE, "lossless", min_mb=0.0),
     ),
     "data_parallel": (
         # seeds -0.01 and +0.21 %; "lossless" and "sdp4bit" compress the distributed optimizer's weights too
-        Candidate((("compression", "sdp4bit"),), 0.10, "docs/results/data_parallel.md, from scratch"),
-        Candidate((("compression", "lossless"),), 0.0, _NONE),
+        _candidate(0.10, "docs/results/data_parallel.md, from scratch", "sdp4bit"),
+        _candidate(0.0, _NONE, "lossless"),
     ),
     "pipeline_parallel": (
-        _pipeline(0.015, _STAGES, "int6:group=64,scales=single,normalize=standardize,outliers=on", _BACK),
-        _pipeline(0.21, _STAGES, "int5:group=64,scales=single,normalize=standardize,outliers=on", _BACK),
-        _pipeline(0.401, _ENDINGS, "int4:group=32,normalize=standardize,outliers=on", _BACK),
-        _pipeline(0.0, _NONE, "lossless"),
+        _candidate(0.015, _FROM_SCRATCH, f"int6:group=64,{_STANDARDIZED}", STAGES_BACK),
+        _candidate(0.21, _FROM_SCRATCH, f"int5:group=64,{_STANDARDIZED}", STAGES_BACK),
+        _candidate(0.401, _ENDINGS, STAGES, STAGES_BACK),
+        _candidate(0.0, _NONE, "lossless"),
     ),
     # "expert_parallel" and "context_parallel": an entry here, their messages in messages.py and how one of
     # them is sent in timing.py.

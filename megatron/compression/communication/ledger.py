@@ -136,11 +136,11 @@ class Ledger:
                 totals[traffic][kind] = (sent + tally.sent, plain + tally.plain)
         return totals
 
-    def between_nodes(self, phase: str = "train") -> dict[str, tuple[int, int]]:
-        """``{traffic: (sent, plain)}`` of what is known to have crossed nodes since the start."""
+    def between_nodes(self) -> dict[str, tuple[int, int]]:
+        """``{traffic: (sent, plain)}`` of what training is known to have sent to other nodes so far."""
         totals = dict.fromkeys(TRAFFIC, (0, 0))
-        for (tally_phase, traffic, _, _, link), tally in self.tallies.items():
-            if tally_phase == phase and link == "inter":
+        for (phase, traffic, _, _, link), tally in self.tallies.items():
+            if phase == "train" and link == "inter":
                 sent, plain = totals[traffic]
                 totals[traffic] = (sent + tally.sent, plain + tally.plain)
         return totals

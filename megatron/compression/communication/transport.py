@@ -51,15 +51,7 @@ class TorchTransport:
 
         Returns: uint8 ``[W, bytes]``, row r from rank r once the handle has been waited for.
         """
-        received = torch.empty_like(payloads)
-        self._report("all_to_all", payloads.numel())
-        if len(self.groups) == 1:
-            return received, dist.all_to_all_single(received, payloads, group=self.group, async_op=True)
-        parts, works = [], []
-        for group, part in zip(self.groups, payloads.tensor_split(len(self.groups), dim=1), strict=True):
-            parts.append(torch.empty_like(part, memory_format=torch.contiguous_format))
-            works.append(dist.all_to_all_single(parts[-1], part.contiguous(), group=group, async_op=True))
-        return received, shared_between(received, parts, works)
+        return self.all_to_all_rows(payloads, None, None)
 
     def all_to_all_rows(
         self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
@@ -72,41 +64,38 @@ class TorchTransport:
         """
         received = rows.new_empty((len(rows) if came is None else sum(came), rows.shape[1]))
         self._report("all_to_all", rows.nbytes)
-        if len(self.groups) == 1:
-            return received, _send_rows(received, rows, to, came, self.group)
-        parts, works = [], []
-        for group, part in zip(self.groups, rows.tensor_split(len(self.groups), dim=1), strict=True):
-            parts.append(rows.new_empty((len(received), part.shape[1])))
-            works.append(_send_rows(parts[-1], part, to, came, group))
-        return received, shared_between(received, parts, works)
+        sizes = {"output_split_sizes": came, "input_split_sizes": to}
+
+        def start(received: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+            return dist.all_to_all_single(received, rows.contiguous(), **sizes, group=group, async_op=True)
+
+        return received, self._start(start, received, rows)
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
         """Start to gather uint8 ``[bytes]`` of every rank into uint8 ``[W, bytes]``."""
         gathered = payload.new_empty((self.world_size, payload.numel()))
         self._report("all_gather", gathered.numel())
+
+        def start(gathered: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+            return dist.all_gather_into_tensor(gathered.view(-1), payload, group=group, async_op=True)
+
+        return gathered, self._start(start, gathered, payload)
+
+    def _start(
+        self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor
+    ) -> Work | dist.Work:
+        """``start(whole, x, group)``, or the same for a share of the last dimension on each communicator."""
         if len(self.groups) == 1:
-            flat = gathered.view(-1)
-            return gathered, dist.all_gather_into_tensor(flat, payload, group=self.group, async_op=True)
+            return start(whole, x, self.group)
         parts, works = [], []
-        for group, part in zip(self.groups, payload.tensor_split(len(self.groups)), strict=True):
-            parts.append(payload.new_empty((self.world_size, part.numel())))
-            works.append(dist.all_gather_into_tensor(parts[-1].view(-1), part, group=group, async_op=True))
-        return gathered, shared_between(gathered, parts, works)
+        for group, share in zip(self.groups, x.tensor_split(len(self.groups), dim=-1), strict=True):
+            parts.append(whole.new_empty((len(whole), share.shape[-1])))
+            works.append(start(parts[-1], share, group))
+        return shared_between(whole, parts, works)
 
     def _report(self, operation: str, buffer_bytes: int) -> None:
         if self.on_send is not None:
             self.on_send(operation, bytes_sent(operation, buffer_bytes, self.world_size))
-
-
-def _send_rows(
-    received: torch.Tensor,
-    rows: torch.Tensor,
-    to: Sequence[int] | None,
-    came: Sequence[int] | None,
-    group: dist.ProcessGroup,
-) -> dist.Work:
-    sizes = {"output_split_sizes": came, "input_split_sizes": to}
-    return dist.all_to_all_single(received, rows.contiguous(), **sizes, group=group, async_op=True)
 
 
 def shared_between(whole: torch.Tensor, parts: list[torch.Tensor], works: list[dist.Work]) -> Work:

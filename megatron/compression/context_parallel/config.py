@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
@@ -41,11 +41,7 @@ class ContextParallelConfig(SentOnce):
                 "values on in a ring of its own, out of a codec's reach; add that flag, or drop "
                 f"{self.flag}"
             )
-        if args.cuda_graph_impl != "none":
-            raise CompressionConfigError(
-                f"{self.flag} chooses and counts on the host at each message, which a replayed graph leaves "
-                f"out; drop --cuda-graph-impl or {self.flag}"
-            )
+        refuse_cuda_graphs(args, self.flag)
 
     def describe(self) -> str:
         """For the log: what travels how."""

@@ -9,7 +9,13 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
 from megatron.compression.data_parallel.error_feedback import parse_error_feedback
 from megatron.compression.data_parallel.presets import PRESETS
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
+from megatron.compression.dimension import (
+    Dimension,
+    codec_of,
+    refuse_cuda_graphs,
+    refuse_flags,
+    refuse_fp16,
+)
 from megatron.compression.errors import CompressionConfigError, naming
 
 # Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
@@ -157,11 +163,7 @@ class DataParallelConfig(Dimension):
                 "--tensor-parallel-num-weight-shards spreads data-parallel ranks over another group as well, "
                 "which is not covered; drop it or --dp-compression"
             )
-        if getattr(args, "cuda_graph_impl", "none") != "none":
-            raise CompressionConfigError(
-                "--dp-compression chooses and counts on the host, which a replayed graph leaves out; drop "
-                "--cuda-graph-impl or --dp-compression"
-            )
+        refuse_cuda_graphs(args, self.flag)
         if self.weight_codec is not None:
             _check_weights(args)
         if self.feedback != "none":

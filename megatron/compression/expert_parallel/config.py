@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import SentOnce, refuse_flags
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
@@ -45,11 +45,7 @@ class ExpertParallelConfig(SentOnce):
                 f"{self.flag} given, but the model has no experts; add --num-experts, or drop it"
             )
         refuse_flags(args, _REFUSED, f"drop one of the two, or {self.flag}")
-        if args.cuda_graph_impl != "none":
-            raise CompressionConfigError(
-                f"{self.flag} counts and chooses on the host, which a replayed graph leaves out; drop "
-                f"--cuda-graph-impl or {self.flag}"
-            )
+        refuse_cuda_graphs(args, self.flag)
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(

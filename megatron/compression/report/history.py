@@ -10,19 +10,14 @@ HISTORY_FILE = "history.jsonl"
 REPORT_FILE = "report.json"
 
 
-def check_report_directory(directory: str | None, resuming: bool, baseline: str | None = None) -> None:
+def check_report_directory(directory: str | None, resuming: bool) -> None:
     """Make the report's folder, and refuse what would end a run later or mix two runs.
 
     Args:
         resuming: whether an earlier part of this run may be there.
     Raises: CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
-    history; the baseline holds no report.
+    history.
     """
-    if baseline is not None and not (Path(baseline) / REPORT_FILE).is_file():
-        raise CompressionConfigError(
-            f"--compression-report-baseline {baseline} holds no {REPORT_FILE}; name the --compression-report "
-            "folder of a finished run"
-        )
     if directory is None:
         return
     path = Path(directory)

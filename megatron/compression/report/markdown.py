@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC
-from megatron.compression.report.compare import MEMORY, compare, comparison_markdown, load_report, table
+from megatron.compression.report.compare import MEMORY, table
 from megatron.compression.report.history import REPORT_FILE
 from megatron.compression.report.memory import largest
 from megatron.compression.report.plots import draw_report
@@ -14,7 +14,7 @@ MASSIVE = 100
 """Times the median from where a value is called massive: it then raises a group's error noticeably."""
 
 
-def write_report(report: dict, directory: Path, baseline: Path | None = None) -> list[str]:
+def write_report(report: dict, directory: Path) -> list[str]:
     """Write the report into ``directory``, replacing an earlier rendering of the same run.
 
     Args:
@@ -25,18 +25,10 @@ def write_report(report: dict, directory: Path, baseline: Path | None = None) ->
     directory.mkdir(parents=True, exist_ok=True)
     report = {**report, "memory": largest(report.get("memory_by_rank", []))}
     report["summary"] = summarize(report)
-    other, said = None, massive_sites(report["errors"])
-    if baseline is not None:
-        try:
-            other = load_report(baseline)
-            report["baseline"] = {"directory": str(baseline), "comparison": compare(other, report)}
-        except (OSError, ValueError, KeyError) as error:
-            said.append(f"the report is not compared: {baseline / REPORT_FILE} cannot be read ({error})")
     _replace(directory / REPORT_FILE, json.dumps(report, indent=1) + "\n")
-    pictures, why_none = draw_report(report, directory, other)
-    said += [why_none] if why_none else []
-    _replace(directory / "report.md", _markdown(report, other, pictures, why_none))
-    return said
+    pictures, why_none = draw_report(report, directory)
+    _replace(directory / "report.md", _markdown(report, pictures, why_none))
+    return massive_sites(report["errors"]) + ([why_none] if why_none else [])
 
 
 def _replace(path: Path, text: str) -> None:
@@ -46,12 +38,9 @@ def _replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _markdown(report: dict, baseline: dict | None, pictures: list[str], why_none: str | None) -> str:
+def _markdown(report: dict, pictures: list[str], why_none: str | None) -> str:
     summary = report["summary"]
     lines = ["# Communication report", ""]
-    if baseline is not None:
-        where = report["baseline"]["directory"]
-        lines += [f"## Against {where}", "", *comparison_markdown(baseline, report), ""]
     if decided := report["settings"].get("auto"):
         lines += ["## What --compression auto decided", "", *decided["table"], ""]
     lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]

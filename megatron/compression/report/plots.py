@@ -8,13 +8,13 @@ from megatron.compression.report.log_line import MB, dimension_total
 from megatron.compression.report.summary import evaluations, loss_of, mean_bytes, training_rows
 
 
-def draw_report(report: dict, directory: Path, baseline: dict | None = None) -> tuple[list[str], str | None]:
+def draw_report(report: dict, directory: Path) -> tuple[list[str], str | None]:
     """Draw loss.png, time.png, bytes.png and error.png, as far as there is something to draw.
 
     Returns: The files written, and why there is none.
     """
     pictures = {"loss.png": _losses, "time.png": _times, "bytes.png": _bytes, "error.png": _errors}
-    return _draw(pictures, report, directory, baseline)
+    return _draw(pictures, report, directory, None)
 
 
 def draw_comparison(baseline: dict, run: dict, directory: Path) -> tuple[list[str], str | None]:

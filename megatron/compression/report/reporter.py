@@ -41,7 +41,6 @@ class Reporter:
         log_interval: int,
         settings: dict[str, Any],
         directory: str | None,
-        baseline: str | None = None,
         train_iters: Callable[[], int | None] | None = None,
         writers: Callable[[], Writers] | None = None,
         small_hint: str | None = None,
@@ -52,7 +51,6 @@ class Reporter:
         self.log_interval = log_interval
         self.settings = settings
         self.directory = Path(directory) if directory else None
-        self.baseline = Path(baseline) if baseline else None
         self.train_iters = train_iters or (lambda: None)
         self.writers = writers or Writers
         self.small_hint = small_hint
@@ -145,7 +143,7 @@ class Reporter:
             "memory_by_rank": [part["memory"] for part in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
-        for line in write_report(report, self.directory, self.baseline):
+        for line in write_report(report, self.directory):
             print(f" compression: {line}", flush=True)
 
     def _reduce(self) -> tuple[dict, dict, list[torch.Tensor]]:

@@ -1,0 +1,14 @@
+# What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
+# shellcheck shell=bash disable=SC2034
+
+: "${TP:=1}" "${PP:=1}" "${VOCAB_SIZE:=50257}" "${LR_DECAY_ITERS:=$TRAIN_ITERS}"
+: "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=100}" "${EVAL_ITERS:=10}" "${SAVE_INTERVAL:=2000}" "${SPLIT:=949,50,1}"
+: "${CHECKPOINT_PATH=checkpoints/$RUN}" "${TENSORBOARD_LOGS_PATH=tensorboard/$RUN}"
+
+train_published_qwen() { # MODEL by name, with these settings; further arguments
+    export QWEN_MODEL=${MODEL#qwen} TP PP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
+    export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS PRECISION
+    [ -z "${GPUS_PER_NODE:-}" ] || export GPUS_PER_NODE
+    unset VOCAB_SIZE # the model's own
+    "$REPO/examples/qwen/pretrain_qwen_taco.sh" "$@"
+}
