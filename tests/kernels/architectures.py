@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from taco_kernels.common import device as devices
-from taco_kernels.common import fast_launch
+from taco_kernels.common import fast_launch, tuned
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory import collectives, matrices
 from taco_kernels.taco import launch as taco
@@ -98,8 +98,8 @@ def device_of(architecture: int) -> Device:
 def _forget() -> None:
     """Launches that were prepared for another device."""
     fast_launch._launches.clear()
-    plans = (taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode)
-    for cached in (*plans, collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
+    tuned.forget()
+    for cached in (collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
         cached.cache_clear()
 
 
@@ -180,7 +180,10 @@ def kernels_of(settings: Iterable[Setting], architecture: int) -> list[Kernel]:
             before = len(compiled)
             setting.call()
             for source, options in compiled[before:]:
-                text = f"{architecture} {source.hash()} {sorted(options.items())}"
+                told = sorted(
+                    (name, value) for name, value in options.items() if name != "extern_libs"
+                )  # paths
+                text = f"{architecture} {source.hash()} {told}"
                 key = hashlib.sha256(text.encode()).hexdigest()[:16]
                 kernel = Kernel(key, setting.family, setting.name, architecture, source, options)
                 rows[kernel.row].append(kernel)
