@@ -1,5 +1,6 @@
 """What a launch needs to know of its device, and how a kernel is run on it."""
 
+import logging
 import os
 from functools import lru_cache
 from typing import NamedTuple
@@ -73,6 +74,7 @@ def device_number(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     own = properties.major, properties.minor
     if wanted := os.environ.get(AS_IF):
+        logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
         return Device(properties.multi_processor_count, played(wanted, own), False)
     return Device(properties.multi_processor_count, own, False, properties.name)
 
