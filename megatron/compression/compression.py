@@ -15,6 +15,7 @@ import torch
 
 from megatron.compression import patches
 from megatron.compression.caat_net import hooks as caat_net
+from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.bounded_run import BoundedRun
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
@@ -101,6 +102,8 @@ class Compression:
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the chunks that DDP has wrapped. Collective."""
+        if line := fp8_in_software(c for rule in self.run.policy.rules.values() for c in rule.codecs):
+            self._say(f"compression: {line}")
         for follow in self._when_attached:
             follow(chunks)
         return self.gradients.attach(chunks)

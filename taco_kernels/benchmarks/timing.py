@@ -1,6 +1,7 @@
 """Timing on the device: graph replays over rotating buffers, medians; and a copy, to compare with."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+
+from taco_kernels.common.device import AS_IF
 
 TILE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -96,6 +99,7 @@ def report(rows: list[dict], columns: dict[str, str], path: Path | None) -> None
     if not rows:
         return
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    machine |= {"as if": os.environ[AS_IF]} if os.environ.get(AS_IF) else {}
     machine |= {"triton": triton.__version__, "python": platform.python_version()}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))

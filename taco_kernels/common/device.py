@@ -1,9 +1,14 @@
 """What a launch needs to know of its device, and how a kernel is run on it."""
 
+import logging
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
+AS_IF = "TACO_KERNELS_AS_IF"
+"""Environment variable, for tests and benchmarks: launches choose as on this architecture, 89 of sm_89."""
 
 
 class Tuning(NamedTuple):
@@ -32,6 +37,8 @@ class Device(NamedTuple):
     capability: tuple[int, int]
     """Compute capability; (0, 0) under the interpreter."""
     interpret: bool
+    name: str = ""
+    """Of the GPU; empty where it is another's part that is played."""
 
     @property
     def hardware_fp8(self) -> bool:
@@ -65,7 +72,21 @@ def device_number(index: int) -> Device:
     if index < 0:
         return Device(multiprocessors=4, capability=(0, 0), interpret=True)
     properties = torch.cuda.get_device_properties(index)
-    return Device(properties.multi_processor_count, (properties.major, properties.minor), False)
+    own = properties.major, properties.minor
+    if wanted := os.environ.get(AS_IF):
+        logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
+        return Device(properties.multi_processor_count, played(wanted, own), False)
+    return Device(properties.multi_processor_count, own, False, properties.name)
+
+
+def played(wanted: str, own: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability that AS_IF names; ValueError unless a device of ``own`` can run its kernels."""
+    number = wanted.removeprefix("sm_")
+    capability = divmod(int(number), 10) if number.isdecimal() else (0, 0)
+    if capability < (8, 0) or min(capability, (8, 9)) > own:  # what kernels are written for comes with 8.9
+        mine = "".join(map(str, own))
+        raise ValueError(f"{AS_IF}={wanted}: give 80 to 120, such as 89, and no more than sm_{mine} can do")
+    return capability
 
 
 def device_for(tensor: torch.Tensor) -> Device:

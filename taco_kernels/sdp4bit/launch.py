@@ -5,6 +5,7 @@ import torch
 from taco_kernels.common.device import Device, Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.kernels import (
     add_kernel,
@@ -15,7 +16,7 @@ from taco_kernels.sdp4bit.kernels import (
 )
 from taco_kernels.sdp4bit.layout import HADAMARD_POINTS, GroupFormat, check_rows, check_wires
 from taco_kernels.sdp4bit.reference import new_wires
-from taco_kernels.sdp4bit.spec import make_rotation, make_tile
+from taco_kernels.sdp4bit.spec import Tile, make_rotation, make_tile
 
 TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one program a tile
     "quantize": Tuning(8192, 4, 4, 2),
@@ -37,6 +38,24 @@ def tuning_for(operation: str, device: Device) -> Tuning:
     return tuning
 
 
+@planned()
+def _tiled(
+    operation: str, format: GroupFormat, result: torch.dtype | GroupFormat, device: Device
+) -> tuple[Tuning, Tile]:
+    """How it is run, and its tiles of ``format``; ``result``: type of the values, or the new format."""
+    tuning = tuned(device, tuning_for(operation, device), operation, format, result)
+    values, least = tuning.tile, format.group_size  # a tile is a group at least
+    if operation == "quantize" and result == torch.float32 and format.hadamard:
+        values //= (
+            2  # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
+        )
+    elif operation == "sum_dequantize":
+        least = HADAMARD_POINTS
+    elif isinstance(result, GroupFormat):
+        least = result.group_size
+    return tuning, make_tile(format, max(values, least), device.interpret)
+
+
 def check_aligned(wires: torch.Tensor, name: str) -> None:
     """Raise ValueError unless kernels can read and write wires with 16-byte accesses."""
     if wires.data_ptr() % ALIGNMENT:
@@ -56,10 +75,7 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     if out.numel() == 0:
         return out
     device, groups = device_for(x), format.groups(numel)
-    tuning = tuning_for("quantize", device)
-    # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
-    values = tuning.tile // 2 if x.dtype == torch.float32 and format.hadamard else tuning.tile
-    tile = make_tile(format, max(values, format.group_size), device.interpret)
+    tuning, tile = _tiled("quantize", format, x.dtype, device)
     tiles = ceil_div(groups, tile.R.value) * rows
     start(
         quantize_kernel,
@@ -90,8 +106,8 @@ def quantize_difference(
     check_aligned(out, "out")
     if numel == 0:
         return out
-    tuning, device, groups = TUNING["quantize_difference"], device_for(new), format.groups(numel)
-    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    groups = format.groups(numel)
+    tuning, tile = _tiled("quantize_difference", format, new.dtype, device_for(new))
     start(
         difference_kernel,
         (ceil_div(groups, tile.R.value),),
@@ -116,13 +132,12 @@ def sum_dequantize(
     check_aligned(wires, "wires")
     if out.numel() == 0:
         return out
-    tuning, device = TUNING["sum_dequantize"], device_for(wires)
-    blocks = make_tile(format, tuning.tile, device.interpret)
+    tuning, blocks = _tiled("sum_dequantize", format, out.dtype, device_for(wires))
     for begin in range(0, rows, MOST_ROWS):
         part = out[begin : begin + MOST_ROWS]
         start(
             sum_kernel,
-            (ceil_div(numel, tuning.tile), len(part)),
+            (ceil_div(numel, blocks.N.value * HADAMARD_POINTS), len(part)),
             (wires[:, begin:] if begin else wires, part),
             (numel, format.groups(numel), float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
             S=senders,
@@ -148,10 +163,9 @@ def sum_requantize(
     check_aligned(out, "out")
     if out.numel() == 0:
         return out
-    tuning, device = TUNING["sum_requantize"], device_for(wires)
-    values = max(tuning.tile, target.group_size)
-    source = make_tile(format, values, device.interpret)
-    result = make_tile(target, values, device.interpret)
+    device = device_for(wires)
+    tuning, source = _tiled("sum_requantize", format, target, device)
+    result = make_tile(target, source.N.value * HADAMARD_POINTS, device.interpret)
     for begin in range(0, rows, MOST_ROWS):
         part = out[begin : begin + MOST_ROWS]
         start(
@@ -180,8 +194,7 @@ def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Ten
     if weights.numel() == 0:
         return weights
     device, groups = device_for(wires), format.groups(numel)
-    tuning = tuning_for("add_dequantized", device)
-    tile = make_tile(format, max(tuning.tile, format.group_size), device.interpret)
+    tuning, tile = _tiled("add_dequantized", format, weights.dtype, device)
     start(
         add_kernel,
         device.grid(ceil_div(groups, tile.R.value) * rows, tuning),

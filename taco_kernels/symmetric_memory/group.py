@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from taco_kernels.common.dispatch import AMD
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
 from taco_kernels.symmetric_memory.order import queue_current_stream, timeout_of
@@ -55,6 +56,8 @@ def _view() -> dict:
     """What the other ranks need to know of this one's device."""
     if not torch.cuda.is_available():
         return {"problem": "no CUDA device"}
+    if AMD:
+        return {"problem": "the GPU is AMD's; the kernels are for NVIDIA's"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if (properties.major, properties.minor) < (8, 0):
         return {"problem": f"{properties.name} is older than sm_80"}

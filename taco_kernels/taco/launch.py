@@ -1,7 +1,6 @@
 """Launching the codec kernels: argument checks, strides, tile sizes. Same signatures as reference.py."""
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import triton
 from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device, Tuning, device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.taco.kernels import (
     decode_kernel,
     decode_sum_encode_kernel,
@@ -103,6 +103,13 @@ def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: in
     return tuning._replace(tile=tile, programs=programs, registers=None)
 
 
+def _tuning(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
+    """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
+    shipped = tuning_for(operation, config, device)
+    rows = tuning_for_rows(shipped, config, groups, chunks)
+    return rows if rows != shipped else tuned(device, shipped, operation, config)
+
+
 def layout_of(x: torch.Tensor) -> Layout:
     """What ``rows_of`` needs to know of x: sizes and strides, or None where x is contiguous."""
     return None if x.is_contiguous() else (x.shape, x.stride())
@@ -189,7 +196,7 @@ def encode(
     return out
 
 
-@lru_cache(maxsize=PLANS)
+@planned(PLANS)
 def _plan_encode(
     config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int
 ) -> Plan:
@@ -208,7 +215,7 @@ def _plan_encode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_for_rows(tuning_for("encode", config, device), config, groups, chunks)
+    tuning = _tuning("encode", config, device, groups, chunks)
     spec = spec_of(config, device, tuning)
     tiles = ceil_div(groups, spec.R.value) * chunks
     launch = fast_launch.Launch(
@@ -266,7 +273,7 @@ def _decoded(plan, wires, config, shape, dtype, out, operation) -> torch.Tensor:
     return target
 
 
-@lru_cache(maxsize=PLANS)
+@planned(PLANS)
 def _plan_decode(
     operation: str, config: CodecConfig, numel: int, layout: Layout, wires: Wires, index: int
 ) -> Plan:
@@ -282,7 +289,7 @@ def _plan_decode(
     groups = chunk // config.group_size
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = tuning_for_rows(tuning_for(operation, config, device), config, groups, chunks)
+    tuning = _tuning(operation, config, device, groups, chunks)
     spec = spec_of(config, device, tuning)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
     constants = dict(FLAGS=flags, C=spec, **tuning.options)
@@ -322,7 +329,7 @@ def decode_sum_encode(
     return out
 
 
-@lru_cache(maxsize=PLANS)
+@planned(PLANS)
 def _plan_decode_sum_encode(
     config: CodecConfig, config_out: CodecConfig, numel: int, wires: Wires, out: Wires | None, index: int
 ) -> Plan:
@@ -337,7 +344,8 @@ def _plan_decode_sum_encode(
     groups = chunk // config.group_size
     check_groups(groups)
     device = device_number(index)
-    tuning = tuning_for("decode_sum_encode", config, device)
+    shipped = tuning_for("decode_sum_encode", config, device)
+    tuning = tuned(device, shipped, "decode_sum_encode", config, *[config_out] * (config_out != config))
     spec = spec_of(config, device, tuning)
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,

@@ -1,18 +1,28 @@
 """Every kernel compiled ahead of time, as its launch would have it on GPUs that are not here.
 
-    python -m tests.kernels.architectures                          # everything: hours on one core
-    python -m tests.kernels.architectures --arch 86 --every 20     # one setting of twenty
+    python -m tests.kernels.architectures --arch 86 --jobs 8 --minutes 60      # go on where --results ends
+    python -m tests.kernels.architectures --only "encode .* 512" --minutes 0   # the table of what is there
 
-``ptxas`` comes with Triton. What is counted: bytes of shared memory a program, registers a thread, loads and
-stores of spilled registers (LDL, STL), all and those between a backward branch and its target.
+10,000 kernels an architecture, some five seconds each: they are drawn, so that whatever has been compiled is
+a sample of all. ``ptxas`` comes with Triton. What is counted: bytes of shared memory a program, registers a
+thread, loads and stores of spilled registers (LDL, STL), all and those between a backward branch and its
+target.
 """
 
 import argparse
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
 import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from taco_kernels.common import device as devices
-from taco_kernels.common import fast_launch
+from taco_kernels.common import fast_launch, tuned
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory import collectives, matrices
 from taco_kernels.taco import launch as taco
@@ -88,8 +98,8 @@ def device_of(architecture: int) -> Device:
 def _forget() -> None:
     """Launches that were prepared for another device."""
     fast_launch._launches.clear()
-    plans = (taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode)
-    for cached in (*plans, collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
+    tuned.forget()
+    for cached in (collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
         cached.cache_clear()
 
 
@@ -144,30 +154,127 @@ def usages(setting: Setting, architecture: int, kernel: str = "") -> list[Usage]
     return [usage_of(*found, architecture) for found in compiled if kernel in found[0].fn.__name__]
 
 
+class Kernel(NamedTuple):
+    """What is to be compiled."""
+
+    key: str
+    """Of all that the compiler is given."""
+    family: str
+    setting: str
+    """The first that launches it."""
+    architecture: int
+    source: object
+    options: dict
+
+    @property
+    def row(self) -> tuple[int, str]:
+        """Of the table."""
+        return self.architecture, f"{self.family} {self.source.fn.__name__.removesuffix('_kernel')}"
+
+
+def kernels_of(settings: Iterable[Setting], architecture: int) -> list[Kernel]:
+    """What ``settings`` launch, in an order whose beginnings hold of each kernel the root of its number."""
+    rows: dict[tuple, list[Kernel]] = defaultdict(list)
+    with pretended(architecture) as compiled:
+        for setting in settings:
+            before = len(compiled)
+            setting.call()
+            for source, options in compiled[before:]:
+                told = sorted(
+                    (name, value) for name, value in options.items() if name != "extern_libs"
+                )  # paths
+                text = f"{architecture} {source.hash()} {told}"
+                key = hashlib.sha256(text.encode()).hexdigest()[:16]
+                kernel = Kernel(key, setting.family, setting.name, architecture, source, options)
+                rows[kernel.row].append(kernel)
+    order = random.Random(architecture)
+    places = [
+        ((place + order.random()) / math.sqrt(len(row)), kernel)
+        for row in rows.values()
+        for place, kernel in enumerate(order.sample(row, len(row)))
+    ]
+    return [kernel for _, kernel in sorted(places, key=lambda found: found[0])]
+
+
+_kernels: list[Kernel] = []
+"""What the processes of ``compile_all`` find when they are forked: sources cannot be sent."""
+
+
+def line_of(place: int) -> dict:
+    """The results' line of a kernel of ``_kernels``; ``error`` where the compiler gave up."""
+    kernel = _kernels[place]
+    line = {"key": kernel.key, "family": kernel.family, "setting": kernel.setting}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # a kernel's intermediate files are megabytes
+        try:
+            return line | usage_of(kernel.source, kernel.options, kernel.architecture)._asdict()
+        except Exception as error:
+            return line | {"architecture": kernel.architecture, "error": f"{type(error).__name__}: {error}"}
+
+
+def compile_all(kernels: list[Kernel], path: Path, jobs: int, minutes: float) -> None:
+    """Add a line to ``path`` for each of ``kernels``, until the time is over."""
+    _kernels[:] = kernels
+    end, began, running = time.monotonic() + 60 * minutes, 0, []
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=50) as pool, path.open("a") as file:
+        while True:
+            while began < len(kernels) and len(running) < 2 * jobs and time.monotonic() < end:
+                running.append(pool.apply_async(line_of, (began,)))
+                began += 1
+            if not running:
+                return
+            line = running.pop(0).get()
+            print(json.dumps(line), file=file, flush=True)
+            if "error" in line or line["looped"] or not usage_in(line).programs:
+                print(line, flush=True)
+
+
+def usage_in(line: dict) -> Usage:
+    """The usage in a line of the results."""
+    return Usage(**{name: line[name] for name in Usage._fields})
+
+
+def table(kernels: list[Kernel], lines: dict[str, dict]) -> Iterator[str]:
+    """Markdown: of each architecture and kernel what there is, what was compiled, what it takes."""
+    yield "| sm | kernel | of | compiled | fail | do not fit | spill in loops | registers | KiB | programs |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    rows: dict[tuple, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        rows[kernel.row].append(kernel)
+    for (architecture, name), row in rows.items():
+        found = [lines[kernel.key] for kernel in row if kernel.key in lines]
+        usages = [usage_in(line) for line in found if "error" not in line]
+        counts = len(row), len(found), len(found) - len(usages)
+        counts += sum(not u.programs for u in usages), sum(u.looped > 0 for u in usages)
+        cells = [architecture, name, *counts]
+        if usages:
+            registers, programs = [u.registers for u in usages], [u.programs for u in usages]
+            cells.append(f"{min(registers)} - {max(registers)}")
+            cells.append(round(max(u.shared for u in usages) / KIB))
+            cells.append(f"{min(programs)} - {max(programs)}")
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
 def main() -> None:
-    """Print a line a kernel and a table."""
+    """Compile what is not in the results yet, say what does not fit, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--arch", default="80,86,89,90,100,120")
-    parser.add_argument("--every", type=int, default=1, help="one setting in so many, drawn")
     parser.add_argument("--only", default="", help="settings whose name has this regular expression")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="compile so long at most")
+    parser.add_argument("--results", type=Path, default=Path("architectures.jsonl"), help="what is there")
     options = parser.parse_args()
-    found = [s for s in every_setting() if re.search(options.only, f"{s.family} {s.name}")]
-    for architecture in map(int, options.arch.split(",")):
-        settings = random.Random(architecture).sample(found, -(-len(found) // options.every))
-        rows: dict[str, list[Usage]] = {}
-        for setting in settings:
-            for usage in usages(setting, architecture):
-                rows.setdefault(f"{setting.family} {usage.kernel}", []).append(usage)
-                fields = [f"{k}={v}" for k, v in usage._asdict().items()]
-                print(f"{setting.name}:", *fields, f"programs={usage.programs}", flush=True)
-        for name, row in rows.items():
-            registers, programs = [u.registers for u in row], [u.programs for u in row]
-            print(
-                f"| {architecture} | {name} | {len(row)} | {sum(p > 0 for p in programs)} "
-                f"| {sum(u.looped > 0 for u in row)} | {min(registers)} - {max(registers)} "
-                f"| {max(u.shared for u in row)} | {min(programs)} - {max(programs)} |",
-                flush=True,
-            )
+    settings = [s for s in every_setting() if re.search(options.only, f"{s.family} {s.name}")]
+    architectures = [int(text) for text in options.arch.split(",")]
+    found = [kernels_of(settings, architecture) for architecture in architectures]
+    kernels = [kernel for turn in itertools.zip_longest(*found) for kernel in turn if kernel is not None]
+    options.results.touch()
+    lines = {line["key"]: line for line in map(json.loads, options.results.read_text().splitlines())}
+    missing = [kernel for kernel in kernels if kernel.key not in lines]
+    if missing and options.minutes:
+        compile_all(missing, options.results, options.jobs, options.minutes)
+        lines = {line["key"]: line for line in map(json.loads, options.results.read_text().splitlines())}
+    print(*table(kernels, lines), sep="\n")
 
 
 if __name__ == "__main__":

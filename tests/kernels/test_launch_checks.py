@@ -1,5 +1,7 @@
 """What the launches refuse before a kernel would write outside its output."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,6 +32,15 @@ def test_an_output_of_another_size(decode) -> None:
 def test_nothing_to_decode(decode) -> None:
     with pytest.raises(ValueError, match="hold nothing to decode"):
         decode(wires(0, 1024), CONFIG, (1024,), torch.float32)
+
+
+def test_on_amd_the_definition_runs(monkeypatch) -> None:
+    """Tensors say ``is_cuda`` there, and the kernels would not compile."""
+    from taco_kernels.common import dispatch
+
+    operation = dispatch.dispatched(lambda tensor: "definition")
+    monkeypatch.setattr(dispatch, "AMD", True)
+    assert operation(SimpleNamespace(is_cuda=True)) == "definition"
 
 
 def test_symmetric_memory_has_no_lists() -> None:

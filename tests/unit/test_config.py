@@ -5,9 +5,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron.compression import CompressionConfig, CompressionConfigError
 from megatron.compression.caat_net.config import CaatNetConfig
+from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.config import changed_settings
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
@@ -246,6 +248,28 @@ def test_dimensions_without_ranks_are_said() -> None:
     alone = parsed("--taco", tensor_model_parallel_size=1)
     (line,) = resolve(alone).describe(alone)
     assert "no tensor-parallel traffic to compress" in line
+
+
+def test_fp8_in_software_is_said(monkeypatch) -> None:
+    """Of the GPUs before sm_89, where int8 sends as many bytes; by sites and hops, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    for gpu, capability in ((False, (8, 0)), (True, (8, 9)), (True, (8, 0))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        said = []
+        for flags in (
+            "--taco",
+            "--tp-compression int6;fc2=int5/taco",
+            "--dp-compression tagc",
+            "--tp-compression int8",
+        ):
+            rules = _config(*flags.split()).rules().values()
+            said.append(fp8_in_software(codec for rule in rules for codec in rule.codecs))
+        if (gpu, capability) == (True, (8, 0)):
+            assert all(line.startswith("taco: A100 converts to fp8 in software") for line in said[:2])
+            assert said[2:] == [None, None]
+        else:
+            assert said == [None] * 4
 
 
 def test_what_travels_how_is_said() -> None:

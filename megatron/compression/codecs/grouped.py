@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -87,3 +88,17 @@ def _domain(codec: GroupedCodec) -> tuple[object, ...]:
     """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
     config = codec.config
     return codec.sees_shape, config.group_size, config.hadamard, config.outliers
+
+
+def fp8_in_software(codecs: Iterable[object]) -> str | None:
+    """A line for the log where this GPU has no instructions for the fp8 of some of ``codecs``; else None."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
+        return None
+    hops = {hop for codec in codecs for hop in getattr(codec, "hops", ())}
+    names = sorted(hop.name for hop in hops if isinstance(hop, GroupedCodec) and hop.config.is_float)
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: {torch.cuda.get_device_name()} converts to fp8 in software; int8 sends as many "
+        "bytes with a quarter of the error on Gaussian values, and needs none of it"
+    )
