@@ -10,6 +10,7 @@ PAGE = REPO / "docs" / "extending.md"
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.thorough
 def test_the_page_runs(tmp_path):
     folder = clone(tmp_path)
     _, tried, _, collective, training, gradients = [run(block, folder) for block in code_blocks(PAGE)]

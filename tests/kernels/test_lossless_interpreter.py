@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_kernels_keep_every_bit() -> None:
-    assert output_interpreted(__file__) == "120 cases"
+    assert output_interpreted(__file__) == "90 cases"
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     speed_up()
     count = 0
     for dtype in (torch.bfloat16, torch.float32):
-        for numel in (136, 3000, 2056, 2 * 2048):
+        for numel in (136, 2048, 2051):
             layout = layout_of(numel, dtype, 0.07)
             for name, x in cases(2, numel, dtype, seed=numel):
                 payloads, exact = launch.encode(x, layout), reference.encode(x, layout)
@@ -38,7 +38,7 @@ def main() -> None:
                 for decode in (launch.decode, reference.decode):
                     for one in (payloads, exact):
                         assert torch.equal(bits(decode(one, layout)), bits(x)), (name, numel, dtype)
-                if numel == 3000:
+                if numel == 2051:
                     shifted = torch.zeros(2, 2 * numel + 1, dtype=dtype)[:, 1 : numel + 1]
                     shifted.copy_(x)
                     into = torch.empty(2, numel + 3, dtype=dtype)[:, 3:]
