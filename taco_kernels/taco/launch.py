@@ -73,8 +73,11 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     """``tuning_of`` within what the device has; compiled for it, not timed."""
     tuning = tuning_of(operation, config)
     if device.small and operation != "decode_sum_encode":
-        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers
+        plain_encode = operation == "encode" and not config.hadamard  # the same tile in symmetric memory
+        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers or plain_encode
         tile = 4096 if crowded else tuning.tile
+        if operation == "encode" and config.outliers and (config.group_size <= 64 or plain_encode):
+            tile = LEAST_TILE
         stages = 2 if operation == "decode_sum" else 3
         programs = 2 if operation == "decode" else tuning.programs  # 99 KiB take no third
         stages = min(stages, TUNING[operation].stages)
@@ -85,8 +88,21 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
         elif config.bits == 8:
             software = config.is_float and not device.hardware_fp8
             tuning = tuning._replace(registers=112 if software else 96)
-    elif config.group_size == 512 and device.capability[0] == 10:
+    elif device.capability[0] == 10:
+        tuning = _tuning_of_blackwell(tuning, operation, config)
+    return tuning
+
+
+def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: smaller tiles where sums or lists beside them spill."""
+    if config.group_size == 512:
         tuning = tuning._replace(tile=8192)
+    if operation == "encode" and config.outliers and config.hadamard and config.group_size >= 128:
+        tuning = tuning._replace(warps=8, programs=1)
+    elif operation == "encode" and not (config.hadamard and config.group_size == 128):
+        tuning = tuning._replace(tile=4096)
+    elif operation == "decode" and config.group_size == 64 and config.bits in (5, 6):
+        tuning = tuning._replace(tile=4096)  # Triton 3.6 fails on the shared layout of 128 rows of 64
     return tuning
 
 
