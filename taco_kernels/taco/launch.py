@@ -76,11 +76,11 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
         plain_encode = operation == "encode" and not config.hadamard  # the same tile in symmetric memory
         crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers or plain_encode
         tile = 4096 if crowded else tuning.tile
-        if operation == "encode" and config.outliers and (config.group_size <= 64 or plain_encode):
-            tile = LEAST_TILE
         stages = 2 if operation == "decode_sum" else 3
         programs = 2 if operation == "decode" else tuning.programs  # 99 KiB take no third
         stages = min(stages, TUNING[operation].stages)
+        if operation == "encode" and config.outliers:
+            tile, programs = LEAST_TILE, 3  # half the registers
         tuning = tuning._replace(tile=tile, stages=stages, programs=programs)
     elif operation == "decode_sum_encode" and device.capability[0] != 9:
         if config.outliers:
