@@ -14,7 +14,17 @@ from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.launch import tuning_for, tuning_of
-from tests.kernels.architectures import ARCHITECTURES, GPUTarget, Usage, device_of, pretended, spills, usages
+from tests.kernels.architectures import (
+    ARCHITECTURES,
+    GPUTarget,
+    Usage,
+    device_of,
+    kernels_of,
+    pretended,
+    spills,
+    table,
+    usages,
+)
 from tests.kernels.every_setting import every_setting
 
 CASES = (
@@ -24,7 +34,7 @@ CASES = (
     (89, "sdp4bit add_dequantized int4 64 float32"),
     (90, "taco encode int6 128 signed quadratic bfloat16"),
     (90, "taco decode_rows int8 128 signed bfloat16"),
-    (100, "taco decode_sum_encode fp8-e4m3 128 dual of 16"),
+    (100, "taco decode int6 64 signed bfloat16"),
     (120, "taco decode_sum_encode int6 128 dual outliers of 8"),
 )
 
@@ -63,6 +73,20 @@ def test_programs_of_a_multiprocessor() -> None:
     assert usage._replace(architecture=80).programs == 3
     assert usage._replace(shared=114688).programs == 0
     assert usage._replace(shared=0, registers=16, warps=1).programs == 16
+
+
+def test_results_are_counted_and_kernels_have_one_key(settings) -> None:
+    found = [setting for name, setting in settings.items() if name.startswith(("error_feedback", "lossless"))]
+    kernels = kernels_of(found, 86)
+    keys = [kernel.key for kernel in kernels]
+    assert len(set(keys)) == len(keys) == 28 and keys == [kernel.key for kernel in kernels_of(found, 86)]
+    assert not set(keys) & {kernel.key for kernel in kernels_of(found, 80)}
+    fits = Usage("remember_kernel", 86, 40, 0, 4, 0, 0)._asdict()
+    four = [kernel.key for kernel in kernels if kernel.family == "error_feedback"]
+    others = [fits, fits | {"shared": 101 * 1024}, fits | {"looped": 3}]
+    lines = dict(zip(four, [{"error": "no"}, *others], strict=True))
+    rows = [line for line in table(kernels, lines) if "| error_feedback remember |" in line]
+    assert rows == ["| 86 | error_feedback remember | 4 | 4 | 1 | 1 | 1 | 40 - 40 | 101 | 0 - 12 |"]
 
 
 def test_what_an_h200_runs_is_what_was_measured() -> None:
