@@ -97,12 +97,19 @@ def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) ->
     """Of sm_100: smaller tiles where sums or lists beside them spill."""
     if config.group_size == 512:
         tuning = tuning._replace(tile=8192)
-    if operation == "encode" and config.outliers and config.hadamard and config.group_size >= 128:
-        tuning = tuning._replace(warps=8, programs=1)
-    elif operation == "encode" and not (config.hadamard and config.group_size == 128):
-        tuning = tuning._replace(tile=4096)
-    elif operation == "decode" and config.group_size == 64 and config.bits in (5, 6):
-        tuning = tuning._replace(tile=4096)  # Triton 3.6 fails on the shared layout of 128 rows of 64
+    if operation == "encode":
+        if config.outliers and config.hadamard and config.group_size >= 128:
+            return tuning._replace(warps=8, programs=1)
+        least = config.outliers or not config.hadamard or config.group_size in (64, 512)
+        return tuning._replace(tile=4096) if least else tuning
+    return _compiled_on_blackwell(tuning, operation, config)
+
+
+def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
+    rows = tuning.tile // config.group_size
+    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
+        return tuning._replace(tile=tuning.tile // 2)
     return tuning
 
 
@@ -123,6 +130,8 @@ def _tuning(operation: str, config: CodecConfig, device: Device, groups: int, ch
     """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
     shipped = tuning_for(operation, config, device)
     rows = tuning_for_rows(shipped, config, groups, chunks)
+    if device.capability[0] == 10:
+        rows = _compiled_on_blackwell(rows, operation, config)
     return rows if rows != shipped else tuned(device, shipped, operation, config)
 
 
