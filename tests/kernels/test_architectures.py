@@ -101,6 +101,15 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
     assert Device(4, (0, 0), True).point == 128
 
 
+def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
+    """Codes of 4 to 6 bits as 128 rows of 32 or 64 values: by tiles, and by rows of many sizes."""
+    device = device_of(100)
+    for config in (CodecConfig(f, g) for f in ("int4", "int5", "int6") for g in (32, 64)):
+        for groups, chunks in ((2**14, 1), *((2**n, 32) for n in range(9))):
+            tile = launch._tuning("decode", config, device, groups, chunks).tile
+            assert tile // config.group_size != 128, (config, groups)
+
+
 def test_slots_hold_the_tiles_of_any_device() -> None:
     """Ranks of a host share memory: a slot is as large on each, whatever tiles it takes."""
     from taco_kernels.symmetric_memory.lane import slot_bytes
