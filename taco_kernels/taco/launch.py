@@ -100,6 +100,8 @@ def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) ->
     if operation == "encode":
         if config.outliers and config.hadamard and config.group_size >= 128:
             return tuning._replace(warps=8, programs=1)
+        if config.outliers and not config.hadamard:
+            return tuning._replace(tile=LEAST_TILE)
         least = config.outliers or not config.hadamard or config.group_size in (64, 512)
         return tuning._replace(tile=4096) if least else tuning
     return _compiled_on_blackwell(tuning, operation, config)
