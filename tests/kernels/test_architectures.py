@@ -101,6 +101,12 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
     assert Device(4, (0, 0), True).point == 128
 
 
+def test_programs_that_wait_for_peers_are_resident() -> None:
+    from taco_kernels.symmetric_memory.group import resident_programs
+
+    assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 2, 1]
+
+
 def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
     """Codes of 4 to 6 bits as 128 rows of 32 or 64 values: by tiles, and by rows of many sizes."""
     device = device_of(100)
