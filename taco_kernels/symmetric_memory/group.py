@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.dispatch import AMD
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
@@ -16,6 +17,12 @@ from taco_kernels.taco.layout import CodecConfig
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
 EAGER, CAPTURED = 0, 1  # lanes
+
+
+def resident_programs(device: Device) -> int:
+    """Programs that are resident at once: one a multiprocessor where 99 KiB do not always hold two."""
+    cramped = device.small and device.capability != (8, 0)
+    return (1 if cramped else PROGRAMS_PER_MULTIPROCESSOR) * device.multiprocessors
 
 
 def unavailable_reason(group: dist.ProcessGroup) -> str | None:
@@ -115,8 +122,7 @@ class SymmetricGroup:
         import torch.distributed._symmetric_memory as symm_mem
 
         self.device = torch.device("cuda", torch.cuda.current_device())
-        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        programs = programs or PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+        programs = programs or resident_programs(device_number(self.device.index))
         size = 2 * lane_bytes(group.size(), programs)
         problem = handle = None
         try:

@@ -73,11 +73,14 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     """``tuning_of`` within what the device has; compiled for it, not timed."""
     tuning = tuning_of(operation, config)
     if device.small and operation != "decode_sum_encode":
-        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers
+        plain_encode = operation == "encode" and not config.hadamard  # the same tile in symmetric memory
+        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers or plain_encode
         tile = 4096 if crowded else tuning.tile
         stages = 2 if operation == "decode_sum" else 3
         programs = 2 if operation == "decode" else tuning.programs  # 99 KiB take no third
         stages = min(stages, TUNING[operation].stages)
+        if operation == "encode" and config.outliers:
+            tile, programs = LEAST_TILE, 3  # half the registers
         tuning = tuning._replace(tile=tile, stages=stages, programs=programs)
     elif operation == "decode_sum_encode" and device.capability[0] != 9:
         if config.outliers:
@@ -85,8 +88,30 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
         elif config.bits == 8:
             software = config.is_float and not device.hardware_fp8
             tuning = tuning._replace(registers=112 if software else 96)
-    elif config.group_size == 512 and device.capability[0] == 10:
+    elif device.capability[0] == 10:
+        tuning = _tuning_of_blackwell(tuning, operation, config)
+    return tuning
+
+
+def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: smaller tiles where sums or lists beside them spill."""
+    if config.group_size == 512:
         tuning = tuning._replace(tile=8192)
+    if operation == "encode":
+        if config.outliers and config.hadamard and config.group_size >= 128:
+            return tuning._replace(warps=8, programs=1)
+        if config.outliers and not config.hadamard:
+            return tuning._replace(tile=LEAST_TILE)
+        least = config.outliers or not config.hadamard or config.group_size in (64, 512)
+        return tuning._replace(tile=4096) if least else tuning
+    return _compiled_on_blackwell(tuning, operation, config)
+
+
+def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
+    rows = tuning.tile // config.group_size
+    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
+        return tuning._replace(tile=tuning.tile // 2)
     return tuning
 
 
@@ -107,6 +132,8 @@ def _tuning(operation: str, config: CodecConfig, device: Device, groups: int, ch
     """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
     shipped = tuning_for(operation, config, device)
     rows = tuning_for_rows(shipped, config, groups, chunks)
+    if device.capability[0] == 10:
+        rows = _compiled_on_blackwell(rows, operation, config)
     return rows if rows != shipped else tuned(device, shipped, operation, config)
 
 

@@ -14,7 +14,17 @@ from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.launch import tuning_for, tuning_of
-from tests.kernels.architectures import ARCHITECTURES, GPUTarget, Usage, device_of, pretended, spills, usages
+from tests.kernels.architectures import (
+    ARCHITECTURES,
+    GPUTarget,
+    Usage,
+    device_of,
+    kernels_of,
+    pretended,
+    spills,
+    table,
+    usages,
+)
 from tests.kernels.every_setting import every_setting
 
 CASES = (
@@ -24,7 +34,7 @@ CASES = (
     (89, "sdp4bit add_dequantized int4 64 float32"),
     (90, "taco encode int6 128 signed quadratic bfloat16"),
     (90, "taco decode_rows int8 128 signed bfloat16"),
-    (100, "taco decode_sum_encode fp8-e4m3 128 dual of 16"),
+    (100, "taco decode int6 64 signed bfloat16"),
     (120, "taco decode_sum_encode int6 128 dual outliers of 8"),
 )
 
@@ -65,6 +75,20 @@ def test_programs_of_a_multiprocessor() -> None:
     assert usage._replace(shared=0, registers=16, warps=1).programs == 16
 
 
+def test_results_are_counted_and_kernels_have_one_key(settings) -> None:
+    found = [setting for name, setting in settings.items() if name.startswith(("error_feedback", "lossless"))]
+    kernels = kernels_of(found, 86)
+    keys = [kernel.key for kernel in kernels]
+    assert len(set(keys)) == len(keys) == 28 and keys == [kernel.key for kernel in kernels_of(found, 86)]
+    assert not set(keys) & {kernel.key for kernel in kernels_of(found, 80)}
+    fits = Usage("remember_kernel", 86, 40, 0, 4, 0, 0)._asdict()
+    four = [kernel.key for kernel in kernels if kernel.family == "error_feedback"]
+    others = [fits, fits | {"shared": 101 * 1024}, fits | {"looped": 3}]
+    lines = dict(zip(four, [{"error": "no"}, *others], strict=True))
+    rows = [line for line in table(kernels, lines) if "| error_feedback remember |" in line]
+    assert rows == ["| 86 | error_feedback remember | 4 | 4 | 1 | 1 | 1 | 40 - 40 | 101 | 0 - 12 |"]
+
+
 def test_what_an_h200_runs_is_what_was_measured() -> None:
     """Where tensor cores read shared memory, tuning is the measured one, and transforms have 128 points."""
     for values in ((f, g, s) for f in FORMATS for g in GROUP_SIZES for s in SCALES):
@@ -75,6 +99,21 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
             assert tuning_for(operation, config, device_of(90)) == tuning_of(operation, config)
     assert [device_of(architecture).point for architecture in ARCHITECTURES] == [64, 64, 64, 128, 128, 64]
     assert Device(4, (0, 0), True).point == 128
+
+
+def test_programs_that_wait_for_peers_are_resident() -> None:
+    from taco_kernels.symmetric_memory.group import resident_programs
+
+    assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 2, 1]
+
+
+def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
+    """Codes of 4 to 6 bits as 128 rows of 32 or 64 values: by tiles, and by rows of many sizes."""
+    device = device_of(100)
+    for config in (CodecConfig(f, g) for f in ("int4", "int5", "int6") for g in (32, 64)):
+        for groups, chunks in ((2**14, 1), *((2**n, 32) for n in range(9))):
+            tile = launch._tuning("decode", config, device, groups, chunks).tile
+            assert tile // config.group_size != 128, (config, groups)
 
 
 def test_slots_hold_the_tiles_of_any_device() -> None:

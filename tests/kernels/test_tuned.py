@@ -170,6 +170,17 @@ def test_no_size_may_become_slower() -> None:
     assert tune.ratio([50, 100], [100, 100]) == pytest.approx(0.5**0.5)
 
 
+def test_what_is_tuned() -> None:
+    def count(*words: str) -> int:
+        return sum(1 for _ in tune.families(tune.parser().parse_args(words)))
+
+    assert (
+        count(),
+        count("--codecs"),
+        count("--codecs", "--formats", "int6", "int4", "--outliers", "off", "on"),
+    ) == (5, 3, 4)
+
+
 def test_another_architectures_part() -> None:
     assert played("89", (9, 0)) == played("sm_89", (9, 0)) == (8, 9) and played("120", (9, 0)) == (12, 0)
     for wanted, own in (("hopper", (9, 0)), ("7", (9, 0)), ("89", (8, 0))):
