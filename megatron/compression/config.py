@@ -156,7 +156,7 @@ class CompressionConfig:
         lines += [
             getattr(self, name).idle_reason(count) or getattr(self, name).describe()
             for name, count in ranks.items()
-            if getattr(self, name).enabled
+            if getattr(self, name).enabled or (name == "tensor_parallel" and self.tensor_parallel.halves)
         ]
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
@@ -179,7 +179,7 @@ def _is_percent(value: float | None) -> bool:
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs."""
-    same_results = {"transport", "communicators", "report", "report_baseline", "chunks"}
+    same_results = {"transport", "communicators", "report", "report_baseline", "chunks", "overlap"}
     found = []
     for key, value in now.items():
         if key in same_results or key not in saved:

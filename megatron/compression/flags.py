@@ -22,6 +22,7 @@ _FIELDS = {
     "--tp-compression-min-mb": "tensor_parallel.min_mb",
     "--tp-compression-layers": "tensor_parallel.layers",
     "--tp-compression-chunks": "tensor_parallel.chunks",
+    "--tp-compression-overlap": "tensor_parallel.overlap",
     "--pp-compression": "pipeline_parallel.compression",
     "--pp-backward-compression": "pipeline_parallel.backward",
     "--cp-compression": "context_parallel.compression",
