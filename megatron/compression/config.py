@@ -14,6 +14,7 @@ from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
+from megatron.compression.ladder.config import LadderConfig
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 
@@ -38,6 +39,7 @@ class CompressionConfig:
     expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
 
     auto: tuple[str, ...] = ()
     """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
@@ -134,6 +136,7 @@ class CompressionConfig:
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
+        self.ladder.check(args, self.tensor_parallel.chunks, self.tensor_parallel.halves)
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
@@ -170,6 +173,8 @@ class CompressionConfig:
             )
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
+        if self.ladder.residual:
+            lines.append(self.ladder.describe())
         return lines
 
 

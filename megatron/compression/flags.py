@@ -34,6 +34,7 @@ _FIELDS = {
     "--dp-error-feedback": "data_parallel.error_feedback",
     "--dp-compression-node-size": "data_parallel.node_size",
     "--caat-net-sync-fraction": "caat_net.sync_fraction",
+    "--ladder-residual": "ladder.residual",
     "--compression-loss-budget": "loss_budget",
     "--compression-start-iteration": "start_iteration",
     "--compression-transport": "transport",
