@@ -108,6 +108,11 @@ class CompressionConfig:
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
+        if self.tensor_parallel.halves and "tensor_parallel" in self.auto:
+            raise CompressionConfigError(
+                "--compression auto times messages one by one, not behind --tp-compression-overlap halves; "
+                "name a codec with --tp-compression or drop one of the two"
+            )
 
     @property
     def enabled(self) -> bool:

@@ -205,6 +205,7 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
         (HALVES, {"micro_batch_size": 1}, "--micro-batch-size 1 has one"),
         (HALVES, {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
         ((*HALVES, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
+        ((*HALVES, "--compression", "auto"), {}, "--compression auto times messages"),
         ((*HALVES, *LADDER), {}, "--tp-compression-overlap halves has sums"),
         (LADDER, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2"),
         ((*LADDER, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
