@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.compression.communication import Work
+from megatron.compression.communication.site import Packed
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.tensor_parallel import overlap
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
 from megatron.compression.tensor_parallel.turns import Block, in_turns
@@ -23,36 +25,71 @@ LADDER = ("--ladder-residual",)
 WIDTH = 8
 
 
+class _Site(OneRankSite):
+    """Also with sequence parallelism, one exchange a collective."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__(log, name)
+        self.group = SimpleNamespace(size=lambda: 1)
+
+    def _start(self, what: str, traffic: str, tensor: torch.Tensor) -> Work:
+        self.log.append(f"{self.name} {what} {traffic} start")
+
+        def finish() -> torch.Tensor:
+            self.log.append(f"{self.name} {what} {traffic} arrived")
+            return tensor.clone()
+
+        return Work(None, finish)
+
+    def reduce_scatter(self, tensor: torch.Tensor, traffic: str) -> Work:
+        return self._start("scatter", traffic, tensor)
+
+    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
+        return self._start("gather", traffic, tensor)
+
+    def pack(self, tensor: torch.Tensor, traffic: str) -> Packed:
+        return Packed(tensor, tensor.shape, tensor.dtype, None)
+
+    def gather(self, packed: Packed, traffic: str) -> Work:
+        return self._start("input", traffic, packed.payload)
+
+
 class _Linear(torch.nn.Module):
+    """What turns see of a tensor-parallel layer."""
+
     entry = None
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, sequence_parallel: bool) -> None:
         super().__init__()
         values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
         self.weight = torch.nn.Parameter(values)
+        self.sequence_parallel, self.site = sequence_parallel, _Site([], "")
+
+    def start_gather(self, x: torch.Tensor):
+        return start_gather(x, self.site) if self.sequence_parallel else None
 
 
 class _Mlp(torch.nn.Module):
     """fc1, a nonlinearity and fc2 through our functions; ``log`` gets what happens when."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
+    def __init__(self, name: str, log: list[str], sequence_parallel: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(len(name))
-        self.first, self.second = _Linear(generator), _Linear(generator)
+        self.first, self.second = (_Linear(generator, sequence_parallel) for _ in range(2))
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
         self.name, self.log = name, log
         self.handover = Handover(self.second)
 
     def forward(self, x: torch.Tensor, lane: str = "") -> tuple[torch.Tensor, None]:
-        label = self.name + lane
+        label, split = self.name + lane, self.first.sequence_parallel
         self.log.append(f"{label} computes")
-        site = OneRankSite(self.log, label)
+        site = _Site(self.log, label)
         inner = column_parallel_linear(
-            x, self.first.weight, None, site, False, self.handover, entry=self.first.entry
+            x, self.first.weight, None, site, split, self.handover, entry=self.first.entry
         )
         inner.register_hook(lambda grad: self.log.append(f"{label} back"))
         return row_parallel_linear(
-            inner.tanh(), self.second.weight, site, False, 1, self.handover, entry=self.second.entry
+            inner.tanh(), self.second.weight, site, split, 1, self.handover, entry=self.second.entry
         ), None
 
     def block(self, **arguments) -> Block:
@@ -66,17 +103,17 @@ def _inputs() -> list[torch.Tensor]:
     ]
 
 
-def _run(halves: bool) -> tuple[list[str], list[str], list[torch.Tensor]]:
+def _run(halves: bool, sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
     """What is logged forward and backward, and gradients of inputs and weights."""
     log: list[str] = []
-    blocks = [_Mlp("A", log), _Mlp("MM", log)]
+    blocks = [_Mlp(name, log, sequence_parallel) for name in ("A", "MM")]
     inputs = _inputs()
     if halves:
         sequence = [one.block(lane=lane) for one in blocks for lane in "12"]
         outputs = in_turns(sequence, inputs, own_residual=True)
     else:
-        sequence = [*blocks, _Mlp("BBB", log), _Mlp("NNNN", log)]
-        blocks = sequence
+        blocks += [_Mlp(name, log, sequence_parallel) for name in ("BBB", "NNNN")]
+        sequence = blocks
         outputs = in_turns([one.block() for one in sequence], inputs[:1] * 2, own_residual=False)[1:]
     forward, log[:] = list(log), []
     sum(one.square().sum() for one in outputs).backward()
@@ -98,9 +135,10 @@ def _plain(halves: bool) -> list[torch.Tensor]:
     return [leaf.grad for leaf in [*inputs, *torch.nn.ModuleList(blocks).parameters()]]
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("halves", [True, False])
-def test_gradients_are_those_of_plain_torch(halves: bool) -> None:
-    for found, wanted in zip(_run(halves)[2], _plain(halves), strict=True):
+def test_gradients_are_those_of_plain_torch(halves: bool, sequence_parallel: bool) -> None:
+    for found, wanted in zip(_run(halves, sequence_parallel)[2], _plain(halves), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -148,6 +186,37 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
         "A1 tp.backward arrived",
     ]
     assert len(noted) == 8, "two weights a block and half"
+
+
+def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
+    """A block's sum is taken behind the other half's first product, so that its gather has the second one; in
+    the backward the gather of a gradient begins before the other half's last product."""
+    forward, backward, _ = _run(halves=True, sequence_parallel=True)
+    assert [line for line in backward if "input" not in line] == [
+        "MM2 gather tp.backward start",
+        "MM2 gather tp.backward arrived",
+        "MM2 back",
+        "MM2 scatter tp.backward start",
+        "MM1 gather tp.backward start",
+        "MM1 gather tp.backward arrived",
+        "MM1 back",
+        "MM2 scatter tp.backward arrived",
+        "A2 gather tp.backward start",
+        "MM1 scatter tp.backward start",
+        "A2 gather tp.backward arrived",
+        "A2 back",
+        "MM1 scatter tp.backward arrived",
+        "A1 gather tp.backward start",
+        "A2 scatter tp.backward start",
+        "A1 gather tp.backward arrived",
+        "A1 back",
+        "A1 scatter tp.backward start",
+        "A2 scatter tp.backward arrived",
+        "A1 scatter tp.backward arrived",
+    ]
+    middle = ["A2 computes", "A1 scatter tp.forward arrived", "MM1 input tp.forward start"]
+    middle += ["A2 scatter tp.forward start", "MM1 computes", "MM1 input tp.forward arrived"]
+    assert [line for line in forward if line in middle] == middle
 
 
 def test_a_ladders_sum_travels_behind_the_next_block() -> None:

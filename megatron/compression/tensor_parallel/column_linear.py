@@ -23,7 +23,8 @@ from megatron.compression.tensor_parallel.turns import Entry
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, gathered):
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry):
+        ctx.beside, gathered = (None, None) if entry is None else (entry.adjoint.beside, entry.gathered)
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
         ctx.exchange, ctx.gradient, ctx.chunks = exchange, gradient, chunks
         ctx.x_shape = x.shape
@@ -46,6 +47,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.sequence_parallel and ctx.gradient is not None:
             gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
         placeholder_of_sum = None
+        if ctx.beside is not None:
+            ctx.beside.ahead()
         if ctx.needs_input_grad[0]:
             ctx.exchange.work = product_in_chunks(
                 grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
@@ -99,7 +102,7 @@ def column_parallel_linear(
         entry: where ``x`` comes from, if blocks take turns: it takes the input gradient's sum.
     Returns: ``[s, b, h_out / W]``.
     """
-    exchange, gradient = InputGradientExchange() if entry is None else entry.exchange, None
+    exchange, gradient = InputGradientExchange() if entry is None else entry.adjoint.exchange, None
     if torch.is_grad_enabled():
         if entry is None:
             x = arrival(x, exchange)
@@ -108,9 +111,8 @@ def column_parallel_linear(
         if weight.requires_grad:
             gradient = WeightGradient(exchange, weight, fusion)
             weight = defer(weight, gradient)
-    gathered = None if entry is None else entry.gathered
     output = _ColumnParallelLinear.apply(
-        x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, gathered
+        x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry
     )
     if entry is not None:
         entry.behind()

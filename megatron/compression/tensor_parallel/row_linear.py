@@ -16,9 +16,12 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
         work = product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks)
+        ctx.adjoint = None if entry is None else entry.adjoint
         if entry is None:
             return work.wait()
-        entry.started, ranks = work, site.group.size() if sequence_parallel else 1
+        ranks, entry.started = 1, work
+        if sequence_parallel:
+            ranks, entry.adjoint.site = site.group.size(), site
         return empty(x, x.dtype, (x.shape[0] // ranks, *x.shape[1:-1], weight.shape[0]))
 
     @staticmethod
@@ -26,7 +29,8 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
+            begun = None if ctx.adjoint is None else ctx.adjoint.gathered
+            grad_output = (begun or ctx.site.all_gather(grad_output, "tp.backward")).wait()
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:

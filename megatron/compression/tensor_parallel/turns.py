@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.compression.communication import Work
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.overlap import InputGradientExchange
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -49,15 +50,15 @@ class Block:
     arguments: dict[str, Any] = field(default_factory=dict)
     """What ``module`` is called with beside its input."""
 
-    def run(self, entry: "Entry", behind: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, entry: "Entry", other: "Entry") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute, and start to sum the output.
 
         Args:
-            behind: called behind the first product, to move on what the other lane has under way.
+            other: the other lane's, which has something under way.
         Returns: The output, whose values are those of ``entry.started`` where that is set, and its bias.
         """
         entry.compute()
-        entry.behind = behind
+        entry.behind, entry.adjoint.beside = other.advance, other.adjoint
         self.column.entry = self.row.entry = entry
         try:
             return self.module(entry.y, **self.arguments)
@@ -69,38 +70,38 @@ class Entry:
     """A lane on its way into the next block: the residual add and the norm, made early and computed late.
 
     Args:
-        residual: the residual stream before the lane's last block ``[s, b, h]``; another entry's ``x``, which
-            is computed before this one, will do. At the beginning, the input.
+        residual: the residual stream before the lane's last block ``[s, b, h]``: the input, or the ``x`` of an
+            entry that is computed before this one.
         block: the one that is entered; None behind the last.
-        last: the lane's last block, its output, its bias and the sum under way; None at the beginning.
+        last: the entry of the lane's last block, that block's output and its bias; None at the beginning.
     """
 
     def __init__(
         self,
-        residual: torch.Tensor,
+        residual: "torch.Tensor | Entry",
         block: Block | None,
-        last: tuple[Block, torch.Tensor, torch.Tensor | None, Work | None] | None = None,
+        last: "tuple[Entry, torch.Tensor, torch.Tensor | None] | None" = None,
     ) -> None:
-        self.residual, self.block, self.last = residual, block, last
+        self.block, self.last, of = block, last, None
+        if isinstance(residual, Entry):
+            residual, of = residual.x, residual.adjoint
+        self.residual = residual
         self.started: Work | None = None
         """The sum of the entered block's output; its row-parallel layer starts it."""
         self.gathered: tuple[Any, Work] | None = None
         """With sequence parallelism ``y``, as the column-parallel layer has begun to gather it."""
         self.behind: Callable[[], None] = lambda: None
-        self._adjoint = _Adjoint([] if block is None else list(block.norm.parameters()))
-        _, total, bias, _ = last or (None, None, None, None)
-        self.x, self.y = _EntryNode.apply(self._adjoint, residual, total, bias, *self._adjoint.parameters)
+        """Called behind the block's first product: moves on what the other lane has under way."""
+        parameters = [] if block is None else list(block.norm.parameters())
+        entered, total, bias = last or (None, None, None)
+        self.adjoint = Adjoint(parameters, of, None if entered is None else entered.adjoint)
+        self.x, self.y = _EntryNode.apply(self.adjoint, residual, total, bias, *parameters)
         """The residual stream and the block's input, both ``[s, b, h]`` and empty until computed."""
         self._computed = False
 
-    @property
-    def exchange(self) -> InputGradientExchange:
-        """Of the gradient of ``y``; the block's column-parallel layer starts it."""
-        return self._adjoint.exchange
-
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to travel behind what comes next."""
-        work = self.last[3] if self.last is not None else None
+        work = self.last[0].started if self.last is not None else None
         if work is not None and work.exchanges > 1:
             work.advance()
         elif self.block is not None and getattr(self.block.column, "sequence_parallel", False):
@@ -111,43 +112,76 @@ class Entry:
         """Wait for the sum, then fill ``x`` and ``y``."""
         if self._computed:
             return
-        self._computed, residual, last = True, self.residual, self.last
+        self._computed, residual, last, self.last = True, self.residual, self.last, None
         if last is not None:
-            block, total, bias, work = last
-            total = (total if work is None else work.wait()).detach().to(residual.dtype)
+            entered, total, bias = last
+            total = (total if entered.started is None else entered.started.wait()).detach()
+            total = total.to(residual.dtype)
             if bias is not None:
                 total = total + bias
-            self._adjoint.drop = block.draw(total)
-            total = total if self._adjoint.drop is None else self._adjoint.drop(total)
-            residual = residual + total
+            drop = self.adjoint.drop = entered.block.draw(total)
+            residual = residual + (total if drop is None else drop(total))
         self.x.data = residual.detach()
         if self.block is not None:
             leaf = residual.detach().requires_grad_(self.y.requires_grad)
             with torch.set_grad_enabled(self.y.requires_grad):
                 y = self.block.norm(leaf)
             self.y.data = y.detach()
-            self._adjoint.hold(leaf, y)
+            self.adjoint.hold(leaf, y)
             if hasattr(self.block.column, "start_gather"):
                 self.gathered = self.block.column.start_gather(self.y)
 
 
-class _Adjoint:
-    """The backward of an entry. Apart from it: ``x`` and ``y`` hold this, and must not hold themselves."""
+class Adjoint:
+    """The backward of an entry. Apart from it: ``x`` and ``y`` hold this, and must not hold themselves.
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self.parameters = parameters
+    Args:
+        parameters: of the norm.
+        of: that of the entry whose ``x`` is the residual stream before.
+        last: that of the lane's last block's entry.
+    """
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], of: "Adjoint | None", last: "Adjoint | None"
+    ) -> None:
+        self.parameters, self.of, self.last = parameters, of, last
         self.exchange = InputGradientExchange(shared=True)
+        """Of the gradient of ``y``; the block's column-parallel layer starts it."""
         self.drop: Linear | None = None
+        self.site: CommSite | None = None
+        """Gathers the gradient of the block's sum, where sequence parallelism needs that."""
+        self.gathered: Work | None = None
+        """That gather, begun before the block's backward."""
+        self.beside: Adjoint | None = None
+        """Of the other lane's entry whose exchange is under way in this block's backward."""
         self._leaf: torch.Tensor | None = None
         self._of_norm: Any = None
+        self._grad_x: torch.Tensor | None = None
+        self._found: tuple | None = None
 
     def hold(self, leaf: torch.Tensor, y: torch.Tensor) -> None:
         """Keep the graph of the norm, from ``leaf`` to ``y``, and not ``y`` itself."""
         if y.requires_grad:
             self._leaf, self._of_norm = leaf, get_gradient_edge(y)
 
-    def of_residual(self, grad_x: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple:
-        """The gradient of the residual stream behind the add, and of the norm's parameters."""
+    def ahead(self) -> None:
+        """With sequence parallelism: take the input's gradient and begin to gather the sum's.
+
+        Called in the other lane's backward before its last product, behind which the gather then travels. The
+        gradient of ``x`` is known: one entry takes ``x`` as its residual, and its backward has been.
+        """
+        gathers = self.last is not None and self.last.site is not None
+        if gathers and self.exchange.work is not None and self._grad_x is not None:
+            self._found = self.gradients(self._grad_x, None)
+            grad_total = self._found[1]
+            self.last.gathered = self.last.site.all_gather(grad_total, "tp.backward")
+
+    def gradients(self, grad_x: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple:
+        """Of the residual stream before, of dropout's input, and of the norm's parameters."""
+        if self._found is not None:
+            found, self._found = self._found, None
+            return found
+        grad, self._grad_x = grad_x, None
         grad_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
         if self.exchange.work is not None:
             grad_y = self.exchange.take()
@@ -158,9 +192,11 @@ class _Adjoint:
             )
             left = iter(found)
             grad_parameters = [next(left) if one.requires_grad else None for one in self.parameters]
-            grad_x = grad if grad_x is None else grad.add_(grad_x)
+            grad = grad if grad_x is None else grad.add_(grad_x)
         self._leaf = self._of_norm = None
-        return grad_x, grad_parameters
+        if self.of is not None:
+            self.of._grad_x = grad
+        return grad, grad if grad is None or self.drop is None else self.drop(grad), grad_parameters
 
 
 class _EntryNode(torch.autograd.Function):
@@ -177,16 +213,14 @@ class _EntryNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_x, grad_y):
-        adjoint = ctx.adjoint
-        grad, grad_parameters = adjoint.of_residual(grad_x, grad_y)
-        grad_total = grad_bias = None
-        if ctx.total is not None and grad is not None:
-            grad_total = grad if adjoint.drop is None else adjoint.drop(grad)
-            if ctx.bias is not None and ctx.needs_input_grad[3]:
-                shape, dtype = ctx.bias
-                grad_bias = grad_total.reshape(-1, *shape).sum(dim=0).to(dtype)
-            grad_total = grad_total.to(ctx.total)
-        return None, grad, grad_total, grad_bias, *grad_parameters
+        grad, grad_total, grad_parameters = ctx.adjoint.gradients(grad_x, grad_y)
+        grad_bias = None
+        if ctx.total is None or grad is None:
+            return None, grad, None, None, *grad_parameters
+        if ctx.bias is not None and ctx.needs_input_grad[3]:
+            shape, dtype = ctx.bias
+            grad_bias = grad_total.reshape(-1, *shape).sum(dim=0).to(dtype)
+        return None, grad, grad_total.to(ctx.total), grad_bias, *grad_parameters
 
 
 def in_turns(
@@ -206,9 +240,9 @@ def in_turns(
     entries = [Entry(residual, block) for residual, block in zip(lanes, ahead[:2], strict=True)]
     for number, block in enumerate(blocks):
         entry, other = entries
-        total, bias = block.run(entry, other.advance)
-        residual = (entry if own_residual else other).x
-        entries = [other, Entry(residual, ahead[number + 2], (block, total, bias, entry.started))]
+        total, bias = block.run(entry, other)
+        residual = entry if own_residual else other
+        entries = [other, Entry(residual, ahead[number + 2], (entry, total, bias))]
     for entry in entries:
         entry.compute()
     return entries[0].x, entries[1].x
