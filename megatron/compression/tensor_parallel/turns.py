@@ -70,8 +70,8 @@ class Entry:
     """A lane on its way into the next block: the residual add and the norm, made early and computed late.
 
     Args:
-        residual: the residual stream before the lane's last block ``[s, b, h]``: the input, or the ``x`` of an
-            entry that is computed before this one.
+        residual: the residual stream before the lane's last block ``[s, b, h]``: the input, or that of an
+            entry which is computed before this one.
         block: the one that is entered; None behind the last.
         last: the entry of the lane's last block, that block's output and its bias; None at the beginning.
     """
