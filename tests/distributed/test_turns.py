@@ -97,6 +97,14 @@ def _as_ladder(model: torch.nn.Module) -> None:
     block.attach(model, LadderBlock)
 
 
+def _attached_as_ladder(model: torch.nn.Module) -> None:
+    """As a run with --ladder-residual has it."""
+    from megatron.compression import CompressionConfig, attach
+    from megatron.compression.ladder.config import LadderConfig
+
+    attach([model], CompressionConfig(ladder=LadderConfig(residual=True)), say=lambda line: None)
+
+
 def _as_plain_ladder(model: torch.nn.Module) -> None:
     """The ladder as the formula has it, in place of the decoder's forward."""
 
@@ -132,7 +140,11 @@ def _worker(rank: int, world_size: int) -> dict:
 def _reference_worker(rank: int, world_size: int) -> list[dict]:
     """The plain ladder on one process, without dropout and with it; and ours there."""
     start_model_parallel(world_size)
-    cases = [("uncompressed", _as_plain_ladder), ("identity", _as_plain_ladder), ("identity", _as_ladder)]
+    cases = (
+        ("uncompressed", _as_plain_ladder),
+        ("identity", _as_plain_ladder),
+        ("identity", _attached_as_ladder),
+    )
     return [_train(rank, world_size, case, prepare) for case, prepare in cases]
 
 
