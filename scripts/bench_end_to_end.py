@@ -7,6 +7,8 @@
     python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
+    python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
+        "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves" "int6 --ladder-residual"
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
 flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
@@ -14,7 +16,8 @@ layers of 4096) and qwen3-30b-a3b (4 of 48); --num-layers behind the script's ow
 --micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
 (--no-overlap: off) and gradients travel in bf16 (--fp32-gradients: Megatron's default).
 
-A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
+A CAAT-Net ("none --caat-net-sync-fraction 0.5") and a ladder (--ladder-residual) are other models: compare
+times, not losses.
 """
 
 import sys
@@ -58,6 +61,8 @@ ABLATIONS = (
     "{}",
     "{} --compression-transport collective",  # the codec's kernels around NCCL, not one kernel a collective
     "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
+    "{} --compression-transport collective --tp-compression-overlap halves",  # behind the other half
+    "none --tp-compression-overlap halves",
     "{} --tp-compression-min-mb 8",  # with the threshold, which is off in all others
     "{} --no-gradient-accumulation-fusion",
     "none --no-gradient-accumulation-fusion",

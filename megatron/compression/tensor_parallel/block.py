@@ -154,7 +154,8 @@ class HalvesBlock(TurnsBlock):
         return super().forward(hidden_states, attention_mask, **options)
 
     def _lanes(self, hidden_states):
-        first, second = hidden_states.tensor_split(2, dim=1)
+        batch = hidden_states.shape[1]
+        first, second = hidden_states.split([batch - batch // 2, batch // 2], dim=1)
         return first.contiguous(), second.contiguous()
 
     def _joined(self, lanes):
@@ -170,7 +171,9 @@ class HalvesBlock(TurnsBlock):
         for layer in layers:
             draws = self._draws(layer, batch, rows)
             pairs = zip(*(blocks_of(layer, of_lane, draws) for of_lane in by_lane), strict=True)
-            blocks += [block for pair in pairs for block in pair]
+            for pair in pairs:
+                pair[1].again = True
+                blocks += pair
         return blocks
 
 

@@ -28,10 +28,11 @@ class InputGradientExchange:
 
     Args:
         shared: another block runs behind it as well (turns.py), before anybody waits for it.
+        again: the weights' gradients come from another half of the micro-batch, too, which tells DDP.
     """
 
-    def __init__(self, shared: bool = False) -> None:
-        self.shared = shared
+    def __init__(self, shared: bool = False, again: bool = False) -> None:
+        self.shared, self.again = shared, again
         self.work: Work | None = None
         self.waiting = 0
         """Weight gradients that are still to run behind it."""
@@ -85,7 +86,9 @@ class WeightGradient:
             else:
                 torch.matmul(part.t(), x, out=destination)
             self.exchange.advance()
-        return dropped_gradient(self.weight) if fused else gradient
+        if fused:  # autograd would add what two halves return, weight by weight, for DDP to drop it
+            return None if self.exchange.again else dropped_gradient(self.weight)
+        return gradient
 
 
 class _Arrival(torch.autograd.Function):

@@ -49,6 +49,8 @@ class Block:
     """Draws the dropout of its output, of which it is given one; None: no dropout."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """What ``module`` is called with beside its input."""
+    again: bool = False
+    """Whether the other lane runs it, too, and tells DDP of its gradients."""
 
     def run(self, entry: "Entry", other: "Entry") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute, and start to sum the output.
@@ -93,8 +95,9 @@ class Entry:
         self.behind: Callable[[], None] = lambda: None
         """Called behind the block's first product: moves on what the other lane has under way."""
         parameters = [] if block is None else list(block.norm.parameters())
+        exchange = InputGradientExchange(shared=True, again=block is not None and block.again)
         entered, total, bias = last or (None, None, None)
-        self.adjoint = Adjoint(parameters, of, None if entered is None else entered.adjoint)
+        self.adjoint = Adjoint(parameters, exchange, of, None if entered is None else entered.adjoint)
         self.x, self.y = _EntryNode.apply(self.adjoint, residual, total, bias, *parameters)
         """The residual stream and the block's input, both ``[s, b, h]`` and empty until computed."""
         self._computed = False
@@ -137,16 +140,19 @@ class Adjoint:
 
     Args:
         parameters: of the norm.
+        exchange: of the gradient of ``y``; the block's column-parallel layer starts it.
         of: that of the entry whose ``x`` is the residual stream before.
         last: that of the lane's last block's entry.
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], of: "Adjoint | None", last: "Adjoint | None"
+        self,
+        parameters: list[torch.nn.Parameter],
+        exchange: InputGradientExchange,
+        of: "Adjoint | None",
+        last: "Adjoint | None",
     ) -> None:
-        self.parameters, self.of, self.last = parameters, of, last
-        self.exchange = InputGradientExchange(shared=True)
-        """Of the gradient of ``y``; the block's column-parallel layer starts it."""
+        self.parameters, self.exchange, self.of, self.last = parameters, exchange, of, last
         self.drop: Linear | None = None
         self.site: CommSite | None = None
         """Gathers the gradient of the block's sum, where sequence parallelism needs that."""
