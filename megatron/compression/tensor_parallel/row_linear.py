@@ -19,9 +19,9 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.adjoint = None if entry is None else entry.adjoint
         if entry is None:
             return work.wait()
-        ranks, entry.started = 1, work
-        if sequence_parallel:
-            ranks, entry.adjoint.site = site.group.size(), site
+        entry.started = work
+        entry.adjoint.site = site if sequence_parallel and any(ctx.needs_input_grad) else None
+        ranks = site.group.size() if sequence_parallel else 1
         return empty(x, x.dtype, (x.shape[0] // ranks, *x.shape[1:-1], weight.shape[0]))
 
     @staticmethod

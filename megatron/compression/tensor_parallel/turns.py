@@ -155,7 +155,7 @@ class Adjoint:
         self.parameters, self.exchange, self.of, self.last = parameters, exchange, of, last
         self.drop: Linear | None = None
         self.site: CommSite | None = None
-        """Gathers the gradient of the block's sum, where sequence parallelism needs that."""
+        """Gathers the gradient of the block's sum, where its row-parallel layer is going to need that."""
         self.gathered: Work | None = None
         """That gather, begun before the block's backward."""
         self.beside: Adjoint | None = None
@@ -192,6 +192,8 @@ class Adjoint:
         if self.exchange.work is not None:
             grad_y = self.exchange.take()
         if grad_y is not None:
+            if self._of_norm is None:
+                raise RuntimeError("blocks in turn have one backward a forward; drop retain_graph=True")
             trained = [one for one in self.parameters if one.requires_grad]
             grad, *found = torch.autograd.grad(
                 self._of_norm, [self._leaf, *trained], grad_y, allow_unused=True
