@@ -14,9 +14,11 @@ from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
+from megatron.compression.ladder.config import FLAG as LADDER
 from megatron.compression.ladder.config import LadderConfig
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
+from megatron.compression.tensor_parallel.turns_checks import HALVES
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
 
@@ -88,6 +90,7 @@ class CompressionConfig:
                 flag = f"--compression-{name.replace('_', '-')}"
                 raise CompressionConfigError(f"{flag} {getattr(self, name)} {wanted}")
         self._refuse_idle()
+        self._refuse_beside_turns()
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
@@ -108,11 +111,23 @@ class CompressionConfig:
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
-        if self.tensor_parallel.halves and "tensor_parallel" in self.auto:
-            raise CompressionConfigError(
-                "--compression auto times messages one by one, not behind --tp-compression-overlap halves; "
-                "name a codec with --tp-compression or drop one of the two"
-            )
+
+    def _refuse_beside_turns(self) -> None:
+        """What would wait for sums that blocks in turn leave under way, or do nothing beside them."""
+        tensors, fraction = self.tensor_parallel, self.caat_net.sync_fraction
+        flags = [HALVES] * tensors.halves + [LADDER] * self.ladder.residual
+        for refused, flag, reason in (
+            (len(flags) > 1, LADDER, "has sums travel behind blocks as well"),
+            (fraction < 1, f"--caat-net-sync-fraction {fraction:g}", "has layers that wait for their sums"),
+            (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
+            (
+                tensors.halves and "tensor_parallel" in self.auto,
+                "--compression auto",
+                "times messages one by one; name a codec with --tp-compression",
+            ),
+        ):
+            if flags and refused:
+                raise CompressionConfigError(f"{flag} {reason}; drop it or {flags[0]}")
 
     @property
     def enabled(self) -> bool:
@@ -141,7 +156,7 @@ class CompressionConfig:
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
-        self.ladder.check(args, self.tensor_parallel.chunks, self.tensor_parallel.halves)
+        self.ladder.check(args)
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""

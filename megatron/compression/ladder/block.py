@@ -8,7 +8,7 @@ f_i is a sum over the ranks. The next block does not read it, so it travels behi
 backward as in the forward. What the final norm reads has all sums.
 """
 
-from megatron.compression.ladder.config import FLAG
+from megatron.compression.ladder.config import FLAG, LadderConfig
 from megatron.compression.tensor_parallel.block import TurnsBlock, blocks_of
 
 
@@ -17,6 +17,7 @@ class LadderBlock(TurnsBlock):
 
     flag = FLAG
     own_residual = False
+    check = LadderConfig(residual=True).check
 
     def _lanes(self, hidden_states):
         return hidden_states, hidden_states

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel.turns_checks import HALVES, check_turns
+from megatron.compression.tensor_parallel.turns_checks import check_turns
 
 FLAG = "--ladder-residual"
 
@@ -21,28 +21,17 @@ class LadderConfig:
         """For the log."""
         return "ladder residuals: a block reads the stream without the sum of the block before it"
 
-    def check(self, args: Namespace, chunks: int = 1, halves: bool = False) -> None:
-        """Refuse what would compute another function still, or has nothing left to hide.
+    def check(self, args: Namespace) -> None:
+        """Refuse what would compute another function still; ``args`` as for ``check_turns``.
 
         Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
         if not self.residual:
             return
         check_turns(args, FLAG)
-        stages, fraction = args.pipeline_model_parallel_size, getattr(args, "caat_net_sync_fraction", 1.0)
-        for refused, what, reason in (
-            (
-                stages > 1,
-                f"--pipeline-model-parallel-size {stages}",
-                "would add a pending sum at a stage's end",
-            ),
-            (fraction < 1, f"--caat-net-sync-fraction {fraction:g}", "has layers that wait for their sums"),
-            (
-                chunks > 1,
-                f"--tp-compression-chunks {chunks}",
-                "cuts sums that travel behind a block in whole",
-            ),
-            (halves, HALVES, "has sums travel behind blocks as well"),
-        ):
-            if refused:
-                raise CompressionConfigError(f"{what} {reason}; drop it or {FLAG}")
+        if args.pipeline_model_parallel_size > 1:
+            stages = f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"
+            raise CompressionConfigError(
+                f"{stages} would add a stage's last sum before the next one reads: another function; "
+                f"drop it or {FLAG}"
+            )

@@ -3,7 +3,7 @@
 They take the place of ``TransformerBlock`` by a change of class, and have its state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron.compression import patches
 from megatron.compression.errors import CompressionConfigError, InputError
 from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
-from megatron.compression.tensor_parallel.turns_checks import HALVES
+from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """What attention is given whatever the lane."""
@@ -75,6 +75,8 @@ class TurnsBlock(TransformerBlock):
     """What asks for it, for errors."""
     own_residual: bool
     """See ``in_turns``."""
+    check: Callable[[Any], None]
+    """Raises a CompressionConfigError for a model's config that turns cannot have."""
 
     def _lanes(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
@@ -142,6 +144,7 @@ class HalvesBlock(TurnsBlock):
 
     flag = HALVES
     own_residual = True
+    check = staticmethod(check_halves)
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """``[s, b, h] -> [s, b, h]``."""
@@ -180,8 +183,9 @@ class HalvesBlock(TurnsBlock):
 def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
     """Make the transformer block of a model chunk one of ``cls``.
 
-    Raises: CompressionConfigError: a layer that turns do not cover.
+    Raises: CompressionConfigError: a layer that turns do not cover, or a setting.
     """
+    cls.check(chunk.config)
     for path, layer in chunk.decoder.layers.named_children():
         attention, mlp = layer.self_attention, layer.mlp
         ordinary = isinstance(attention, SelfAttention) and not isinstance(attention, MLASelfAttention)

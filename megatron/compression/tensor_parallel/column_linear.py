@@ -24,7 +24,9 @@ from megatron.compression.tensor_parallel.turns import Entry
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry):
-        ctx.beside, gathered = (None, None) if entry is None else (entry.adjoint.beside, entry.gathered)
+        ctx.beside = gathered = None
+        if entry is not None:
+            ctx.beside, gathered, entry.gathered = entry.adjoint.beside, entry.gathered, None
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
         ctx.exchange, ctx.gradient, ctx.chunks = exchange, gradient, chunks
         ctx.x_shape = x.shape

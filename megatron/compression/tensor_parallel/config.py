@@ -85,10 +85,6 @@ class TensorParallelConfig(Dimension):
                 f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
                 f"{', '.join(get_args(Overlap))}"
             )
-        if self.halves and self.chunks > 1:
-            raise CompressionConfigError(
-                f"--tp-compression-chunks {self.chunks} cuts what {HALVES} hides in whole; drop one of them"
-            )
         parse_layers(self.layers)
         flags = {"backward": _BACKWARD}
         _ = self._forward, self._backward

@@ -29,7 +29,9 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            begun = None if ctx.adjoint is None else ctx.adjoint.gathered
+            begun = None
+            if ctx.adjoint is not None:
+                begun, ctx.adjoint.gathered = ctx.adjoint.gathered, None
             grad_output = (begun or ctx.site.all_gather(grad_output, "tp.backward")).wait()
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None

@@ -104,6 +104,8 @@ class Entry:
 
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to travel behind what comes next."""
+        if self._computed:
+            return
         work = self.last[0].started if self.last is not None else None
         if work is not None and work.exchanges > 1:
             work.advance()
@@ -115,7 +117,8 @@ class Entry:
         """Wait for the sum, then fill ``x`` and ``y``."""
         if self._computed:
             return
-        self._computed, residual, last, self.last = True, self.residual, self.last, None
+        self._computed, residual, last = True, self.residual, self.last
+        del self.residual, self.last  # nothing is kept alive
         if last is not None:
             entered, total, bias = last
             total = (total if entered.started is None else entered.started.wait()).detach()

@@ -1,4 +1,4 @@
-"""What blocks in turn (block.py) cannot be combined with."""
+"""What blocks in turn (block.py) cannot be combined with, in Megatron's arguments or a model's config."""
 
 from argparse import Namespace
 
@@ -24,8 +24,11 @@ _REFUSED = {
 
 
 def check_turns(args: Namespace, flag: str) -> None:
-    """Refuse what blocks in turn cannot have; ``flag`` asks for them.
+    """Refuse what blocks in turn cannot have.
 
+    Args:
+        args: Megatron's, or a ``TransformerConfig``, which has those that would give a wrong gradient.
+        flag: what asks for turns.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
     implementation = args.transformer_impl
@@ -54,12 +57,12 @@ def check_turns(args: Namespace, flag: str) -> None:
 
 
 def check_halves(args: Namespace) -> None:
-    """Refuse what halves of a micro-batch cannot have.
+    """Refuse what halves of a micro-batch cannot have; ``args`` as for ``check_turns``.
 
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
     check_turns(args, HALVES)
-    if args.micro_batch_size < 2:
+    if getattr(args, "micro_batch_size", 2) < 2:
         raise CompressionConfigError(
             f"{HALVES} needs two sequences, --micro-batch-size {args.micro_batch_size} has one; raise it or "
             f"drop {HALVES}"
@@ -68,9 +71,4 @@ def check_halves(args: Namespace) -> None:
         raise CompressionConfigError(
             f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
             f"halves would drop other scores than the whole; give 0 or drop {HALVES}"
-        )
-    if getattr(args, "caat_net_sync_fraction", 1.0) < 1:
-        raise CompressionConfigError(
-            f"--caat-net-sync-fraction {args.caat_net_sync_fraction:g} has row-parallel layers that wait for "
-            f"their sums; drop it or {HALVES}"
         )
