@@ -27,6 +27,8 @@ from pathlib import Path
 import _launch
 from _launch import Setting, parse_setting, torchrun
 
+from megatron.compression.report.memory import largest
+
 REGIMES = {
     "nvlink": {},
     "pcie": {"NCCL_P2P_DISABLE": "1"},
@@ -96,6 +98,8 @@ def _run(
             print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
             return []
         history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()][before:]
+        memory = largest(json.loads((report / "report.json").read_text())["memory_by_rank"])
+        print(f"{regime} {', '.join(one.text for one in settings)}: peak {_gigabytes(memory)}", flush=True)
         if auto:
             print("\n".join([regime, *decision_lines(Path(folder, "log.txt").read_text())]), flush=True)
     rows = []
@@ -103,8 +107,13 @@ def _run(
         lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
         row = {"regime": regime, "communicators": options.communicators, "codec": setting.text, "auto": auto}
         row |= {"ranks": options.ranks, "flags": shlex.join(map(str, _words(options, setting, flags)))}
-        rows.append(row | summary(lines, traffic))
+        rows.append(row | summary(lines, traffic) | {"launch_memory": memory})
     return rows
+
+
+def _gigabytes(memory: dict[str, int]) -> str:
+    """Of a launch, whose settings share it."""
+    return ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
 
 
 def is_auto(setting: Setting) -> bool:

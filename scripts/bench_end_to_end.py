@@ -10,6 +10,8 @@
         --codecs none "sdp4bit --dp-compression-node-size 1" "tagc --dp-error-feedback fp32"
     python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
+    python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
+        "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves" "int6 --ladder-residual"
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
 flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
@@ -19,7 +21,8 @@ weighs as it does between nodes); --num-layers behind the script's own options m
 (--no-overlap: off) and gradients travel in bf16 (--fp32-gradients: Megatron's default).
 --dp-compression-node-size n counts n ranks of this host as a node: one is what ethernet stands for.
 
-A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
+A CAAT-Net ("none --caat-net-sync-fraction 0.5") and a ladder (--ladder-residual) are other models: compare
+times, not losses.
 """
 
 import argparse
@@ -68,6 +71,8 @@ ABLATIONS = (
     "{}",
     "{} --compression-transport collective",  # the codec's kernels around NCCL, not one kernel a collective
     "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
+    "{} --compression-transport collective --tp-compression-overlap halves",  # behind the other half
+    "none --tp-compression-overlap halves",
     "{} --tp-compression-min-mb 8",  # with the threshold, which is off in all others
     "{} --no-gradient-accumulation-fusion",
     "none --no-gradient-accumulation-fusion",

@@ -14,8 +14,11 @@ from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
+from megatron.compression.ladder.config import FLAG as LADDER
+from megatron.compression.ladder.config import LadderConfig
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
+from megatron.compression.tensor_parallel.turns_checks import HALVES
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
 
@@ -38,6 +41,7 @@ class CompressionConfig:
     expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
 
     auto: tuple[str, ...] = ()
     """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
@@ -83,6 +87,7 @@ class CompressionConfig:
                 flag = f"--compression-{name.replace('_', '-')}"
                 raise CompressionConfigError(f"{flag} {getattr(self, name)} {wanted}")
         self._refuse_idle()
+        self._refuse_beside_turns()
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
@@ -102,6 +107,23 @@ class CompressionConfig:
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
+
+    def _refuse_beside_turns(self) -> None:
+        """What would wait for sums that blocks in turn leave under way, or do nothing beside them."""
+        tensors, fraction = self.tensor_parallel, self.caat_net.sync_fraction
+        flags = [HALVES] * tensors.halves + [LADDER] * self.ladder.residual
+        for refused, flag, reason in (
+            (len(flags) > 1, LADDER, "has sums travel behind blocks as well"),
+            (fraction < 1, f"--caat-net-sync-fraction {fraction:g}", "has layers that wait for their sums"),
+            (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
+            (
+                tensors.halves and "tensor_parallel" in self.auto,
+                "--compression auto",
+                "times messages one by one; name a codec with --tp-compression",
+            ),
+        ):
+            if flags and refused:
+                raise CompressionConfigError(f"{flag} {reason}; drop it or {flags[0]}")
 
     @property
     def enabled(self) -> bool:
@@ -130,6 +152,7 @@ class CompressionConfig:
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args, self.tensor_parallel.chunks)
+        self.ladder.check(args)
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
@@ -152,7 +175,7 @@ class CompressionConfig:
         lines += [
             getattr(self, name).idle_reason(count) or getattr(self, name).describe()
             for name, count in ranks.items()
-            if getattr(self, name).enabled
+            if getattr(self, name).enabled or (name == "tensor_parallel" and self.tensor_parallel.halves)
         ]
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
@@ -166,6 +189,8 @@ class CompressionConfig:
             )
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
+        if self.ladder.residual:
+            lines.append(self.ladder.describe())
         return lines
 
 
@@ -173,7 +198,7 @@ def _is_percent(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value >= 0)
 
 
-SAME_RESULTS = {"transport", "communicators", "report", "chunks"}
+SAME_RESULTS = {"transport", "communicators", "report", "chunks", "overlap"}
 """Settings that no bit of a run's results depends on."""
 
 

@@ -18,7 +18,6 @@ from megatron.training.training import num_floating_point_operations
 from megatron import host
 from megatron.compression import flags, patches, preflight, repetition, shared_gpus
 from megatron.compression.auto.automatic import Automatic
-from megatron.compression.caat_net.checkpoint import OtherWeights, check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
@@ -26,6 +25,7 @@ from megatron.compression.data_checks import check_vocabulary
 from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.implementation import default_implementation, describe
+from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults, spec
 from megatron.compression.torch_native.block import block_spec

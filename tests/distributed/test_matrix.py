@@ -63,6 +63,7 @@ class Cell:
     tied: bool
     sequence_parallel: bool
     architecture: str
+    overlap: str
 
     @property
     def data_parallel(self) -> int:
@@ -92,7 +93,8 @@ class Cell:
     def compressed(self) -> list[str]:
         """The codecs: TACO, TAH-Quant between stages where there are any, and SDP4Bit between replicas."""
         stages = COMPRESSED_STAGES if self.pipeline != "1" else ()
-        return [*COMPRESSED, *stages, *(COMPRESSED_REPLICAS if self.data_parallel > 1 else ())]
+        overlap = ("--tp-compression-overlap", self.overlap)
+        return [*COMPRESSED, *overlap, *stages, *(COMPRESSED_REPLICAS if self.data_parallel > 1 else ())]
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -109,15 +111,15 @@ class Cell:
 
 
 CELLS = [
-    Cell("none", "fp32", "1", 1, "distributed", False, True, "gpt"),
-    Cell("none", "bf16", "virtual", 2, "plain", True, False, "gpt"),
-    Cell("none", "fp16", "2", 2, "distributed", False, False, "llama"),
-    Cell("full", "fp32", "virtual", 2, "distributed", True, True, "llama"),
-    Cell("full", "bf16", "2", 1, "distributed", False, True, "llama"),
-    Cell("full", "fp16", "1", 1, "plain", True, False, "gpt"),
-    Cell("selective", "fp32", "2", 1, "plain", True, False, "gpt"),
-    Cell("selective", "bf16", "1", 2, "plain", False, True, "llama"),
-    Cell("selective", "fp16", "virtual", 2, "distributed", False, True, "llama"),
+    Cell("none", "fp32", "1", 1, "distributed", False, True, "gpt", "halves"),
+    Cell("none", "bf16", "virtual", 2, "plain", True, False, "gpt", "weights"),
+    Cell("none", "fp16", "2", 2, "distributed", False, False, "llama", "halves"),
+    Cell("full", "fp32", "virtual", 2, "distributed", True, True, "llama", "halves"),
+    Cell("full", "bf16", "2", 1, "distributed", False, True, "llama", "weights"),
+    Cell("full", "fp16", "1", 1, "plain", True, False, "gpt", "weights"),
+    Cell("selective", "fp32", "2", 1, "plain", True, False, "gpt", "weights"),
+    Cell("selective", "bf16", "1", 2, "plain", False, True, "llama", "halves"),
+    Cell("selective", "fp16", "virtual", 2, "distributed", False, True, "llama", "weights"),
 ]
 
 
@@ -186,6 +188,7 @@ def test_cells_cover_every_pair() -> None:
         "tied": (True, False),
         "sequence_parallel": (True, False),
         "architecture": ARCHITECTURES,
+        "overlap": ("weights", "halves"),
     }
     wanted = {
         ((one, x), (other, y))
@@ -256,8 +259,10 @@ def check_channels(run: ForkedRun, channels: tuple[str, ...]) -> None:
 LAYOUTS = {
     "tensor and data": (
         *("llama", False),
-        f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {RECOMPUTE['selective']}",
-        "--taco --tp-compression-min-mb 0 --dp-error-feedback int8:average=0.5",
+        f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {RECOMPUTE['selective']} "
+        "--micro-batch-size 2",
+        "--taco --tp-compression-overlap halves --tp-compression-min-mb 0 "
+        "--dp-error-feedback int8:average=0.5",
         ACTIVATIONS[:2],
     ),
     "stages and data": (

@@ -44,6 +44,8 @@ SETUPS = {
     "recomputed, one of two layers": Setup({"codec": "int6", "layers": "0", "chunks": 2}, FULL),
     "tied": Setup(changes=dict(tied=True), fused=TIED),
     "frozen": Setup(frozen="fc2", fused=frozenset(LINEAR - {"linear_fc2"})),
+    "recomputed": Setup({"codec": "none"}, FULL, torch.float32),
+    "recomputed in halves": Setup({"codec": "none", "overlap": "halves"}, FULL, torch.float32),
     "bf16 gradients": Setup(fp32_gradients=False),
     "CAAT-Net": Setup(
         {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset({"linear_qkv", "linear_fc1", "output_layer"})
@@ -78,6 +80,17 @@ def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
                 msg=f"{name}: {parameter}",
             )
         assert fused_losses == pytest.approx(losses, rel=1e-4 if exact else 2e-3)
+
+
+def test_halves_are_added_before_ranks_sum_them(results) -> None:
+    """DDP's hook runs once for both halves of a micro-batch, be they recomputed."""
+    for rank in results:
+        whole, halves = (rank[name][True][1] for name in ("recomputed", "recomputed in halves"))
+        for parameter, gradient in whole.items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(
+                halves[parameter] / scale, gradient / scale, rtol=0, atol=2e-6, msg=parameter
+            )
 
 
 def worker(rank: int, world_size: int) -> dict:

@@ -11,6 +11,7 @@ MEGATRON = dict(
     **dict(data_parallel_size=1, sequence_parallel=False, num_experts=None, cuda_graph_impl="none"),
     **dict(use_distributed_optimizer=False, bf16=True, fp16=False, num_distributed_optimizer_instances=1),
     **dict(use_precision_aware_optimizer=False, optimizer_cuda_graph=False, rerun_mode="disabled"),
+    **dict(attention_dropout=0.0, recompute_granularity=None, recompute_modules=None),
     **dict(save=None, load=None, ckpt_format="torch_dist", train_iters=100, train_samples=None),
 )
 

@@ -82,7 +82,7 @@ def test_it_overlaps_by_itself() -> None:
 )
 def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     """Another function of the same weights is refused; ordinary checkpoints stay free."""
-    from megatron.compression.caat_net.checkpoint import check_checkpoint
+    from megatron.compression.model_function import check_checkpoint
 
     def args(fraction, ranks):
         flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}
@@ -107,7 +107,7 @@ def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
 )
 def test_finetune_says_what_the_weights_were(saved, ours, finetune, said) -> None:
     """Once, though the arguments are read twice; nothing where the function is the same."""
-    from megatron.compression.caat_net.checkpoint import OtherWeights
+    from megatron.compression.model_function import OtherWeights
 
     def args(fraction, ranks):
         return SimpleNamespace(

@@ -135,9 +135,15 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "overlaps", "said"), [(2, False, True), (2, True, False), (1, False, False)]
+    ("setting", "overlaps", "said"),
+    [
+        ({"chunks": 2}, False, "--tp-compression-chunks 2"),
+        ({"overlap": "halves"}, False, "--tp-compression-overlap halves"),
+        ({"chunks": 2}, True, None),
+        ({}, False, None),
+    ],
 )
-def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bool, monkeypatch) -> None:
+def test_what_hides_nothing_is_said(setting: dict, overlaps: bool, said: str | None, monkeypatch) -> None:
     """Over symmetric memory a collective is one kernel: nothing runs behind it."""
     from megatron.compression.tensor_parallel import hooks
 
@@ -149,9 +155,12 @@ def test_chunks_that_hide_nothing_are_said(chunks: int, overlaps: bool, said: bo
             return SimpleNamespace(overlaps=overlaps)
 
     monkeypatch.setattr(hooks, "_attach_chunk", lambda *_: None)
+    monkeypatch.setattr(hooks.block, "attach", lambda *_: None)
     monkeypatch.setattr(hooks, "sites_of", lambda chunk: [SimpleNamespace(group="tp")])
-    config = TensorParallelConfig(compression="taco", chunks=chunks)
+    config = TensorParallelConfig(compression="taco", **setting)
     lines: list[str] = []
     hooks.attach([torch.nn.Module()], config, SimpleNamespace(transports=OneWay()), lines.append)
     assert lines[0] == "compression: 1 group"
-    assert said == any("--tp-compression-chunks 2 makes messages smaller" in line for line in lines)
+    assert [said is not None and f"{said} makes messages smaller" in line for line in lines[1:]] == (
+        [True] if said else []
+    )

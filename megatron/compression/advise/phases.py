@@ -65,6 +65,12 @@ class _Iteration:
             cluster = replace(cluster, intra=replace(cluster.intra, fused=False))
         if config.caat_net.enabled:
             raise InputError("--caat-net-sync-fraction makes another model, which is not modelled; drop it")
+        for asked, flag in (
+            (config.tensor_parallel.halves, "--tp-compression-overlap halves"),
+            (config.ladder.residual, "--ladder-residual"),
+        ):
+            if asked:
+                raise InputError(f"{flag} hides sums behind blocks, which is not modelled; drop it")
         self.model, self.layout, self.cluster, self.config = model, layout, cluster, config
         self.constants, self.rounds = cluster.constants, layout.micro_batches
         self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)

@@ -50,6 +50,10 @@ class CommSite:
         """
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
+    def uncompressed(self, nbytes: int) -> "CommSite":
+        """This site where it compresses nothing, for the reason that a message of this size has."""
+        return _UncompressedSite(self, nbytes)
+
     def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
         """Count a collective that megatron-core or Transformer Engine does itself.
 
@@ -168,6 +172,18 @@ class CommSite:
             return result
 
         return work.then(compare)
+
+
+class _UncompressedSite(CommSite):
+    """See ``CommSite.uncompressed``."""
+
+    def __init__(self, site: CommSite, nbytes: int) -> None:
+        super().__init__(site.name, site.group, site.run, site.layer)
+        self.nbytes = nbytes
+
+    def decide(self, traffic: str, nbytes: int | None = None) -> Decision:
+        """Never a codec."""
+        return Decision(None, super().decide(traffic, self.nbytes).why)
 
 
 class Packed(NamedTuple):

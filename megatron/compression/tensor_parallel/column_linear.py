@@ -7,7 +7,8 @@ parallelism, all-reduce or reduce-scatter of the input gradient), so this is a f
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication import Work
+from megatron.compression.communication.site import CommSite, Packed
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
@@ -17,18 +18,21 @@ from megatron.compression.tensor_parallel.overlap import (
     defer,
     placeholder,
 )
+from megatron.compression.tensor_parallel.turns import Entry
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks):
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry):
+        ctx.beside = gathered = None
+        if entry is not None:
+            ctx.beside, gathered, entry.gathered = entry.adjoint.beside, entry.gathered, None
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
         ctx.exchange, ctx.gradient, ctx.chunks = exchange, gradient, chunks
         ctx.x_shape = x.shape
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
-            packed = site.pack(x, "tp.forward")
-            gathered = site.gather(packed, "tp.forward")
+            packed, gathered = gathered or start_gather(x, site)
             ctx.save_for_backward(packed.payload, weight)
             ctx.packed = packed._replace(payload=None)
             x = gathered.wait()
@@ -45,6 +49,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.sequence_parallel and ctx.gradient is not None:
             gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
         placeholder_of_sum = None
+        if ctx.beside is not None:
+            ctx.beside.ahead()
         if ctx.needs_input_grad[0]:
             ctx.exchange.work = product_in_chunks(
                 grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
@@ -60,7 +66,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
             ctx.gradient.provide(inputs)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         grad_weight = None if ctx.gradient is None else placeholder(weight)
-        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 5
+        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 6
+
+
+def start_gather(x: torch.Tensor, site: CommSite) -> tuple[Packed, Work]:
+    """Begin to gather an input ``[s / W, b, h]``: what this rank sends of it, and its handle."""
+    packed = site.pack(x, "tp.forward")
+    return packed, site.gather(packed, "tp.forward")
 
 
 def column_parallel_linear(
@@ -72,6 +84,7 @@ def column_parallel_linear(
     handover: Handover | None = None,
     chunks: int = 1,
     fusion: bool = False,
+    entry: Entry | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` with this rank's rows of the weight.
 
@@ -88,14 +101,21 @@ def column_parallel_linear(
         handover: shared with the row-parallel layer that takes this layer's output.
         chunks: pieces of the sequence in which the input gradient is computed and summed.
         fusion: add the weight gradient to ``weight.main_grad``.
+        entry: where ``x`` comes from, if blocks take turns: it takes the input gradient's sum.
     Returns: ``[s, b, h_out / W]``.
     """
-    exchange, gradient = InputGradientExchange(), None
+    exchange, gradient = InputGradientExchange() if entry is None else entry.adjoint.exchange, None
     if torch.is_grad_enabled():
-        x = arrival(x, exchange)
+        if entry is None:
+            x = arrival(x, exchange)
         if handover is not None:
             handover.make(exchange)
         if weight.requires_grad:
             gradient = WeightGradient(exchange, weight, fusion)
             weight = defer(weight, gradient)
-    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient, chunks)
+    output = _ColumnParallelLinear.apply(
+        x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry
+    )
+    if entry is not None:
+        entry.behind()
+    return output

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Choice, Rule
@@ -12,6 +12,7 @@ from megatron.compression.communication.rows import why_not_rows
 from megatron.compression.dimension import Dimension, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
+from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
 
 RECOMMENDED = "int6:outliers=on"
 """What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
@@ -30,6 +31,8 @@ _NOT_COVERED = (
 
 
 _BACKWARD = "--tp-backward-compression"
+
+Overlap = Literal["weights", "halves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,11 @@ class TensorParallelConfig(Dimension):
     column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 2 pays over
     PCIe."""
 
+    overlap: Overlap = "weights"
+    """What runs behind exchanges: weights = weight gradients, in the backward; halves = also the other half
+    of the micro-batch, forward and backward, compressed or not. Torch-native layers, two or more sequences a
+    micro-batch."""
+
     def __post_init__(self) -> None:
         first, *others = self.compression.split(";")
         if first == "auto":
@@ -72,19 +80,35 @@ class TensorParallelConfig(Dimension):
             )
         if self.chunks < 1:
             raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
+        if self.overlap not in get_args(Overlap):
+            raise CompressionConfigError(
+                f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
+                f"{', '.join(get_args(Overlap))}"
+            )
         parse_layers(self.layers)
         flags = {"backward": _BACKWARD}
         _ = self._forward, self._backward
         changed = [
             flags.get(field.name, f"--tp-compression-{field.name.replace('_', '-')}")
             for field in dataclasses.fields(self)
-            if field.name != "compression" and getattr(self, field.name) != field.default
+            if field.name not in ("compression", "overlap") and getattr(self, field.name) != field.default
         ]
         if changed and not self.enabled:
             raise CompressionConfigError(
                 f"{', '.join(changed)} given, but tensor-parallel compression is off; add --taco or "
                 "--tp-compression"
             )
+
+    @property
+    def halves(self) -> bool:
+        """Whether halves of a micro-batch take turns, be they compressed or not."""
+        return self.overlap == "halves"
+
+    def idle_reason(self, ranks: int) -> str | None:
+        """Also of halves that are not compressed."""
+        if self.halves and ranks == 1:
+            return f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"
+        return super().idle_reason(ranks)
 
     @property
     def forward_codec(self) -> Codec | None:
@@ -117,6 +141,8 @@ class TensorParallelConfig(Dimension):
 
         Raises: CompressionConfigError: with the flag, the reason and the fix.
         """
+        if self.halves:
+            check_halves(args)
         if not self.enabled:
             return
         refuse_fp16(args, self.flag, self.codecs)
@@ -177,9 +203,13 @@ class TensorParallelConfig(Dimension):
 
     def describe(self) -> str:
         """For the log: what travels how."""
+        if not self.enabled:
+            return "tensor parallelism has halves of a micro-batch in turn, uncompressed"
         line = f"tensor parallelism uses {self.compression}, messages of at least {self.min_mb:g} MiB"
         if self.backward is not None:
             line += f", gradients {self.backward}"
+        if self.halves:
+            line += ", halves of a micro-batch in turn"
         if self.layers != "all":
             line += f", layers {self.layers}"
         return line

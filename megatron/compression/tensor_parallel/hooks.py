@@ -19,6 +19,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.site import CommSite, layer_name, site_name
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel import block
 from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from megatron.compression.tensor_parallel.layers import (
@@ -68,14 +69,18 @@ def attach(
     engine = engine or TransformerEngineLayers(run)
     for chunk in model:
         _attach_chunk(chunk, config, run, broadcasts_batch, engine)
+        if config.halves and any(True for _ in sites_of(chunk)):
+            block.attach(chunk, block.HalvesBlock)
     if config.enabled:
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
             say(f"compression: {line}")
-        if config.chunks > 1 and not all(run.transports.transport(group).overlaps for group in groups):
+        asked = f"--tp-compression-chunks {config.chunks}" if config.chunks > 1 else None
+        asked = "--tp-compression-overlap halves" if config.halves else asked
+        if asked and not all(run.transports.transport(group).overlaps for group in groups):
             say(
-                f"compression: --tp-compression-chunks {config.chunks} makes messages smaller and hides "
-                "none: over symmetric memory a collective fills the device; drop it"
+                f"compression: {asked} makes messages smaller and hides none: over symmetric memory a "
+                "collective fills the device; drop it"
             )
     return model
 

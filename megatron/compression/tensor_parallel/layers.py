@@ -15,8 +15,9 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 
-from megatron.compression.communication.site import CommSite
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
+from megatron.compression.communication import Work
+from megatron.compression.communication.site import CommSite, Packed
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
 from megatron.compression.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -24,6 +25,7 @@ from megatron.compression.tensor_parallel.mappings import (
 )
 from megatron.compression.tensor_parallel.overlap import Handover
 from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
+from megatron.compression.tensor_parallel.turns import Entry
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
@@ -38,6 +40,8 @@ class CompressedRowParallelLinear(RowParallelLinear):
     """Shared with the column-parallel layer before this one."""
     chunks: int = 1
     """Pieces of the sequence that are sent one by one."""
+    entry: Entry | None = None
+    """Where blocks take turns, that of the block under way."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
@@ -50,17 +54,21 @@ class CompressedRowParallelLinear(RowParallelLinear):
         if self.site is None:
             return super().forward(input_)
         nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if not _compresses_reduction(self.site, self.sequence_parallel, nbytes):
-            _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
-            return super().forward(input_)
+        site = self.site
+        if not _compresses_reduction(site, self.sequence_parallel, nbytes):
+            if self.entry is None:  # else ours leaves an uncompressed sum under way as well
+                _count_reduction(site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
+                return super().forward(input_)
+            site = site.uncompressed(nbytes)
         output = row_parallel_linear(
             input_,
             self.weight,
-            self.site,
+            site,
             self.sequence_parallel,
             self.chunks,
             self.handover,
             self.gradient_accumulation_fusion,
+            self.entry,
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -79,25 +87,37 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     """Shared with the row-parallel layer that takes this one's output."""
     chunks: int = 1
     """Pieces of the sequence that are sent one by one."""
+    entry: Entry | None = None
+    """Where blocks take turns, that of the block under way."""
+
+    def start_gather(self, x: torch.Tensor) -> tuple[Packed, Work] | None:
+        """Begin to gather this layer's next input ``[s / W, b, h]``, where sequence parallelism needs it."""
+        return start_gather(x, self._site_for(x)) if self.sequence_parallel and self.site else None
+
+    def _site_for(self, x: torch.Tensor) -> CommSite:
+        """The site, or one that compresses nothing where messages of an input ``x`` are to go so."""
+        nbytes = x.nbytes * (self.site.group.size() if self.sequence_parallel else 1)
+        traffic = ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.backward",)
+        return self.site if self.site.compresses(nbytes, *traffic) else self.site.uncompressed(nbytes)
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        sequence_parallel = kwargs["sequence_parallel"]
-        nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
-        traffic = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
-        if self.site.compresses(nbytes, *traffic):
+        sequence_parallel, site = kwargs["sequence_parallel"], self._site_for(input)
+        if site is self.site or self.entry is not None:
             return column_parallel_linear(
                 input,
                 weight,
                 kwargs["bias"],
-                self.site,
+                site,
                 sequence_parallel,
                 self.handover,
                 self.chunks,
                 kwargs["gradient_accumulation_fusion"],
+                self.entry,
             )
+        nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
         if has_backward(input, weight):

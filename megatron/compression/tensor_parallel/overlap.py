@@ -24,9 +24,15 @@ from megatron.compression.torch_native.weight_gradient import accumulate, droppe
 
 
 class InputGradientExchange:
-    """The exchange of one column-parallel layer's input gradient, and the weight gradients behind it."""
+    """The exchange of one column-parallel layer's input gradient, and the weight gradients behind it.
 
-    def __init__(self) -> None:
+    Args:
+        shared: another block runs behind it as well (turns.py), before anybody waits for it.
+        again: the weights' gradients come from another half of the micro-batch, too, which tells DDP.
+    """
+
+    def __init__(self, shared: bool = False, again: bool = False) -> None:
+        self.shared, self.again = shared, again
         self.work: Work | None = None
         self.waiting = 0
         """Weight gradients that are still to run behind it."""
@@ -34,9 +40,12 @@ class InputGradientExchange:
     def advance(self) -> None:
         """Take what has arrived and send what follows from it, if an exchange is under way.
 
-        The last one is left in flight for as long as there is a weight gradient to run behind it.
+        The last one is left in flight for as long as there is something to run behind it. A shared one moves
+        on behind the last weight gradient, in the middle of what it has.
         """
-        if self.work is not None and self.work.exchanges > min(self.waiting, 1):
+        if self.work is None or (self.shared and self.waiting):
+            return
+        if self.work.exchanges > (1 if self.shared else min(self.waiting, 1)):
             self.work.advance()
 
     def take(self) -> torch.Tensor:
@@ -66,7 +75,8 @@ class WeightGradient:
         grad_output, x = inputs()
         self.exchange.waiting -= 1
         work = self.exchange.work
-        halves = 2 if work is not None and work.exchanges > 1 and not self.exchange.waiting else 1
+        alone = not (self.exchange.waiting or self.exchange.shared)
+        halves = 2 if work is not None and work.exchanges > 1 and alone else 1
         fused = has_main_grad(self.weight, self.fusion)
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
         rows = zip(grad_output.chunk(halves, dim=1), gradient.chunk(halves), strict=True)
@@ -76,7 +86,9 @@ class WeightGradient:
             else:
                 torch.matmul(part.t(), x, out=destination)
             self.exchange.advance()
-        return dropped_gradient(self.weight) if fused else gradient
+        if fused:  # autograd would add what two halves return, weight by weight, for DDP to drop it
+            return None if self.exchange.again else dropped_gradient(self.weight)
+        return gradient
 
 
 class _Arrival(torch.autograd.Function):

@@ -6,22 +6,33 @@ from torch.autograd.function import once_differentiable
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, placeholder
+from megatron.compression.tensor_parallel.turns import Entry, empty
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient, fusion):
+    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient, fusion, entry):
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
-        return product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks).wait()
+        work = product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks)
+        ctx.adjoint = None if entry is None else entry.adjoint
+        if entry is None:
+            return work.wait()
+        entry.started = work
+        entry.adjoint.site = site if sequence_parallel and any(ctx.needs_input_grad) else None
+        ranks = site.group.size() if sequence_parallel else 1
+        return empty(x, x.dtype, (x.shape[0] // ranks, *x.shape[1:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
+            begun = None
+            if ctx.adjoint is not None:
+                begun, ctx.adjoint.gathered = ctx.adjoint.gathered, None
+            grad_output = (begun or ctx.site.all_gather(grad_output, "tp.backward")).wait()
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -34,7 +45,7 @@ class _RowParallelLinear(torch.autograd.Function):
                 grad_weight = dropped_gradient(weight)
             else:
                 grad_weight = torch.matmul(rows[0].t(), rows[1])
-        return grad_input, grad_weight, *(None,) * 5
+        return grad_input, grad_weight, *(None,) * 6
 
 
 def row_parallel_linear(
@@ -45,6 +56,7 @@ def row_parallel_linear(
     chunks: int = 1,
     handover: Handover | None = None,
     fusion: bool = False,
+    entry: Entry | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T`` summed over the ranks; in chunks, one's exchange runs behind the next one's GEMM.
 
@@ -56,10 +68,12 @@ def row_parallel_linear(
         handover: shared with the column-parallel layer before this one, whose exchange the weight gradient
             then runs behind.
         fusion: add the weight gradient to ``weight.main_grad``.
-    Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
+        entry: of the block that this layer ends, if blocks take turns: gets the sum, which is left under way.
+    Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism; without values where
+    ``entry`` has them.
     """
     made = handover.take() if handover is not None else None
     gradient = None
     if made is not None:
         weight, gradient = made
-    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient, fusion)
+    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient, fusion, entry)

@@ -1,0 +1,196 @@
+"""Transformer blocks whose attentions and MLPs take turns (turns.py): halves of a micro-batch, and a ladder.
+
+They take the place of ``TransformerBlock`` by a change of class, and have its state.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import make_viewless_tensor
+
+from megatron.compression import patches
+from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
+from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
+
+_PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
+"""What attention is given whatever the lane."""
+_NOT_TAKEN = ("context", "inference_context", "inference_params", "packed_seq_params", "attention_bias")
+
+
+class Dropout:
+    """The dropout of one block's output, drawn once for the whole micro-batch, whoever takes which rows.
+
+    Args:
+        rows: of each lane, along the batch; the first lane comes first.
+    """
+
+    def __init__(self, probability: float, batch: int, rows: Sequence[slice]) -> None:
+        self.probability, self.batch, self.rows = probability, batch, list(rows)
+        self._kept: torch.Tensor | None = None
+
+    def __call__(self, total: torch.Tensor) -> Linear | None:
+        """The next lane's part of it; ``total`` is that lane's ``[s, b, h]``."""
+        if self.probability == 0:
+            return None
+        if self._kept is None:
+            whole = total.new_ones((total.shape[0], self.batch, total.shape[2]))
+            self._kept = F.dropout(whole, self.probability) != 0
+        kept, scale = self._kept[:, self.rows.pop(0)], 1 / (1 - self.probability)
+        return lambda x: x * scale * kept
+
+
+def blocks_of(layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]) -> list[Block]:
+    """Attention and MLP of a layer.
+
+    Args:
+        arguments: of the attention.
+        draws: of the attention's output and of the MLP's.
+    """
+    attention, mlp = layer.self_attention, layer.mlp
+    return [
+        Block(
+            attention, layer.input_layernorm, attention.linear_qkv, attention.linear_proj, draws[0], arguments
+        ),
+        Block(mlp, layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2, draws[1]),
+    ]
+
+
+class TurnsBlock(TransformerBlock):
+    """megatron-core's block for the layers that ``attach`` lets pass, each block of them in turn.
+
+    Layers themselves are not called, their modules are: hooks of a ``TransformerLayer`` would not run.
+    """
+
+    flag: str
+    """What asks for it, for errors."""
+    own_residual: bool
+    """See ``in_turns``."""
+    check: Callable[[Any], None]
+    """Raises a CompressionConfigError for a model's config that turns cannot have."""
+
+    def _lanes(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def _joined(self, lanes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _blocks(
+        self, layers: Sequence[torch.nn.Module], arguments: dict[str, Any], lanes: Sequence[torch.Tensor]
+    ) -> list[Block]:
+        """Of these layers, in the order in which they run."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
+        """``[s, b, h] -> [s, b, h]``; takes what training and evaluation pass to megatron-core's.
+
+        Raises: InputError: an argument that turns do not take.
+        """
+        for name in _NOT_TAKEN:
+            if options.get(name) is not None:
+                raise InputError(f"{self.flag} takes no {name}; drop the flag")
+        hidden_states = hidden_states if self.pre_process else self.input_tensor
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
+        of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
+        with of_ranks() if self.config.sequence_parallel else nullcontext():
+            lanes = self._lanes(
+                hidden_states.float() if self.config.fp32_residual_connection else hidden_states
+            )
+            for layers, recomputed in self._recomputed_parts():
+                lanes = self._run(layers, arguments, lanes, recomputed)
+        hidden_states = self._joined(lanes)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+    def _draws(self, layer: torch.nn.Module, batch: int, rows: Sequence[slice]) -> list[Dropout]:
+        probability = layer.hidden_dropout if self.training else 0.0
+        return [Dropout(probability, batch, rows) for _ in range(2)]
+
+    def _run(self, layers, arguments, lanes, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        # Both lanes in one checkpoint: its backward has one graph of them, as all of this needs.
+        def run(*lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return in_turns(self._blocks(layers, arguments, lanes), lanes, self.own_residual)
+
+        return tensor_parallel.checkpoint(run, False, *lanes) if recomputed else run(*lanes)
+
+    def _recomputed_parts(self) -> list[tuple[Sequence[torch.nn.Module], bool]]:
+        """The layers in the parts that ``--recompute-method`` has, and whether each is recomputed."""
+        config, layers = self.config, list(self.layers)
+        count = config.recompute_num_layers or 1
+        if config.recompute_granularity != "full" or not self.training:
+            return [(layers, False)]
+        if config.recompute_method == "uniform":
+            return [(layers[first : first + count], True) for first in range(0, len(layers), count)]
+        return [([layer], True) for layer in layers[:count]] + [(layers[count:], False)]
+
+
+class HalvesBlock(TurnsBlock):
+    """Two halves of the micro-batch: one computes while the other's sums travel (turns.py).
+
+    The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
+    differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
+    """
+
+    flag = HALVES
+    own_residual = True
+    check = staticmethod(check_halves)
+
+    def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        generates = any(options.get(name) is not None for name in ("inference_context", "inference_params"))
+        whole = hidden_states if self.pre_process else self.input_tensor
+        if generates or (whole.shape[1] < 2 and not torch.is_grad_enabled()):
+            return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
+        if whole.shape[1] < 2:
+            raise InputError(f"{self.flag} halves micro-batches; give --micro-batch-size 2 or more")
+        return super().forward(hidden_states, attention_mask, **options)
+
+    def _lanes(self, hidden_states):
+        batch = hidden_states.shape[1]
+        first, second = hidden_states.split([batch - batch // 2, batch // 2], dim=1)
+        return first.contiguous(), second.contiguous()
+
+    def _joined(self, lanes):
+        return torch.cat(lanes, dim=1)
+
+    def _blocks(self, layers, arguments, lanes):
+        first, second = (lane.shape[1] for lane in lanes)
+        batch, rows = first + second, (slice(first), slice(first, None))
+        mask, by_lane = arguments["attention_mask"], [arguments, arguments]
+        if mask is not None and mask.shape[0] == batch:
+            by_lane = [arguments | {"attention_mask": mask[part]} for part in rows]
+        blocks = []
+        for layer in layers:
+            draws = self._draws(layer, batch, rows)
+            pairs = zip(*(blocks_of(layer, of_lane, draws) for of_lane in by_lane), strict=True)
+            for pair in pairs:
+                pair[1].again = True
+                blocks += pair
+        return blocks
+
+
+def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
+    """Make the transformer block of a model chunk one of ``cls``.
+
+    Raises: CompressionConfigError: a layer that turns do not cover, or a setting.
+    """
+    cls.check(chunk.config)
+    for path, layer in chunk.decoder.layers.named_children():
+        attention, mlp = layer.self_attention, layer.mlp
+        ordinary = isinstance(attention, SelfAttention) and not isinstance(attention, MLASelfAttention)
+        if not (ordinary and type(mlp) is MLP and isinstance(layer.cross_attention, IdentityOp)):
+            raise CompressionConfigError(
+                f"{cls.flag} covers layers of one self-attention and one dense MLP, not {path}; drop the flag"
+            )
+    patches.change_class(chunk.decoder, cls)

@@ -1,0 +1,229 @@
+"""Halves of a micro-batch in turn, and a ladder: what they compute, in fp64, and what they send."""
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.transport_audit import TransportAudit, total_of
+
+SEQUENCES = 3  # halves of two and one
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+LLAMA = dict(
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    gated_linear_unit=True,
+    activation_func=torch.nn.functional.silu,
+    num_query_groups=2,
+)
+SP = dict(sequence_parallel=True)
+
+CASES: dict[str, tuple[dict, dict]] = {
+    "uncompressed": ({"codec": "none"}, {}),
+    "identity": ({"codec": "identity"}, dict(hidden_dropout=0.1)),
+    "sequence parallel": ({"codec": "identity"}, dict(SP, hidden_dropout=0.1)),
+    "sequence parallel, uncompressed": ({"codec": "none"}, SP),
+    "recomputed": ({"codec": "identity"}, dict(FULL, hidden_dropout=0.1)),
+    "recomputed in part": ({"codec": "identity", "layers": "0"}, dict(BLOCK, **SP)),
+    "core attention recomputed": ({"codec": "identity"}, dict(recompute_granularity="selective")),
+    "llama": ({"codec": "identity"}, LLAMA),
+    "small messages": ({"codec": "int6", "min_mb": 1.0}, {}),
+    "fp32 residual": ({"codec": "none"}, dict(fp32_residual_connection=True)),
+    "frozen": ({"codec": "none"}, SP),
+    "lossless": ({"codec": "lossless", "layers": "0"}, {}),
+    "int6": ({"codec": "int6"}, {}),
+    "int6, two codecs, sequence parallel": ({"codec": "int6/int8", "layers": "0"}, SP),
+}
+"""Name: settings of ``run_with`` and of the model. The last two are close, the others equal to rounding."""
+LOSSY = ("int6", "int6, two codecs, sequence parallel")
+LADDERS = ("uncompressed", "identity", "sequence parallel", "recomputed", "recomputed in part", "int6")
+SECOND_MASK = 5
+
+
+def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -> dict:
+    """Two micro-batches of a model that ``prepare`` has changed: losses, gradients, random state, bytes."""
+    from megatron.core import tensor_parallel
+
+    settings, changes = CASES[case]
+    dtype = torch.float32 if case in ("lossless", "fp32 residual") else torch.float64
+    run = run_with(**settings)
+    model = build_tiny_gpt(rank, world_size, run, dtype, **changes)
+    prepare(model)
+    if case == "frozen":
+        frozen = model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1
+        for module in frozen:
+            module.requires_grad_(False)
+    tensor_parallel.model_parallel_cuda_manual_seed(77, force_reset_rng=True)
+    torch.manual_seed(5)
+    losses = []
+    with TransportAudit(world_size) as audit:
+        for step in range(2):
+            inputs = batch(step, rank, SEQUENCES)
+            if mask:  # of the second sequence: nobody sees the token SECOND_MASK
+                inputs["attention_mask"] = inputs["attention_mask"].repeat(SEQUENCES, 1, 1, 1)
+                inputs["attention_mask"][1, :, SECOND_MASK + 1 :, SECOND_MASK] = True
+            loss = _loss(model, inputs)
+            loss.backward()
+            losses.append(float(loss.detach()))
+    assert total_of(run.ledger.rows()) == audit.sent
+    with torch.no_grad():
+        model.eval()
+        losses += [float(_loss(model, batch(2, rank, sequences))) for sequences in (SEQUENCES, 1)]
+    return {
+        "losses": losses,
+        "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        "shards": {name: p.partition_dim for name, p in model.named_parameters() if _is_sharded(p)},
+        "random": torch.get_rng_state(),
+        "sent": audit.sent,
+        "kinds": {row["kind"] for row in run.ledger.rows()},
+    }
+
+
+def _loss(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
+    """Of this rank's part of the vocabulary, in the model's precision (the cross entropy is fp32's)."""
+    return model(**{name: value for name, value in inputs.items() if name != "labels"}).square().sum()
+
+
+def _is_sharded(parameter: torch.nn.Parameter) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def _in_halves(model: torch.nn.Module) -> None:
+    from megatron.compression.tensor_parallel import block
+
+    block.attach(model, block.HalvesBlock)
+
+
+def _as_ladder(model: torch.nn.Module) -> None:
+    from megatron.compression.ladder.block import LadderBlock
+    from megatron.compression.tensor_parallel import block
+
+    block.attach(model, LadderBlock)
+
+
+def _attached_as_ladder(model: torch.nn.Module) -> None:
+    """As a run with --ladder-residual has it."""
+    from megatron.compression import CompressionConfig, attach
+    from megatron.compression.ladder.config import LadderConfig
+
+    attach([model], CompressionConfig(ladder=LadderConfig(residual=True)), say=lambda line: None)
+
+
+def _as_plain_ladder(model: torch.nn.Module) -> None:
+    """The ladder as the formula has it, in place of the decoder's forward."""
+
+    def forward(hidden_states, attention_mask=None, rotary_pos_emb=None, **_) -> torch.Tensor:
+        read = x = hidden_states
+        for layer in model.decoder.layers:
+            for norm, block, options in (
+                (layer.input_layernorm, layer.self_attention, {"attention_mask": attention_mask}),
+                (layer.pre_mlp_layernorm, layer.mlp, {}),
+            ):
+                output, bias = block(norm(read), **options)
+                dropped = torch.nn.functional.dropout(output + bias, layer.hidden_dropout, model.training)
+                read, x = x, x + dropped
+        return model.decoder.final_layernorm(x)
+
+    model.decoder.forward = forward
+
+
+def _worker(rank: int, world_size: int) -> dict:
+    start_model_parallel(world_size)
+    results = {
+        case: [_train(rank, world_size, case, prepare) for prepare in (lambda model: None, _in_halves)]
+        for case in CASES
+    }
+    results["mask"] = [
+        _train(rank, world_size, "uncompressed", prepare, mask=True)
+        for prepare in (lambda model: None, _in_halves)
+    ]
+    results["ladder"] = {case: _train(rank, world_size, case, _as_ladder) for case in LADDERS}
+    return results
+
+
+def _reference_worker(rank: int, world_size: int) -> list[dict]:
+    """The plain ladder on one process, without dropout and with it; and ours there."""
+    start_model_parallel(world_size)
+    cases = (
+        ("uncompressed", _as_plain_ladder),
+        ("identity", _as_plain_ladder),
+        ("identity", _attached_as_ladder),
+    )
+    return [_train(rank, world_size, case, prepare) for case, prepare in cases]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    """By rank."""
+    return spawn(_worker, 2)
+
+
+def _compare(found: dict, wanted: dict, tolerance: float) -> None:
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+    assert found["gradients"].keys() == wanted["gradients"].keys()
+    for name, gradient in wanted["gradients"].items():
+        scale = float(gradient.abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(
+            found["gradients"][name] / scale,
+            gradient / scale,
+            rtol=0,
+            atol=tolerance * (1 if tolerance < 1e-4 else 30),
+            msg=name,
+        )
+
+
+@pytest.mark.parametrize("case", [*CASES, "mask"])
+def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
+    """Losses and gradients, the random numbers that are drawn, and the bytes that are sent."""
+    for rank in results:
+        whole, halves = rank[case]
+        single = case in ("lossless", "fp32 residual")
+        _compare(halves, whole, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
+        assert torch.equal(halves["random"], whole["random"])
+        assert halves["kinds"] == whole["kinds"]
+        if case != "lossless":  # whose payloads depend on the values
+            assert halves["sent"] == whole["sent"]
+
+
+def test_replicas_agree(results: list[dict]) -> None:
+    """The gradients of what ranks hold in common, bit for bit, whatever the codec."""
+    first, second = results
+    for case in (*CASES, "mask"):
+        sides = [rank[case][1] for rank in (first, second)]
+        if "sequence parallel" in case or case in ("recomputed in part", "frozen"):
+            continue  # each rank has its part of these until they are finalised
+        for name in sides[0]["gradients"].keys() - sides[0]["shards"].keys():
+            assert torch.equal(*(side["gradients"][name] for side in sides)), (case, name)
+
+
+def test_the_ladder_is_the_formulas(results: list[dict]) -> None:
+    """Against plain torch on one process, in fp64: whole and sharded gradients, recomputed or not."""
+    (plain, dropped, ours) = spawn(_reference_worker, 1)[0]
+    _compare(ours, dropped, 1e-12)
+    ordinary = [
+        sum(pair) for pair in zip(*(rank["uncompressed"][0]["losses"] for rank in results), strict=True)
+    ]
+    assert plain["losses"] != pytest.approx(ordinary, rel=1e-5), "it is another function"
+    for case, tolerance in (
+        ("uncompressed", 1e-12),
+        ("sequence parallel", 1e-8),
+        ("recomputed in part", 1e-8),
+    ):
+        both = zip(*(rank["ladder"][case]["losses"] for rank in results), strict=True)
+        evaluated = slice(2, None)  # trained with dropout by some
+        total = [sum(pair) for pair in both]
+        assert total[evaluated] == pytest.approx(plain["losses"][evaluated], rel=tolerance)
+    for number, rank in enumerate(results):
+        ladders = rank["ladder"]
+        wanted = {
+            name: gradient
+            if name not in ladders["uncompressed"]["shards"]
+            else gradient.chunk(2, ladders["uncompressed"]["shards"][name])[number]
+            for name, gradient in plain["gradients"].items()
+        }
+        losses = ladders["uncompressed"]["losses"]  # of its part of the vocabulary
+        _compare(ladders["uncompressed"], {"losses": losses, "gradients": wanted}, 1e-12)
+        _compare(ladders["recomputed"], ladders["identity"], 1e-12)
+        _compare(ladders["int6"], ladders["uncompressed"], 4e-3)

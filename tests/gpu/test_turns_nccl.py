@@ -1,0 +1,115 @@
+"""Blocks in turn on CUDA devices over NCCL: the losses and gradients of the whole, the same bits each time.
+
+Gradients are added to main_grad by their GEMMs, under Megatron's DDP; exchanges are under way meanwhile, so a
+wait that is missing would show in the bits.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.distributed.spawn import spawn
+from tests.distributed.test_weight_gradients import FULL, _gradients, _wrapped
+from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+
+pytestmark = pytest.mark.multigpu
+
+MODEL = dict(num_layers=4, hidden_size=1024, num_attention_heads=16, gradient_accumulation_fusion=True)
+SEQUENCES = 256  # of 32 tokens: messages of 16 MiB
+REPEATED = 3
+CASES = {
+    "uncompressed": ({"codec": "none"}, {}),
+    "uncompressed, sequence parallel": ({"codec": "none"}, dict(sequence_parallel=True)),
+    "int6": ({"codec": "int6", "transport": "collective"}, {}),
+    "int6, sequence parallel": ({"codec": "int6", "transport": "collective"}, dict(sequence_parallel=True)),
+    "int6, recomputed": ({"codec": "int6", "transport": "collective"}, FULL),
+    "outliers, dropout": ({"codec": "int6:outliers=on"}, dict(hidden_dropout=0.1)),
+    "one kernel": ({"codec": "int6", "transport": "auto"}, {}),
+}
+"""Settings of ``run_with``, and of the model."""
+
+
+class Step(NamedTuple):
+    """Losses of two micro-batches, and what they left in main_grad."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def _step(rank: int, world_size: int, settings: dict, changes: dict, ladder: bool = False) -> Step:
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.enums import AttnBackend
+
+    from megatron.compression.ladder.block import LadderBlock
+    from megatron.compression.tensor_parallel import block
+
+    run = run_with(**settings)
+    changes = {**MODEL, "attention_backend": AttnBackend.unfused, **changes}  # fused ones differ each time
+    model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, **changes)
+    if ladder:
+        block.attach(model, LadderBlock)
+    wrapped = _wrapped(model, fp32_gradients=True)
+    wrapped.zero_grad_buffer()
+    tensor_parallel.model_parallel_cuda_manual_seed(77, force_reset_rng=True)
+    losses = []
+    with wrapped.no_sync():
+        for number in range(2):
+            loss = wrapped(**batch(number, rank, SEQUENCES)).float().mean()
+            loss.backward()
+            losses.append(float(loss.detach()))
+    return Step(losses, _gradients(model))
+
+
+def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step], list[Step]]]:
+    """By case: the whole, halves and the ladder, both repeated."""
+    start_model_parallel(world_size)
+    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+
+    fill_weight_gradient_slot()
+    # The embedding's gradient has the same bits each time only so. Memory that is not written is NaN then.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    results = {}
+    for name, (settings, changes) in CASES.items():
+        whole = _step(rank, world_size, settings, changes)
+        halved = settings | {"overlap": "halves"}
+        halves = [_step(rank, world_size, halved, changes) for _ in range(REPEATED)]
+        ladders = [_step(rank, world_size, settings, changes, ladder=True) for _ in range(REPEATED)]
+        results[name] = whole, halves, ladders
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    """By rank."""
+    return spawn(worker, 2, backend="nccl")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
+    """To the rounding of bf16 sums, and of codes where there are any."""
+    for rank in results:
+        whole, halves, _ = rank[case]
+        lossy = "uncompressed" not in case
+        assert halves[0].losses == pytest.approx(whole.losses, rel=4e-3 if lossy else 1e-3)
+        for name, gradient in whole.gradients.items():
+            difference = (halves[0].gradients[name] - gradient).norm() / gradient.norm()
+            assert 0 <= float(difference) < (0.15 if lossy else 0.03), f"{name} {difference}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_each_time(results: list[dict], case: str) -> None:
+    """Losses and main_grad of three runs: nothing is read before it has arrived."""
+    for rank in results:
+        for first, *others in rank[case][1:]:
+            for other in others:
+                assert other.losses == first.losses
+                for name, gradient in first.gradients.items():
+                    assert torch.equal(other.gradients[name], gradient), name
+
+
+def test_ranks_agree(results: list[dict]) -> None:
+    """The losses of replicas, halves and ladder, bit for bit."""
+    for case in CASES:
+        for first, second in zip(*(rank[case][1:] for rank in results), strict=True):
+            assert first[0].losses == second[0].losses

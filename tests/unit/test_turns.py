@@ -1,0 +1,321 @@
+"""Blocks in turn: the order of a forward and a backward, and what is refused."""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.compression.communication import Work
+from megatron.compression.communication.site import Packed
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.flags import resolve
+from megatron.compression.model_function import OtherWeights, check_checkpoint
+from megatron.compression.tensor_parallel import overlap
+from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
+from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
+from megatron.compression.tensor_parallel.turns import Block, in_turns
+from tests.unit.megatron_args import parsed
+from tests.unit.test_overlap import OneRankSite
+
+HALVES = ("--tp-compression-overlap", "halves")
+LADDER = ("--ladder-residual",)
+WIDTH = 8
+
+
+class _Site(OneRankSite):
+    """Also with sequence parallelism, one exchange a collective."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__(log, name)
+        self.group = SimpleNamespace(size=lambda: 1)
+
+    def _start(self, what: str, traffic: str, tensor: torch.Tensor) -> Work:
+        self.log.append(f"{self.name} {what} {traffic} start")
+
+        def finish() -> torch.Tensor:
+            self.log.append(f"{self.name} {what} {traffic} arrived")
+            return tensor.clone()
+
+        return Work(None, finish)
+
+    def reduce_scatter(self, tensor: torch.Tensor, traffic: str) -> Work:
+        return self._start("scatter", traffic, tensor)
+
+    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
+        return self._start("gather", traffic, tensor)
+
+    def pack(self, tensor: torch.Tensor, traffic: str) -> Packed:
+        return Packed(tensor, tensor.shape, tensor.dtype, None)
+
+    def gather(self, packed: Packed, traffic: str) -> Work:
+        return self._start("input", traffic, packed.payload)
+
+
+class _Linear(torch.nn.Module):
+    """What turns see of a tensor-parallel layer."""
+
+    entry = None
+
+    def __init__(self, generator: torch.Generator, sequence_parallel: bool) -> None:
+        super().__init__()
+        values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
+        self.weight = torch.nn.Parameter(values)
+        self.sequence_parallel, self.site = sequence_parallel, None
+
+    def start_gather(self, x: torch.Tensor):
+        return start_gather(x, self.site) if self.sequence_parallel else None
+
+
+class _Mlp(torch.nn.Module):
+    """fc1, a nonlinearity and fc2 through our functions; ``log`` gets what happens when."""
+
+    def __init__(self, name: str, log: list[str], sequence_parallel: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(len(name))
+        self.first, self.second = (_Linear(generator, sequence_parallel) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.name, self.log = name, log
+        self.first.site = _Site(log, name)
+        self.handover = Handover(self.second)
+
+    def forward(self, x: torch.Tensor, lane: str = "") -> tuple[torch.Tensor, None]:
+        label, split = self.name + lane, self.first.sequence_parallel
+        self.log.append(f"{label} computes")
+        site = _Site(self.log, label)
+        inner = column_parallel_linear(
+            x, self.first.weight, None, site, split, self.handover, entry=self.first.entry
+        )
+        inner.register_hook(lambda grad: self.log.append(f"{label} back"))
+        return row_parallel_linear(
+            inner.tanh(), self.second.weight, site, split, 1, self.handover, entry=self.second.entry
+        ), None
+
+    def block(self, **arguments) -> Block:
+        return Block(self, self.norm, self.first, self.second, arguments=arguments)
+
+
+def _inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(3, 1, WIDTH, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)
+    ]
+
+
+def _run(halves: bool, sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
+    """What is logged forward and backward, and gradients of inputs and weights."""
+    log: list[str] = []
+    blocks = [_Mlp(name, log, sequence_parallel) for name in ("A", "MM")]
+    inputs = _inputs()
+    if halves:
+        sequence = [one.block(lane=lane) for one in blocks for lane in "12"]
+        outputs = in_turns(sequence, inputs, own_residual=True)
+    else:
+        blocks += [_Mlp(name, log, sequence_parallel) for name in ("BBB", "NNNN")]
+        sequence = blocks
+        outputs = in_turns([one.block() for one in sequence], inputs[:1] * 2, own_residual=False)[1:]
+    forward, log[:] = list(log), []
+    sum(one.square().sum() for one in outputs).backward()
+    leaves = [*(inputs if halves else inputs[:1]), *torch.nn.ModuleList(blocks).parameters()]
+    return forward, log, [leaf.grad for leaf in leaves]
+
+
+def _plain(halves: bool) -> list[torch.Tensor]:
+    """The gradients by plain torch."""
+    blocks = [_Mlp(name, []) for name in ("A", "MM", *(() if halves else ("BBB", "NNNN")))]
+    inputs, total = _inputs()[: 2 if halves else 1], 0
+    for x in inputs:
+        before = x
+        for block in blocks:
+            read = block.norm(x if halves else before)
+            before, x = x, x + (read @ block.first.weight.t()).tanh() @ block.second.weight.t()
+        total = total + x.square().sum()
+    total.backward()
+    return [leaf.grad for leaf in [*inputs, *torch.nn.ModuleList(blocks).parameters()]]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("halves", [True, False])
+def test_gradients_are_those_of_plain_torch(halves: bool, sequence_parallel: bool) -> None:
+    for found, wanted in zip(_run(halves, sequence_parallel)[2], _plain(halves), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
+    """Each sum and each input gradient has the other half's whole block between start and arrival, and its
+    second exchange begins in the middle of that."""
+    compute = overlap.WeightGradient.compute
+    noted: list[str] = []
+    monkeypatch.setattr(overlap.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1])
+    forward, backward, _ = _run(halves=True)
+    assert forward == [
+        "A1 computes",
+        "A1 tp.forward start",
+        "A2 computes",
+        "A1 tp.forward halfway",
+        "A2 tp.forward start",
+        "A1 tp.forward arrived",
+        "MM1 computes",
+        "A2 tp.forward halfway",
+        "MM1 tp.forward start",
+        "A2 tp.forward arrived",
+        "MM2 computes",
+        "MM1 tp.forward halfway",
+        "MM2 tp.forward start",
+        "MM1 tp.forward arrived",
+        "MM2 tp.forward halfway",
+        "MM2 tp.forward arrived",
+    ]
+    assert backward == [
+        "MM2 back",
+        "MM2 tp.backward start",
+        "MM2 tp.backward halfway",
+        "MM1 back",
+        "MM1 tp.backward start",
+        "MM1 tp.backward halfway",
+        "MM2 tp.backward arrived",
+        "A2 back",
+        "A2 tp.backward start",
+        "A2 tp.backward halfway",
+        "MM1 tp.backward arrived",
+        "A1 back",
+        "A1 tp.backward start",
+        "A1 tp.backward halfway",
+        "A2 tp.backward arrived",
+        "A1 tp.backward arrived",
+    ]
+    assert len(noted) == 8, "two weights a block and half"
+
+
+def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
+    """A block's sum is taken behind the other half's first product, so that its gather has the second one; in
+    the backward the gather of a gradient begins before the other half's last product."""
+    forward, backward, _ = _run(halves=True, sequence_parallel=True)
+    assert [line for line in backward if "input" not in line] == [
+        "MM2 gather tp.backward start",
+        "MM2 gather tp.backward arrived",
+        "MM2 back",
+        "MM2 scatter tp.backward start",
+        "MM1 gather tp.backward start",
+        "MM1 gather tp.backward arrived",
+        "MM1 back",
+        "MM2 scatter tp.backward arrived",
+        "A2 gather tp.backward start",
+        "MM1 scatter tp.backward start",
+        "A2 gather tp.backward arrived",
+        "A2 back",
+        "MM1 scatter tp.backward arrived",
+        "A1 gather tp.backward start",
+        "A2 scatter tp.backward start",
+        "A1 gather tp.backward arrived",
+        "A1 back",
+        "A1 scatter tp.backward start",
+        "A2 scatter tp.backward arrived",
+        "A1 scatter tp.backward arrived",
+    ]
+    assert forward[forward.index("A2 computes") :][:7] == [
+        "A2 computes",
+        "A input tp.forward arrived",
+        "A1 scatter tp.forward arrived",
+        "MM input tp.forward start",
+        "A2 scatter tp.forward start",
+        "MM1 computes",
+        "MM input tp.forward arrived",
+    ]
+
+
+def test_a_ladders_sum_travels_behind_the_next_block() -> None:
+    """In the forward, and each input gradient in the backward."""
+    forward, backward, _ = _run(halves=False)
+    moments = {line: number for number, line in enumerate(forward)}
+    back = {line: number for number, line in enumerate(backward)}
+    names = ["A", "MM", "BBB", "NNNN"]
+    for name, following in itertools.pairwise(names):
+        between = moments[f"{following} computes"], moments[f"{following} tp.forward start"]
+        assert moments[f"{name} tp.forward start"] < between[0]
+        assert between[0] < moments[f"{name} tp.forward halfway"] < between[1]
+        assert between[1] < moments[f"{name} tp.forward arrived"]
+        start, arrived = (back[f"{following} tp.backward {what}"] for what in ("start", "arrived"))
+        assert start < back[f"{name} back"] < back[f"{name} tp.backward start"] < arrived
+
+
+@pytest.mark.parametrize("flags", [HALVES, LADDER])
+@pytest.mark.parametrize(
+    ("megatron", "reason"),
+    [
+        (
+            {"transformer_impl": "transformer_engine"},
+            "--transformer-impl local: layers of transformer_engine",
+        ),
+        ({"num_experts": 8}, "--num-experts routes"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention has"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path"),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp gathers"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+        ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+            "--recompute-modules mlp",
+        ),
+        ({"caat_net_sync_fraction": 0.5}, "--caat-net-sync-fraction 0.5"),
+    ],
+)
+def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
+    """One line with the reason and the flags."""
+    megatron = dict(megatron)
+    fraction = megatron.pop("caat_net_sync_fraction", None)
+    more = () if fraction is None else ("--caat-net-sync-fraction", str(fraction))
+    with pytest.raises(CompressionConfigError, match=reason) as error:
+        resolve(parsed(*flags, *more, **megatron))
+    assert "\n" not in str(error.value) and flags[-1] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "reason"),
+    [
+        (HALVES, {"micro_batch_size": 1}, "--micro-batch-size 1 has one"),
+        (HALVES, {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
+        ((*HALVES, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
+        ((*HALVES, "--compression", "auto"), {}, "--compression auto times messages one by one"),
+        ((*HALVES, *LADDER), {}, "--ladder-residual has sums .* drop it or --tp-compression-overlap halves"),
+        (LADDER, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2"),
+        ((*LADDER, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
+    ],
+)
+def test_own_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
+    with pytest.raises(CompressionConfigError, match=reason) as error:
+        resolve(parsed(*flags, **megatron))
+    assert "\n" not in str(error.value)
+
+
+def test_what_passes() -> None:
+    """Halves without a codec, and what the log says of them; full recomputation, of core attention too."""
+    config = resolve(parsed(*HALVES, recompute_granularity="selective", recompute_modules=["core_attn"]))
+    assert config.tensor_parallel.halves and not config.enabled
+    assert "uncompressed" in config.describe(parsed())[0]
+    idle = resolve(parsed(*HALVES, tensor_model_parallel_size=1))
+    assert "no effect here" in idle.describe(parsed(tensor_model_parallel_size=1))[0]
+    assert resolve(parsed(*LADDER, "--taco", attention_dropout=0.1)).ladder.residual
+
+
+@pytest.mark.parametrize(("saved", "ours"), [(True, False), (False, True), (None, True)])
+def test_checkpoints_are_marked(saved: bool | None, ours: bool) -> None:
+    """Refused with one line, or said to be another function's with --finetune."""
+
+    def args(ladder: bool | None, **more) -> SimpleNamespace:
+        given = {} if ladder is None else {"ladder_residual": ladder}
+        return SimpleNamespace(tensor_model_parallel_size=2, caat_net_sync_fraction=1.0, **given, **more)
+
+    with pytest.raises(CompressionConfigError, match="--ladder-residual: another function") as error:
+        check_checkpoint(args(saved), args(ours))
+    assert ("Add" if saved else "Drop") in str(error.value)
+    check_checkpoint(args(ours), args(ours))
+    lines: list[str] = []
+    OtherWeights(args(ours, finetune=True), lines.append).on_checkpoint_read({"args": args(saved)}, "path")
+    (line,) = lines
+    assert len(re.findall("--ladder-residual", line)) == 1
