@@ -11,8 +11,6 @@ preflight.prepare()
 
 for name in (
     *("megatron.compression.entrypoint", "megatron.compression.huggingface.session"),
-    *(f"megatron.compression.codecs.{name}" for name in ("taco", "integer", "lossless", "tah_quant")),
-    *("megatron.compression.codecs.identity", "megatron.compression.tagc.compressor"),
     # what Megatron and torch load while a run goes on
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
@@ -26,14 +24,16 @@ for name in (
 
 
 def read_flags_once() -> None:
-    """Keep the help texts that Megatron reads from its own source to build the parser: a second a rank."""
+    """Keep the help texts that Megatron and we read from source to build the parser: a second a rank."""
     from megatron.training.argument_utils import ArgumentGroupFactory as Factory
     from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.compression.flags import add_flags
 
     read = Factory._get_field_docstrings
     kept = functools.cache(lambda config: read(object.__new__(Factory), config))
     Factory._get_field_docstrings = lambda self, config: kept(config)
-    add_megatron_arguments(argparse.ArgumentParser())
+    add_flags(add_megatron_arguments(argparse.ArgumentParser()))
 
 
 read_flags_once()

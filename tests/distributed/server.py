@@ -14,6 +14,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
+MOCK_DOCUMENTS = "MOCK_DOCUMENTS"
+"""Environment variable of a rank: of --mock-data."""
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -37,12 +39,15 @@ def context() -> mp.context.ForkServerContext:
 
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a script of the repository in this process, as `python script arguments` does."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from megatron.host import devices
 
     devices.install()  # the number of devices is this run's
     mp.set_start_method("fork", force=True)  # as a script finds it, for its data loaders
+    # Megatron's own 100,000 take each rank a sixth of a short run to put into order.
+    MockGPTLowLevelDataset.size = int(os.environ.get(MOCK_DOCUMENTS, 2000))
     if "--async-save" not in arguments:
         # Else a save starts a process that loads torch, to hold a queue whose two ends are both here.
         import queue

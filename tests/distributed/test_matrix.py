@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 12
+ITERATIONS = 16
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
@@ -133,7 +133,7 @@ def model_flags(architecture: str, tied: bool) -> list[str]:
     flags = f"""--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 6 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 8 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 

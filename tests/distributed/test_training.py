@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import pretrain
+from tests.distributed.server import MOCK_DOCUMENTS
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses.json"
 GOLDEN_ITERATIONS = 12
@@ -27,7 +28,8 @@ def read_report(run) -> dict:
 
 def golden_run(flags: list[str]) -> dict[int, float]:
     """Losses of the run on record, at tensor-parallel 2."""
-    return pretrain(*TP_2, *flags, train_iters=str(GOLDEN_ITERATIONS), exact=True).exact_losses()
+    options = {"train_iters": str(GOLDEN_ITERATIONS), "exact": True, "env": {MOCK_DOCUMENTS: "100000"}}
+    return pretrain(*TP_2, *flags, **options).exact_losses()
 
 
 @pytest.mark.parametrize(
