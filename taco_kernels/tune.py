@@ -4,8 +4,9 @@
     python -m taco_kernels.tune --formats int6 int4 --groups 64 128 --outliers off on
 
 A tuning is kept if its results are the shipped one's to the last bit, in every type and for several senders,
-and if it is faster by 2 % in two measurements, and at no size slower. What was found is written to
-~/.cache/taco_kernels/tuning.json (TACO_KERNELS_TUNING names another place), where launches find it.
+and if it is faster by 2 % on average over the sizes in two measurements, and at no size slower by 2 %. What
+was found is written to ~/.cache/taco_kernels/tuning.json (TACO_KERNELS_TUNING names another place), where
+launches find it.
 """
 
 import argparse
@@ -167,7 +168,9 @@ def tune(options: argparse.Namespace, clock: Clock = microseconds) -> Iterator[F
     """Search, and write the file after each setting."""
     device = device_number(torch.cuda.current_device())
     if not device.name:
-        raise SystemExit(f"{AS_IF} is set: a tuning of another architecture is of no use here; unset it")
+        raise SystemExit(
+            f"error: {AS_IF} is set: a tuning for another architecture is no use here; unset it"
+        )
     done: set[str] = set()
     for family in families(options):
         for setting, (shipped, works) in collected(family).items():
@@ -212,7 +215,7 @@ def main() -> None:
     """Tune, and print before and after."""
     options = parser().parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("taco_kernels.tune needs a CUDA device, whose kernels it times")
+        raise SystemExit("error: taco_kernels.tune needs a CUDA device, whose kernels it times")
     torch.manual_seed(0)
     report([row_of(found) for found in tune(options)], COLUMNS, None)
     print(f"written to {path()}; launches read it from their next start on")

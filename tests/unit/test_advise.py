@@ -210,6 +210,7 @@ SCRIPT = (
             f"-- {SCRIPT} --caat-net-sync-fraction 0.5 --tensor-model-parallel-size 2",
             "--caat-net-sync-fraction",
         ),
+        (f"-- {SCRIPT} --transformer-impl local --ladder-residual", "--ladder-residual hides sums"),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
     ],
