@@ -168,9 +168,7 @@ def tune(options: argparse.Namespace, clock: Clock = microseconds) -> Iterator[F
     """Search, and write the file after each setting."""
     device = device_number(torch.cuda.current_device())
     if not device.name:
-        raise SystemExit(
-            f"error: {AS_IF} is set: a tuning for another architecture is no use here; unset it"
-        )
+        raise SystemExit(f"error: {AS_IF} is set: a tuning for another architecture is no use here; unset it")
     done: set[str] = set()
     for family in families(options):
         for setting, (shipped, works) in collected(family).items():
