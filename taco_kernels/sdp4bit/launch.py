@@ -46,9 +46,7 @@ def _tiled(
     tuning = tuned(device, tuning_for(operation, device), operation, format, result)
     values, least = tuning.tile, format.group_size  # a tile is a group at least
     if operation == "quantize" and result == torch.float32 and format.hadamard:
-        values //= (
-            2  # an fp32 value is three bf16 operands of the rotation: half as many fit into the registers
-        )
+        values //= 2  # fp32 is three bf16 operands of the rotation: half as many fit into the registers
     elif operation == "sum_dequantize":
         least = HADAMARD_POINTS
     elif isinstance(result, GroupFormat):

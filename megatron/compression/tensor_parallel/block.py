@@ -79,15 +79,17 @@ class TurnsBlock(TransformerBlock):
     """Raises a CompressionConfigError for a model's config that turns cannot have."""
 
     def _lanes(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two lanes of an input ``[s, b, h]``; each kind of block has its own."""
         raise NotImplementedError
 
     def _joined(self, lanes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """What goes on behind the last layer; each kind of block has its own."""
         raise NotImplementedError
 
     def _blocks(
         self, layers: Sequence[torch.nn.Module], arguments: dict[str, Any], lanes: Sequence[torch.Tensor]
     ) -> list[Block]:
-        """Of these layers, in the order in which they run."""
+        """Of these layers, in the order in which they run; each kind of block has its own."""
         raise NotImplementedError
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
