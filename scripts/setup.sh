@@ -68,7 +68,8 @@ case "${1:-}" in
 esac
 
 stamp=.venv/.megatron-taco-setup
-wanted=$(cat setup.py pyproject.toml constraints.txt megatron/compression/versions.py scripts/setup.sh | sha256sum | cut -d' ' -f1)
+# The folder too: .venv knows this checkout by its path, and both may have been moved.
+wanted=$({ pwd -P; cat setup.py pyproject.toml constraints.txt megatron/compression/versions.py scripts/setup.sh; } | sha256sum | cut -d' ' -f1)
 stamped() { # was the step whose stamp is $1 done with these files?
     [ -x .venv/bin/python ] && [ "$(cat "$1" 2>/dev/null)" = "$wanted" ]
 }

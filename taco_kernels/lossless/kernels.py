@@ -9,23 +9,26 @@ import triton.language as tl
 from taco_kernels.common.packing import four_of
 from taco_kernels.lossless.words import (
     BLOCK_GROUPS,
-    BYTES,
     FIRST,
     GROUP,
+    ONES,
     bases_of,
+    byte_at,
     codes_of,
-    escape_mask,
-    exponent_at,
+    distances_of,
+    escapes_of,
+    exponent_bytes,
     exponent_of_value,
     exponents_of,
     high_bytes,
     near_value,
     of_groups,
+    packed_codes,
     pairs_of,
-    patched,
     put,
+    sum_of_bytes,
     take,
-    with_exponents,
+    values_of,
     words_joined,
 )
 
@@ -34,18 +37,9 @@ FAR, MANY = tl.constexpr(1 << 12), tl.constexpr(1 << 21)  # a tile has at most 2
 
 
 @triton.jit
-def put_escape(area, place, value, there, words):
+def put_escape(area, place, value, there):
     """Set the bits of an escape, from bit ``place`` of the area on."""
-    word = place >> 5
-    tl.atomic_or(area + word, value << (place & 31), mask=there & (word < words), sem="relaxed")
-
-
-@triton.jit
-def largest_of(t0, t1, t2, t3):
-    """The largest of eight exponents, in bytes 0 and 2 of four."""
-    first = tl.maximum(tl.maximum(t0 & FIRST, t1 & FIRST), tl.maximum(t2 & FIRST, t3 & FIRST))
-    second = tl.maximum(tl.maximum(t0 >> 16, t1 >> 16), tl.maximum(t2 >> 16, t3 >> 16))
-    return tl.maximum(first, second)
+    tl.atomic_or(area + (place >> 5), value << (place & 31), mask=there, sem="relaxed")
 
 
 @triton.jit
@@ -67,32 +61,32 @@ def encode_kernel(
     if FP32:
         low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
         put(low + tl.arange(0, 4 * G), words_joined(l0, l1, l2, l3, G), quarter, WHOLE)
-    h0, h1 = high_bytes(u0) | (high_bytes(u1) << 8), high_bytes(u2) | (high_bytes(u3) << 8)
     high = (payload + high_at + first).to(tl.pointer_type(tl.int32))
-    put(high + tl.arange(0, 2 * G), tl.reshape(tl.join(h0, h1), [2 * G]), half, WHOLE)
+    highs = tl.reshape(tl.join(high_bytes(u0, u1), high_bytes(u2, u3)), [2 * G])
+    put(high + tl.arange(0, 2 * G), highs, half, WHOLE)
 
-    t0, t1, t2, t3 = (u0 >> 7) & BYTES, (u1 >> 7) & BYTES, (u2 >> 7) & BYTES, (u3 >> 7) & BYTES
-    bases = bases_of(largest_of(t0, t1, t2, t3), G)
+    bases = bases_of(u0, u1, u2, u3, G)
     block = tl.arange(0, G // BLOCK_GROUPS)
     at_block = tile * (G // BLOCK_GROUPS)
     put(payload + bases_at + at_block + block, bases.to(tl.uint8), block < blocks - at_block, WHOLE)
     base = of_groups(bases, G)
-    word = codes_of(t0, base, 0) | codes_of(t1, base, 6) | codes_of(t2, base, 12) | codes_of(t3, base, 18)
+    d0 = distances_of(base * ONES, exponent_bytes(u0, u1))
+    d1 = distances_of(base * ONES, exponent_bytes(u2, u3))
+    f0, f1 = escapes_of(d0), escapes_of(d1)
+    word = packed_codes(d0, f0, d1, f1)
     codes = (payload + codes_at + first // 4).to(tl.pointer_type(tl.int16))
     put(codes + group, word.to(tl.int16), there, WHOLE)
     put(payload + more_at + first // 8 + group, (word >> 16).to(tl.uint8), there, WHOLE)
 
-    mask, count = escape_mask(word)
+    mask, count = f0 + f1 * 2, sum_of_bytes(f0 + f1)
     if not WHOLE:
         mask, count = tl.where(there, mask, 0), tl.where(there, count, 0)
     rest = mask & (mask - 1)
-    e0 = exponent_at(mask ^ rest, t0, t1, t2, t3)
     after = rest & (rest - 1)
-    e1 = exponent_at(rest ^ after, t0, t1, t2, t3)
+    e0, e1 = byte_at(mask ^ rest, d0, d1), byte_at(rest ^ after, d0, d1)
     v0, near0 = near_value(e0, base)
     v1, near1 = near_value(e1, base)
-    is_far = ((mask != 0) & (near0 == 0)) | ((rest != 0) & (near1 == 0))
-    totals = tl.sum(count + tl.where(is_far, FAR, 0) + tl.where(after != 0, MANY, 0), axis=0)
+    totals = tl.sum(count + tl.where(near0 & near1, 0, FAR) + tl.where(after != 0, MANY, 0), axis=0)
     far = (totals // FAR) & 511
     most = 0
     if totals >= MANY:
@@ -100,29 +94,29 @@ def encode_kernel(
         left = after
         for _ in tl.range(2, most):
             later = left & (left - 1)
-            _, near = near_value(exponent_at(left ^ later, t0, t1, t2, t3), base)
-            far += tl.sum(((left != 0) & (near == 0)).to(tl.int32), axis=0)
+            _, near = near_value(byte_at(left ^ later, d0, d1), base)
+            far += tl.sum((near == 0).to(tl.int32), axis=0)
             left = later
     far = tl.minimum(far, 1)
     width = 4 + 4 * far
     needed = ((totals & (FAR - 1)) * width + 31) // 32
     start = tl.atomic_add(payload.to(tl.pointer_type(tl.int32)), needed, sem="relaxed")
     tl.store((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile, 2 * start + far)
-    area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + start
-    free = words - start
-    word_of = tl.arange(0, TILE // 4)
-    tl.store(area + word_of, tl.zeros([TILE // 4], tl.int32), mask=word_of < tl.minimum(needed, free))
-    tl.debug_barrier()  # of these words each escape sets its bits
-    place = (tl.cumsum(count, axis=0) - count) * width
-    put_escape(area, place, tl.where(far != 0, e0, v0), mask != 0, free)
-    put_escape(area, place + width, tl.where(far != 0, e1, v1), rest != 0, free)
-    for _ in tl.range(2, most):
-        later = after & (after - 1)
-        e = exponent_at(after ^ later, t0, t1, t2, t3)
-        v, _ = near_value(e, base)
-        place += width
-        put_escape(area, place + width, tl.where(far != 0, e, v), after != 0, free)
-        after = later
+    if start + needed <= words:  # else the row goes as it is
+        area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + start
+        word_of = tl.arange(0, TILE // 4)
+        tl.store(area + word_of, tl.zeros([TILE // 4], tl.int32), mask=word_of < needed)
+        tl.debug_barrier()  # of these words each escape sets its bits
+        place = (tl.cumsum(count, axis=0) - count) * width
+        put_escape(area, place, tl.where(far != 0, (base - e0) & 255, v0), mask != 0)
+        put_escape(area, place + width, tl.where(far != 0, (base - e1) & 255, v1), rest != 0)
+        for _ in tl.range(2, most):
+            later = after & (after - 1)
+            e = byte_at(after ^ later, d0, d1)
+            v, _ = near_value(e, base)
+            place += width
+            put_escape(area, place + width, tl.where(far != 0, (base - e) & 255, v), after != 0)
+            after = later
 
 
 @triton.jit
@@ -145,13 +139,12 @@ def keep_raw_kernel(
 
 
 @triton.jit
-def escaped_exponent(area, place, bit, base, far, words):
-    """The exponent of an escape, from bit ``place`` of the area on, over 7 below the base: what to xor."""
+def escape_over_base(area, place, there, base, far, words):
+    """The exponent of an escape, from bit ``place`` of the area on: what to xor the base with."""
     word = place >> 5
-    found = tl.load(area + word, mask=(bit != 0) & (word < words), other=0)
+    found = tl.load(area + word, mask=there & (word < words), other=0)
     value = (found >> (place & 31)) & tl.where(far != 0, 255, 15)
-    change = ((exponent_of_value(value, base, far) ^ (base - 7)) & 255) << 7
-    return tl.where(bit == 0, 0, tl.where((bit & 0o10101010) != 0, change << 16, change))
+    return (exponent_of_value(value, base, far) ^ base) & 255
 
 
 @triton.jit
@@ -190,11 +183,10 @@ def pairs_decoded(
         base = of_groups(bases.to(tl.int32), G)
         start = tl.load((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile)
         start = tl.where(flag == 0, start, 0)  # of a cut payload without its rest, any number
-        mask, count = escape_mask(word)
-        w0 = with_exponents(h0 & BYTES, exponents_of(word, base, 0))
-        w1 = with_exponents((h0 >> 8) & BYTES, exponents_of(word, base, 6))
-        w2 = with_exponents(h1 & BYTES, exponents_of(word, base, 12))
-        w3 = with_exponents((h1 >> 8) & BYTES, exponents_of(word, base, 18))
+        c0, c1 = codes_of(word)
+        f0, f1 = ((c0 + ONES) >> 3) & ONES, ((c1 + ONES) >> 3) & ONES
+        e0, e1 = exponents_of(base * ONES, c0 - f0 * 7), exponents_of(base * ONES, c1 - f1 * 7)
+        mask, count = f0 + f1 * 2, sum_of_bytes(f0 + f1)
         far, width = start & 1, 4 + 4 * (start & 1)
         area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + (start >> 1)
         free = words - (start >> 1)
@@ -203,11 +195,12 @@ def pairs_decoded(
         for _ in tl.range(0, most):
             later = mask & (mask - 1)
             bit = mask ^ later
-            x = escaped_exponent(area, place, bit, base, far, free)
-            w0, w1 = patched(w0, x, bit, 0o100, 0), patched(w1, x, bit, 0o10000, 0o100)
-            w2, w3 = patched(w2, x, bit, 0o1000000, 0o10000), patched(w3, x, bit, 1 << 24, 0o1000000)
+            x = escape_over_base(area, place, bit != 0, base, far, free)
+            e0, e1 = e0 ^ (bit & ONES) * x, e1 ^ ((bit >> 1) & ONES) * x
             place += width
             mask = later
+        w0, w1 = values_of(h0, e0)
+        w2, w3 = values_of(h1, e1)
         if FP32:
             low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
             quarter = tl.arange(0, 4 * G)

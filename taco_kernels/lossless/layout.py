@@ -12,6 +12,8 @@ that each tile (2048 values) takes as many of as it needs: 4 bits an escape, its
     then all uint8 | sign and mantissa, a byte a value, of four the first, third, second, fourth | fp32: the
     lower 16 bits
 
+A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7. Six codes are the lower 6 bits of
+three bytes, in pairs; the upper 2 bits of the three are the last two codes. Distances are modulo 256.
 Values behind the row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may not fit. Then every row that is encoded with it

@@ -8,7 +8,6 @@ from taco_kernels.lossless.layout import (
     FLAG_AT,
     GROUP,
     HEADER,
-    NEAR_ABOVE,
     NEAR_BELOW,
     TILE,
     WINDOW,
@@ -17,7 +16,7 @@ from taco_kernels.lossless.layout import (
 )
 
 _GROUPS = BLOCK // GROUP
-_SHIFTS = 3 * torch.arange(GROUP)
+_SHIFTS = torch.tensor([0, 3, 8, 11, 16, 19])  # of codes but the last two of a group
 
 
 def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
@@ -110,12 +109,14 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     upper = (bits if layout.itemsize == 2 else bits >> 16) & 0xFFFF
     exponent = (upper >> 7) & 0xFF
     base = exponent.view(-1, _GROUPS // 2, 2, GROUP).amax((1, 3)).amin(1)
-    distance = base.repeat_interleave(BLOCK) - exponent
-    inside = (distance >= 0) & (distance < WINDOW)
-    codes = torch.where(inside, distance, WINDOW).view(-1, GROUP)
+    distance = (base.repeat_interleave(BLOCK) - exponent) & 255
+    distance, exponent = _in_order_of_codes(distance), _in_order_of_codes(exponent)
+    codes = distance.clamp(max=WINDOW).view(-1, GROUP)
 
     escaped, tile, number = _escape_places(codes, layout.tiles)
-    far = ((distance < -NEAR_BELOW) | (distance > NEAR_ABOVE)) & (exponent != 0)
+    from_below = (distance + NEAR_BELOW) & 255
+    near = torch.where(from_below < NEAR_BELOW, from_below, from_below - WINDOW)
+    far = (near >= ZERO) & (exponent != 0)
     far_tiles = F.pad(far, (0, -len(far) % TILE)).view(-1, TILE).any(1).int()
     width = 4 * (1 + far_tiles)
     needed = (torch.bincount(tile, minlength=layout.tiles) * width + 31) // 32
@@ -124,7 +125,6 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     header[0] = needed.sum()
     if int(header) > layout.words:
         return
-    near = torch.where(distance < 0, distance + NEAR_BELOW, distance - (WINDOW - NEAR_BELOW))
     near = torch.where(exponent == 0, ZERO, near)
     value = torch.where(far_tiles[tile].bool(), exponent[escaped], near[escaped])
     place = number * width[tile]
@@ -134,7 +134,9 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     area.copy_(torch.where(words >= 2**31, words - 2**32, words))
     _part(payload, layout.starts_at, layout.tiles, torch.int32).copy_(2 * starts + far_tiles)
     payload[layout.bases_at : layout.bases_at + layout.blocks] = base.to(torch.uint8)
-    word = (codes << _SHIFTS.to(codes)).sum(1)
+    last = codes[:, -2] | (codes[:, -1] << 3)
+    word = (codes[:, :-2] << _SHIFTS.to(codes)).sum(1)
+    word |= ((last & 3) << 6) | ((last & 12) << 12) | ((last & 48) << 18)
     _part(payload, layout.codes_at, len(word), torch.int16).copy_((word & 0xFFFF) - ((word & 0x8000) << 1))
     payload[layout.more_at : layout.high_at] = (word >> 16).to(torch.uint8)
     high = (((upper >> 8) & 0x80) | (upper & 0x7F)).to(torch.uint8)
@@ -150,7 +152,9 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     groups = layout.blocks * _GROUPS
     word = _part(payload, layout.codes_at, groups, torch.int16).int() & 0xFFFF
     word |= payload[layout.more_at : layout.high_at].int() << 16
+    last = ((word >> 6) & 3) | ((word >> 12) & 12) | ((word >> 18) & 48)
     codes = (word[:, None] >> _SHIFTS.to(word)) & 7
+    codes = torch.cat((codes, last[:, None] & 7, last[:, None] >> 3), 1)
     base = payload[layout.bases_at : layout.bases_at + layout.blocks].int().repeat_interleave(BLOCK)
     escaped, tile, number = _escape_places(codes, layout.tiles)
     starts = _part(payload, layout.starts_at, layout.tiles, torch.int32)
@@ -164,6 +168,7 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     exponent = base - codes.view(-1)
     near = torch.where(value == ZERO, 0, base[escaped] - near)
     exponent[escaped] = torch.where(far.bool(), value, near)
+    exponent = _in_order_of_values(exponent)
     high = _middle_swapped(payload[layout.high_at : layout.low_at]).int()
     upper = ((high & 0x80) << 8) | ((exponent & 0xFF) << 7) | (high & 0x7F)
     signed = (upper - ((upper & 0x8000) << 1))[: layout.numel]
@@ -171,6 +176,15 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         return signed.to(torch.int16).view(torch.bfloat16)
     low = _part(payload, layout.low_at, layout.numel, torch.int16).int() & 0xFFFF
     return ((signed << 16) | low).view(torch.float32)
+
+
+def _in_order_of_codes(x: torch.Tensor) -> torch.Tensor:
+    """Of every eight values the 1st, 5th, 3rd, 7th, 2nd, 6th, 4th, 8th."""
+    return x.view(-1, 2, 2, 2).permute(0, 3, 2, 1).reshape(-1)
+
+
+_in_order_of_values = _in_order_of_codes
+"""The inverse."""
 
 
 def _middle_swapped(high: torch.Tensor) -> torch.Tensor:

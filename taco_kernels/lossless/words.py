@@ -1,6 +1,7 @@
 """Device functions of the lossless kernels: a lane has a group, 8 values as 4 words of two 16-bit halves.
 
-The escapes of a group are counted without a loop: bit 3 i of a mask says that value i is one.
+Four exponents, distances and codes are computed at once, as the bytes of a word. Two such words are a group:
+bit 8 i of a mask says that byte i of the first is an escape, bit 8 i + 1 that of the second.
 """
 
 import triton
@@ -10,9 +11,12 @@ from taco_kernels.common.packing import four_joined, four_of
 
 GROUP = tl.constexpr(8)
 BLOCK_GROUPS = tl.constexpr(16)
-ONES = tl.constexpr(0o11111111)
-BYTES = tl.constexpr(0x00FF00FF)
+ONES = tl.constexpr(0x01010101)
+LOW_BITS, HIGH_BITS = tl.constexpr(0x7F7F7F7F), tl.constexpr(-0x7F7F7F80)  # of bytes: the lower 7, the 8th
+BYTES, OTHERS = tl.constexpr(0x00FF00FF), tl.constexpr(-0x00FF0100)
 FIRST, SECOND = tl.constexpr(0xFFFF), tl.constexpr(-65536)
+SIX, SPREAD = tl.constexpr(0x003F3F3F), tl.constexpr(0x00C0C0C0)
+SPREADING = tl.constexpr((1 << 6) + (1 << 12) + (1 << 18))
 
 
 @triton.jit
@@ -65,21 +69,40 @@ def words_joined(w0, w1, w2, w3, G: tl.constexpr):
 
 
 @triton.jit
-def high_bytes(w):
-    """int32 with sign and mantissa of two values in bytes 0 and 2."""
-    return ((w >> 8) & 0x00800080) | (w & 0x007F007F)
+def high_bytes(u, v):
+    """int32 with sign and mantissa of four values, of two words: the first, third, second, fourth."""
+    mantissas, signs = (u & BYTES) | ((v << 8) & OTHERS), ((u >> 8) & BYTES) | (v & OTHERS)
+    return (mantissas & LOW_BITS) | (signs & HIGH_BITS)
 
 
 @triton.jit
-def with_exponents(bytes, exponents):
-    """Inverse of high_bytes: the two values, whose exponents are in bytes 0 and 2."""
-    return bytes + (bytes & 0x00800080) * 255 + (exponents << 7)
+def exponent_bytes(u, v):
+    """Their exponents, in the same order."""
+    return ((u >> 7) & BYTES) | ((v << 1) & OTHERS)
 
 
 @triton.jit
-def bases_of(largest, G: tl.constexpr):
-    """int32[G / 16] of the groups' largest exponents [G]."""
-    even, odd = tl.split(tl.max(tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS // 2, 2]), axis=1))
+def values_of(high, exponents):
+    """Inverse of high_bytes and exponent_bytes: two words."""
+    a, b = high & BYTES, (high >> 8) & BYTES
+    u = a + (a & 0x00800080) * 255 + (exponents & BYTES) * 128
+    v = b + (b & 0x00800080) * 255 + ((exponents >> 8) & BYTES) * 128
+    return u, v
+
+
+@triton.jit
+def larger_of(u):
+    """uint32 whose upper 8 bits are the larger of two exponents."""
+    return tl.maximum((u << 1).to(tl.uint32, bitcast=True), (u << 17).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def bases_of(u0, u1, u2, u3, G: tl.constexpr):
+    """int32[G / 16]: the smaller of the largest exponents of a block's even and odd groups."""
+    largest = tl.maximum(tl.maximum(larger_of(u0), larger_of(u1)), tl.maximum(larger_of(u2), larger_of(u3)))
+    largest = (largest >> 24).to(tl.int32, bitcast=True)
+    largest = tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS // 2, 2])
+    even, odd = tl.split(tl.max(largest, axis=1))
     return tl.minimum(even, odd)
 
 
@@ -90,42 +113,56 @@ def of_groups(base, G: tl.constexpr):
 
 
 @triton.jit
-def codes_of(exponents, base, AT: tl.constexpr):
-    """Codes of two exponents, in bytes 0 and 2, from bit AT on."""
-    first = tl.minimum((base - (exponents & FIRST)).to(tl.uint32, bitcast=True), 7).to(tl.int32, bitcast=True)
-    second = tl.minimum((base - (exponents >> 16)).to(tl.uint32, bitcast=True), 7).to(tl.int32, bitcast=True)
-    return (first << AT) | (second << (AT + 3))
+def distances_of(bases, exponents):
+    """Bytes: how far four exponents lie below the base, modulo 256."""
+    difference = (bases | HIGH_BITS) - (exponents & LOW_BITS)
+    return difference ^ ((bases ^ ~exponents) & HIGH_BITS)
 
 
 @triton.jit
-def exponents_of(word, base, AT: tl.constexpr):
-    """Inverse of codes_of: in bytes 0 and 2; 7 below the base for an escape."""
-    codes = ((word >> AT) & 7) | (((word >> (AT + 3)) & 7) << 16)
-    return ((base * 0x10001) | 0x01000100) - codes & BYTES
+def escapes_of(distances):
+    """Bytes: 1 where a distance has no code, else 0."""
+    return ((((distances & LOW_BITS) + 0x79797979) | distances) >> 7) & ONES
 
 
 @triton.jit
-def escape_mask(word):
-    """Bit 3 i: whether value i of a group is an escape; and how many are."""
-    mask = word & (word >> 1) & (word >> 2) & ONES
-    seven = (((mask << 3) * ONES) >> 21) & 7  # octal digit 7 of the product: the sum of seven bits
-    return mask, seven + (mask >> 21)
+def packed_codes(d0, f0, d1, f1):
+    """24 bits of the codes of a group, from the distances and escapes of four values and four."""
+    six = ((d0 & 0x07070707) | (f0 * 7)) + ((d1 & 0x07070707) | (f1 * 7)) * 8
+    return (six & SIX) | ((((six >> 24) & 63) * SPREADING) & SPREAD)
 
 
 @triton.jit
-def exponent_at(bit, t0, t1, t2, t3):
-    """The exponent of the value whose bit of the mask is ``bit``, from four times two."""
-    pair = tl.where(bit < 0o10000, tl.where(bit < 0o100, t0, t1), tl.where(bit < 0o1000000, t2, t3))
-    return tl.where((bit & 0o10101010) != 0, pair >> 16, pair & FIRST)
+def codes_of(word):
+    """Inverse of packed_codes: the codes of four values and four, in bytes."""
+    six = (word & SIX) | (((word & SPREAD) * SPREADING) & 0x3F000000)
+    return six & 0x07070707, (six >> 3) & 0x07070707
 
 
 @triton.jit
-def near_value(exponent, base):
-    """What an escape is in 4 bits, and whether it fits them."""
-    from_below = (base - exponent + 2).to(tl.uint32, bitcast=True)  # 0, 1, then 9 to 21; large below 0
+def exponents_of(bases, codes):
+    """Inverse of distances_of for distances below 7, modulo 256 too; the base where a code is 0."""
+    return ((bases | HIGH_BITS) - codes) ^ (~bases & HIGH_BITS)
+
+
+@triton.jit
+def sum_of_bytes(x):
+    """The sum of four bytes, below 256."""
+    return ((x * ONES) >> 24) & 255
+
+
+@triton.jit
+def byte_at(bit, x0, x1):
+    """The byte of x0 or x1 that the bit of a group's mask stands for; 0 for none."""
+    return sum_of_bytes((x0 & ((bit & ONES) * 255)) | (x1 & (((bit >> 1) & ONES) * 255)))
+
+
+@triton.jit
+def near_value(distance, base):
+    """What an escape is in 4 bits, and whether it fits them; true for a distance of 0."""
+    from_below = ((distance + 2) & 255).to(tl.uint32, bitcast=True)  # 0, 1, then 9 to 21
     value = tl.minimum(from_below, from_below - 7).to(tl.int32, bitcast=True)
-    fits = value.to(tl.uint32, bitcast=True) < 15
-    return tl.where(exponent == 0, 15, value), fits | (exponent == 0)
+    return tl.where(distance == base, 15, value), (value < 15) | (distance == base)
 
 
 @triton.jit
@@ -133,9 +170,3 @@ def exponent_of_value(value, base, far):
     """Inverse of near_value; in a far tile the value itself."""
     near = tl.where(value == 15, 0, base - value + tl.where(value < 2, 2, -5))
     return tl.where(far != 0, value, near)
-
-
-@triton.jit
-def patched(w, x, bit, BELOW: tl.constexpr, FROM: tl.constexpr):
-    """w, with x exclusively ored where the mask's bit lies in its range."""
-    return w ^ tl.where((bit >= FROM) & (bit < BELOW), x, 0)

@@ -1,5 +1,6 @@
 """Mixtures of experts on two CUDA devices over NCCL: the Triton kernels, real streams, and whole runs."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ LAYOUTS = {
 TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu --normalization RMSNorm --bf16
     --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --transformer-impl local --train-iters 20 --lr-decay-iters 20"""
+    --train-iters 20 --lr-decay-iters 20"""
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -52,15 +53,29 @@ def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
         assert set(rank[layout]["counted"]) == set(CODECS)
 
 
-def test_whole_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "--transformer-impl local",
+        pytest.param(
+            "--transformer-impl transformer_engine --moe-grouped-gemm",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("transformer_engine") is None,
+                reason="needs Transformer Engine: scripts/setup.sh --with-transformer-engine",
+            ),
+        ),
+    ],
+)
+def test_whole_runs(tmp_path: Path, layers: str) -> None:
     """Twenty iterations with tokens, gradients and weights compressed: near the uncompressed losses.
 
     On CPUs they were within 0.5 %: the router's choices turn small differences into larger ones.
     """
-    plain = _losses(tmp_path / "plain")
+    plain = _losses(tmp_path / "plain", *layers.split())
     codecs = ("--ep-compression", "int8", "--dp-compression", "sdp4bit")
-    assert _losses(tmp_path / "int8", *codecs) == pytest.approx(plain, rel=0.01)
-    assert _losses(tmp_path / "int6", "--ep-compression", "int6") == pytest.approx(plain, rel=0.01)
+    assert _losses(tmp_path / "int8", *layers.split(), *codecs) == pytest.approx(plain, rel=0.01)
+    found = _losses(tmp_path / "int6", *layers.split(), "--ep-compression", "int6")
+    assert found == pytest.approx(plain, rel=0.01)
 
 
 def _losses(report: Path, *flags: str) -> dict[int, float]:

@@ -12,8 +12,12 @@ import torch
 from tests.distributed.spawn import spawn
 from tests.distributed.test_weight_gradients import FULL, _gradients, _wrapped
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.gpu.devices import DEVICES
 
-pytestmark = pytest.mark.multigpu
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices"),
+]
 
 MODEL = dict(num_layers=4, hidden_size=1024, num_attention_heads=16, gradient_accumulation_fusion=True)
 SEQUENCES = 256  # of 32 tokens: messages of 16 MiB
