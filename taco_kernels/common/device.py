@@ -6,9 +6,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 AS_IF = "TACO_KERNELS_AS_IF"
-"""Environment variable, for tests and benchmarks: launches choose as on this architecture, 89 of sm_89."""
+"""Environment variable, for tests and benchmarks: kernels as on this architecture, 89 of sm_89."""
 
 
 class Tuning(NamedTuple):
@@ -75,7 +76,10 @@ def device_number(index: int) -> Device:
     own = properties.major, properties.minor
     if wanted := os.environ.get(AS_IF):
         logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
-        return Device(properties.multi_processor_count, played(wanted, own), False)
+        device = Device(properties.multi_processor_count, played(wanted, own), False)
+        if device.small:  # the compiler too: mma.sync from registers, as there, in instructions of this GPU
+            triton.knobs.runtime.override_arch = "sm{}{}".format(*device.capability)
+        return device
     return Device(properties.multi_processor_count, own, False, properties.name)
 
 

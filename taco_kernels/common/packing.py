@@ -11,7 +11,7 @@ bits, q the word, k the byte.
 import triton
 import triton.language as tl
 
-from taco_kernels.common.planes import store_codes
+from taco_kernels.common.planes import across_chunks, behind, store_codes
 from taco_kernels.common.rounding import fixed_point, quantize
 
 SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
@@ -99,7 +99,10 @@ def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
     """
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(words.dtype)) + flat
+    if C.ROW:
+        at = plane.to(tl.pointer_type(words.dtype)) + across_chunks(first, P // SIZE, SIZE, C)
+    else:
+        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(words.dtype)) + flat
     tl.store(at, tl.reshape(words, [C.R * P // SIZE]), mask=flat < (groups - first) * (P // SIZE))
 
 
@@ -124,7 +127,7 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
         inputs = sixteen_of(codes, C)
         result = tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)
-        high = wire + tl.full((), C.G // 2, tl.int64) * groups
+        high = behind(wire, C.G // 2, groups, C)
         if C.BITS == 6:
             store_words(high, result[2], first, groups, C.G // 4, C)
         elif C.BITS == 5:

@@ -5,11 +5,37 @@ import triton.language as tl
 
 
 @triton.jit
+def behind(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
+    """Pointer to what lies behind BYTES for each group of a chunk.
+
+    ``groups`` are a chunk's, or with C.ROW those of all chunks, C.ROW each and C.STRIDE bytes apart: the R
+    groups of a tile are then whole chunks.
+    """
+    if C.ROW:
+        at = wire + BYTES * C.ROW
+    else:
+        at = wire + tl.full((), BYTES, tl.int64) * groups
+    return at
+
+
+@triton.jit
+def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
+    """int64[R * N]: places of N units of SIZE bytes a group, in units, of groups first... with C.ROW."""
+    flat = tl.arange(0, C.R * N)
+    chunk = (first // C.ROW).to(tl.int64) + flat // (C.ROW * N)
+    return chunk * (C.STRIDE // SIZE) + flat % (C.ROW * N)
+
+
+@triton.jit
 def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
     """Store uint8[R, P] as groups first... of a plane of P bytes a group; nothing beyond the last group."""
     flat = tl.arange(0, C.R * P)
     left = (groups - first) * P
-    tl.store(plane + first.to(tl.int64) * P + flat, tl.reshape(value, [C.R * P]), mask=flat < left)
+    if C.ROW:
+        at = plane + across_chunks(first, P, 1, C)
+    else:
+        at = plane + first.to(tl.int64) * P + flat
+    tl.store(at, tl.reshape(value, [C.R * P]), mask=flat < left)
 
 
 @triton.jit
@@ -17,7 +43,11 @@ def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
     """uint8[R, P]: groups first... of a plane of P bytes a group; zeros beyond the last group."""
     flat = tl.arange(0, C.R * P)
     left = (groups - first) * P
-    return tl.reshape(tl.load(plane + first.to(tl.int64) * P + flat, mask=flat < left, other=0), [C.R, P])
+    if C.ROW:
+        at = plane + across_chunks(first, P, 1, C)
+    else:
+        at = plane + first.to(tl.int64) * P + flat
+    return tl.reshape(tl.load(at, mask=flat < left, other=0), [C.R, P])
 
 
 @triton.jit
@@ -71,7 +101,7 @@ def store_codes(codes, wire, first, groups, C: tl.constexpr):
         store_plane(wire, pack(low, 4, C), first, groups, C.G // 2, C)
         if C.BITS > 4:
             codes = (codes >> 4) & (2 ** (C.BITS - 4) - 1)
-            high = wire + tl.full((), C.G // 2, tl.int64) * groups
+            high = behind(wire, C.G // 2, groups, C)
             store_plane(high, pack(codes, C.BITS - 4, C), first, groups, C.G * (C.BITS - 4) // 8, C)
 
 
@@ -83,7 +113,7 @@ def load_codes(wire, first, groups, C: tl.constexpr):
     else:
         codes = unpack(load_plane(wire, first, groups, C.G // 2, C), 4, C)
         if C.BITS > 4:
-            high = wire + tl.full((), C.G // 2, tl.int64) * groups
+            high = behind(wire, C.G // 2, groups, C)
             plane = load_plane(high, first, groups, C.G * (C.BITS - 4) // 8, C)
             codes = codes | (unpack(plane, C.BITS - 4, C) << 4)
     return codes

@@ -113,10 +113,14 @@ def table(device: Device) -> dict[str, tuple[Tuning, Tuning]]:
         problem = f"is of {'; '.join(machines)}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         problem = f"cannot be read ({error})"
-    logger.warning(
-        "%s %s; kernels run as shipped on %s. python -m taco_kernels.tune adds it", file, problem, own
-    )
+    _warn(f"{file} {problem}; kernels run as shipped on {own}. python -m taco_kernels.tune adds it")
     return {}
+
+
+@lru_cache
+def _warn(text: str) -> None:
+    """A line of the log, once: tables are read again whenever something is tried."""
+    logger.warning(text)
 
 
 def save(device: Device, found: dict[str, tuple[Tuning, Tuning]], settled: set[str]) -> None:

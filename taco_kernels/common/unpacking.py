@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.packing import SELECT, four_of, sixteen_joined
+from taco_kernels.common.planes import across_chunks, behind
 
 MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
 
@@ -77,7 +78,10 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
     """int32[R, G / 16, n]: a plane of P bytes a group in words of ``dtype``; zeros beyond the last group."""
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + flat
+    if C.ROW:
+        at = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
+    else:
+        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + flat
     words = tl.load(at, mask=flat < (groups - first) * (P // SIZE), other=0).to(tl.int32)
     return tl.reshape(words, [C.R, C.G // 16, 16 * P // C.G // SIZE])
 
@@ -97,7 +101,7 @@ def load_halves(wire, first, groups, C: tl.constexpr):
         inputs = four_of(tl.reshape(codes, [C.R, C.G // 16, 2, 2]))
     else:
         inputs = tl.split(load_words(wire, first, groups, C.G // 2, tl.int32, C))
-        high = wire + tl.full((), C.G // 2, tl.int64) * groups
+        high = behind(wire, C.G // 2, groups, C)
         if C.BITS == 6:
             rest = load_words(high, first, groups, C.G // 4, tl.int32, C)
             inputs += (tl.reshape(rest, [C.R, C.G // 16]),)
@@ -127,7 +131,7 @@ def load_code_words(wire, first, groups, C: tl.constexpr):
     else:  # nibble q of byte k of word h is element 8q + 4h + k of 16
         nibbles = load_words(wire, first, groups, C.G // 2, tl.int32, C)
         low, high = low_nibbles(nibbles, C), low_nibbles(nibbles >> 4, C)
-        plane = wire + tl.full((), C.G // 2, tl.int64) * groups
+        plane = behind(wire, C.G // 2, groups, C)
         h = tl.arange(0, 2)[None, None, :]
         if C.BITS == 6:  # two bits of that element are 2(2q + h) and the next of byte k
             rest = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * h)

@@ -30,6 +30,8 @@ class Tile(Constants):
     PAYLOAD: tl.constexpr
     """Bytes of a group's codes."""
     HADAMARD: tl.constexpr
+    ROW: tl.constexpr
+    """0: a tile lies in one chunk."""
     INTERPRET: tl.constexpr
     """Running under TRITON_INTERPRET=1."""
 
@@ -60,6 +62,7 @@ def make_tile(format: GroupFormat, values: int, interpret: bool) -> Tile:
         FLOOR=FLOOR,
         PAYLOAD=format.group_size * format.bits // 8,
         HADAMARD=format.hadamard,
+        ROW=0,
         INTERPRET=interpret,
     )
 

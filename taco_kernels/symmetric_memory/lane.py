@@ -8,9 +8,9 @@ import torch
 
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.ring import Exchange
-from taco_kernels.taco.launch import tuning_for, tuning_of
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco.spec import STEP_BYTES
+from taco_kernels.taco.tuning import tuning_for, tuning_of
 
 WARPS = 4  # of every kernel here; see tile_of
 DEPTH = 3  # slots a sender: one being filled, one on its way, one being read

@@ -1,13 +1,12 @@
-"""Launching the codec kernels: argument checks, strides, tile sizes. Same signatures as reference.py."""
+"""Launching the codec kernels: argument checks, strides. Same signatures as reference.py."""
 
 import math
 from typing import NamedTuple
 
 import torch
-import triton
 
 from taco_kernels.common import fast_launch
-from taco_kernels.common.device import Device, Tuning, device_number
+from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.taco.kernels import (
@@ -18,15 +17,8 @@ from taco_kernels.taco.kernels import (
 )
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wire_shape
 from taco_kernels.taco.spec import make_flags, spec_of
+from taco_kernels.taco.tuning import for_fp32, tuning_for, tuning_in
 
-TUNING = {
-    "encode": Tuning(8192, 4, 4, 2),
-    "decode": Tuning(8192, 4, 3, 3),
-    "decode_sum": Tuning(8192, 4, 2, 2),
-    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
-}
-LEAST_TILE = 2048
-"""Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
 PLANS = 1024
 """Kept for each operation; sizes that come back find theirs."""
 
@@ -45,96 +37,21 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Sizes and strides of a tensor, None of a contiguous one."""
 
 
-def tuning_of(operation: str, config: CodecConfig) -> Tuning:
-    """TUNING with what single configurations need."""
-    tuning = TUNING[operation]
-    if operation == "encode" and config.format == "int5":
-        tuning = tuning._replace(stages=3)
-    elif operation == "decode_sum" and config.format == "int8":
-        tuning = tuning._replace(stages=1)
-    elif operation == "decode_sum_encode" and config.bits == 8:
-        tuning = tuning._replace(registers=80)
-    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
-        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
-    if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
-        tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
-    if config.group_size == 512 and operation == "decode_sum":
-        tuning = tuning._replace(stages=1)  # shared memory for one tile
-    if config.outliers and operation == "decode" and tuning.programs == 3:
-        tuning = tuning._replace(registers=168)
-    elif config.outliers and operation == "encode" and config.group_size == 512:
-        tuning = tuning._replace(stages=1)
-    elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
-        tuning = tuning._replace(tile=4096, warps=4)
-    return tuning
+def _in_one_tile(
+    operation: str, config: CodecConfig, device: Device, groups: int, chunks: int, numel: int, stride: int
+) -> bool:
+    """Whether tiles hold several whole chunks, such as tokens, as if they were one chunk.
 
-
-def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
-    """``tuning_of`` within what the device has; compiled for it, not timed."""
-    tuning = tuning_of(operation, config)
-    if device.small and operation != "decode_sum_encode":
-        plain_encode = operation == "encode" and not config.hadamard  # the same tile in symmetric memory
-        crowded = operation == "decode_sum" or config.group_size == 512 or config.outliers or plain_encode
-        tile = 4096 if crowded else tuning.tile
-        stages = 2 if operation == "decode_sum" else 3
-        programs = 2 if operation == "decode" else tuning.programs  # 99 KiB take no third
-        stages = min(stages, TUNING[operation].stages)
-        if operation == "encode" and config.outliers:
-            tile, programs = LEAST_TILE, 3  # half the registers
-        tuning = tuning._replace(tile=tile, stages=stages, programs=programs)
-    elif operation == "decode_sum_encode" and device.capability[0] != 9:
-        if config.outliers:
-            tuning = tuning._replace(tile=2048, warps=4, registers=96)
-        elif config.bits == 8:
-            software = config.is_float and not device.hardware_fp8
-            tuning = tuning._replace(registers=112 if software else 96)
-    elif device.capability[0] == 10:
-        tuning = _tuning_of_blackwell(tuning, operation, config)
-    return tuning
-
-
-def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
-    """Of sm_100: smaller tiles where sums or lists beside them spill."""
-    if config.group_size == 512:
-        tuning = tuning._replace(tile=8192)
-    if operation == "encode":
-        if config.outliers and config.hadamard and config.group_size >= 128:
-            return tuning._replace(warps=8, programs=1)
-        if config.outliers and not config.hadamard:
-            return tuning._replace(tile=LEAST_TILE)
-        least = config.outliers or not config.hadamard or config.group_size in (64, 512)
-        return tuning._replace(tile=4096) if least else tuning
-    return _compiled_on_blackwell(tuning, operation, config)
-
-
-def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
-    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
-    rows = tuning.tile // config.group_size
-    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
-        return tuning._replace(tile=tuning.tile // 2)
-    return tuning
-
-
-def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
-    """Of many chunks that are shorter than a tile, such as tokens: a tile of theirs.
-
-    What of a tile lies behind its chunk is computed for nothing. Not timed.
+    Args:
+        groups: of a chunk.
+        numel: values of all chunks, without what they are padded with.
+        stride: bytes from one chunk of the wire to the next.
     """
     chunk = groups * config.group_size
-    tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
-    if chunks == 1 or tile >= tuning.tile:
-        return tuning
-    programs = min(4, tuning.programs * tuning.tile // tile)
-    return tuning._replace(tile=tile, programs=programs, registers=None)
-
-
-def _tuning(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
-    """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
-    shipped = tuning_for(operation, config, device)
-    rows = tuning_for_rows(shipped, config, groups, chunks)
-    if device.capability[0] == 10:
-        rows = _compiled_on_blackwell(rows, operation, config)
-    return rows if rows != shipped else tuned(device, shipped, operation, config)
+    if chunks == 1 or config.outliers or numel != chunks * chunk or stride != config.wire_bytes(chunk):
+        return False
+    tile = tuning_in(operation, config, device, groups * chunks, 1).tile
+    return chunk < tile and tile % chunk == 0
 
 
 def layout_of(x: torch.Tensor) -> Layout:
@@ -212,7 +129,8 @@ def encode(
 ) -> torch.Tensor:
     """reference.encode as one kernel."""
     given = None if out is None else wires_of(out)
-    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, given, x.get_device())
+    wide = x.dtype == torch.float32
+    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, given, x.get_device(), wide)
     if out is None:
         out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
     if plan.launch is None:
@@ -225,7 +143,7 @@ def encode(
 
 @planned(PLANS)
 def _plan_encode(
-    config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int
+    config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int, wide: bool
 ) -> Plan:
     chunk = config.chunk_numel(numel, chunks)
     wire = (chunks, config.wire_bytes(chunk))
@@ -239,11 +157,14 @@ def _plan_encode(
     rows = rows_of(layout, config.group_size)
     reads = rows is not None
     rows = rows or rows_of(None, config.group_size)
-    groups = chunk // config.group_size
+    groups, row = chunk // config.group_size, 0
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = _tuning("encode", config, device, groups, chunks)
-    spec = spec_of(config, device, tuning)
+    if _in_one_tile("encode", config, device, groups, chunks, numel, out.stride):
+        groups, chunks, row = groups * chunks, 1, groups
+    tuning = tuning_in("encode", config, device, groups, chunks)
+    tuning = for_fp32(tuning, config, device) if wide else tuning
+    spec = spec_of(config, device, tuning, row)
     tiles = ceil_div(groups, spec.R.value) * chunks
     launch = fast_launch.Launch(
         encode_kernel,
@@ -313,11 +234,13 @@ def _plan_decode(
         raise ValueError(f"wires of shape {tuple(wires.shape)} hold nothing to decode")
     if rows is None or numel == 0:
         return Plan((), None, writes=rows is not None)
-    groups = chunk // config.group_size
+    groups, row = chunk // config.group_size, 0
     check_groups(groups * chunks)
     device = device_number(index)
-    tuning = _tuning(operation, config, device, groups, chunks)
-    spec = spec_of(config, device, tuning)
+    if not summed and _in_one_tile(operation, config, device, groups, chunks, numel, wires.stride):
+        groups, chunks, row = groups * chunks, 1, groups
+    tuning = tuning_in(operation, config, device, groups, chunks)
+    spec = spec_of(config, device, tuning, row)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
     constants = dict(FLAGS=flags, C=spec, **tuning.options)
     if summed:

@@ -62,6 +62,10 @@ class Spec(Constants):
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
     """Smallest max|h| that is told from zero."""
+    ROW: tl.constexpr
+    """Groups of a chunk where a tile holds several whole chunks, such as tokens; else 0."""
+    STRIDE: tl.constexpr
+    """Bytes from one of those chunks to the next."""
     UNROLLED: tl.constexpr
     """Most senders whose loads a sum has in flight together."""
     HARDWARE_FP8: tl.constexpr
@@ -73,8 +77,13 @@ class Spec(Constants):
 
 
 @lru_cache
-def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged: bool = False) -> Spec:
-    """Constants for ``config``; cached, as launches hash and compare them. ``merged``: see Spec.MERGED."""
+def make_spec(
+    config: CodecConfig, groups_per_tile: int, device: Device, merged: bool = False, row: int = 0
+) -> Spec:
+    """Constants for ``config``; cached, as launches hash and compare them.
+
+    ``merged``, ``row``: see Spec.MERGED and Spec.ROW.
+    """
     G, merged = config.group_size, merged and config.scales == "dual"
     far, near = (1 / end for end in quadratic.ends(config.bits, config.bend)) if config.bend else (0.0, 0.0)
     return Spec.of(
@@ -98,6 +107,8 @@ def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged:
         NEAR=near,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
+        ROW=row,
+        STRIDE=config.wire_bytes(row * G),
         UNROLLED=4 if device.small else 8,
         HARDWARE_FP8=device.hardware_fp8,
         MAGNITUDE_MAX=device.capability >= (8, 6),
@@ -105,9 +116,9 @@ def make_spec(config: CodecConfig, groups_per_tile: int, device: Device, merged:
     )
 
 
-def spec_of(config: CodecConfig, device: Device, tuning: Tuning) -> Spec:
+def spec_of(config: CodecConfig, device: Device, tuning: Tuning, row: int = 0) -> Spec:
     """Constants of a kernel that is run so."""
-    return make_spec(config, tuning.tile // config.group_size, device)
+    return make_spec(config, tuning.tile // config.group_size, device, row=row)
 
 
 @lru_cache

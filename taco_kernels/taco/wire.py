@@ -5,7 +5,7 @@ import triton.language as tl
 
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
 from taco_kernels.common.packing import store_groups, store_integers
-from taco_kernels.common.planes import load_codes
+from taco_kernels.common.planes import across_chunks, behind, load_codes
 from taco_kernels.common.rounding import code_values
 from taco_kernels.common.unpacking import load_halves, load_singles, offset
 from taco_kernels.taco import quadratic_kernels as quadratic
@@ -18,18 +18,28 @@ def dual_step(s, alpha, C: tl.constexpr):
 
 
 @triton.jit
+def scales_of(wire, first, groups, dtype: tl.constexpr, C: tl.constexpr):
+    """Pointers [R] to the first scales of groups first..., and how far behind them the second ones lie."""
+    scales = behind(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(dtype))
+    if C.ROW:
+        at, apart = scales + across_chunks(first, 1, dtype.primitive_bitwidth // 8, C), C.ROW
+    else:
+        at, apart = scales + (first + tl.arange(0, C.R)), groups
+    return at, apart
+
+
+@triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
     """fp32[R] steps of groups first..., 0 beyond the last."""
     row = first + tl.arange(0, C.R)
-    scales = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     if C.DUAL:
-        at = scales.to(tl.pointer_type(tl.float32)) + row
+        at, apart = scales_of(wire, first, groups, tl.float32, C)
         step = tl.load(at, mask=row < groups, other=0.0)
         if not C.MERGED:
-            step = dual_step(step, tl.load(at + groups, mask=row < groups, other=1.0), C)
+            step = dual_step(step, tl.load(at + apart, mask=row < groups, other=1.0), C)
     else:
-        s = scales.to(tl.pointer_type(tl.bfloat16))
-        step = tl.load(s + row, mask=row < groups, other=0.0).to(tl.float32)
+        at, _ = scales_of(wire, first, groups, tl.bfloat16, C)
+        step = tl.load(at, mask=row < groups, other=0.0).to(tl.float32)
     return step
 
 
@@ -104,6 +114,22 @@ def extremes(h, C: tl.constexpr):
 
 
 @triton.jit
+def store_padding(wire, first, groups, C: tl.constexpr):
+    """Zeros up to the next multiple of 16 bytes, behind the chunks whose first group is in the tile."""
+    if C.ROW:
+        USED: tl.constexpr = C.BYTES * C.ROW
+        if USED % 16 != 0:
+            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R // C.ROW)[:, None]
+            pad = USED + tl.arange(0, 16)[None, :]
+            mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
+            tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R // C.ROW, 16], tl.uint8), mask=mask)
+    else:
+        used = tl.full((), C.BYTES, tl.int64) * groups
+        pad = used + tl.arange(0, 16)
+        tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
+
+
+@triton.jit
 def encode_groups(h, wire, first, groups, C: tl.constexpr):
     """Write h fp32[R, G] as groups first... of the chunk at wire."""
     high, low, amax = extremes(h, C)
@@ -112,7 +138,6 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
     qmax = tl.full([C.R], C.QMAX, tl.float32)
     row = first + tl.arange(0, C.R)
-    scales = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     if C.DUAL:
         inverse = tl.div_rn(qmax, amax)
         mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
@@ -122,12 +147,12 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
         alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
         s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
         s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
-        at = scales.to(tl.pointer_type(tl.float32)) + row
+        at, apart = scales_of(wire, first, groups, tl.float32, C)
         if C.MERGED:
             tl.store(at, dual_step(s, alpha, C), mask=row < groups)
         else:
             tl.store(at, s, mask=row < groups)
-            tl.store(at + groups, alpha, mask=row < groups)
+            tl.store(at + apart, alpha, mask=row < groups)
     else:
         if C.BEND > 0:
             near = tl.where(bad, 0.0, tl.minimum(high, low))
@@ -143,11 +168,9 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
             step = tl.where(high > low, -step, step)
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
         step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
-        at = scales.to(tl.pointer_type(tl.bfloat16)) + row
+        at, _ = scales_of(wire, first, groups, tl.bfloat16, C)
         tl.store(at, step.to(tl.bfloat16), mask=row < groups)
-    used = tl.full((), C.BYTES, tl.int64) * groups
-    pad = used + tl.arange(0, 16)  # zeros up to the next multiple of 16 bytes
-    tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
+    store_padding(wire, first, groups, C)
     inverse = tl.where(bad, 0.0, inverse)
     if C.BEND > 0:
         store_integers(quadratic.nearest_codes(h, inverse, C), wire, first, groups, C)

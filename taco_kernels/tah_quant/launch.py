@@ -42,6 +42,8 @@ def tuning_for(operation: str, config: TahConfig, dtype: torch.dtype, device: De
         tuning = tuning._replace(programs=2, registers=255)
     elif fp32_encode:
         tuning = tuning._replace(programs=3, registers=168)
+    if device.capability[0] == 10 and operation == "decode" and config.low_bits == 4:
+        tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 does not compile it for sm_100
     return tuning
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
-from taco_kernels.taco.launch import tuning_for, tuning_of
+from taco_kernels.taco.tuning import tuning_for, tuning_in, tuning_of
 from tests.kernels.architectures import (
     ARCHITECTURES,
     GPUTarget,
@@ -30,7 +30,7 @@ from tests.kernels.every_setting import every_setting
 CASES = (
     (80, "taco decode_sum fp8-e4m3 128 dual bfloat16"),
     (80, "taco encode fp8-e4m3 128 dual outliers bfloat16"),
-    (86, "taco encode fp8-e4m3 512 dual float32"),
+    (86, "taco encode fp8-e4m3 512 dual bfloat16"),
     (89, "sdp4bit add_dequantized int4 64 float32"),
     (90, "taco encode int6 128 signed quadratic bfloat16"),
     (90, "taco decode_rows int8 128 signed bfloat16"),
@@ -112,7 +112,7 @@ def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
     device = device_of(100)
     for config in (CodecConfig(f, g) for f in ("int4", "int5", "int6") for g in (32, 64)):
         for groups, chunks in ((2**14, 1), *((2**n, 32) for n in range(9))):
-            tile = launch._tuning("decode", config, device, groups, chunks).tile
+            tile = tuning_in("decode", config, device, groups, chunks).tile
             assert tile // config.group_size != 128, (config, groups)
 
 

@@ -19,12 +19,13 @@ def main() -> None:
     import torch
 
     from taco_kernels.taco import CodecConfig, launch
+    from taco_kernels.taco.tuning import TUNING
     from tests.kernels.interpreter import speed_up
     from tests.kernels.wires.outliers import check_operations
 
     speed_up()
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=2048)  # several tiles even here
+    for name, tuning in TUNING.items():
+        TUNING[name] = tuning._replace(tile=2048)  # several tiles even here
     cases = 0
     for config, dtype, counts in (
         (CodecConfig("int6", 128, "signed", outliers=True), torch.bfloat16, (0, 1, 4)),

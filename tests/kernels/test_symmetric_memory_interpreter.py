@@ -99,10 +99,11 @@ class Case(NamedTuple):
 def use_small_tiles() -> "ModuleType":
     """Several tiles and steps even here; the module that has the expected results."""
     from taco_kernels.taco import launch
+    from taco_kernels.taco.tuning import TUNING
     from tests.gpu import simulated_ranks as expected
 
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=1024)
+    for name, tuning in TUNING.items():
+        TUNING[name] = tuning._replace(tile=1024)
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         setattr(expected, name, getattr(launch, name))
     return expected

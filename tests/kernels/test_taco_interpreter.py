@@ -55,12 +55,12 @@ def check_format(format: str) -> None:
     import torch
 
     from taco_kernels.common.device import Device, device_number
-    from taco_kernels.taco import CodecConfig, launch, reference
+    from taco_kernels.taco import CodecConfig, launch, reference, tuning
     from tests.kernels.wires.taco import difference
 
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
-    launch.LEAST_TILE = 256  # and tiles of a chunk, where groups are short
+    for name, usual in tuning.TUNING.items():
+        tuning.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
+    tuning.LEAST_TILE = 256  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
@@ -99,12 +99,22 @@ def check_format(format: str) -> None:
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             assert apart.scales <= (2**-7 if scales != "dual" else 1e-6), (config, apart)
 
+            # chunks of which a tile holds several, the last tile not all of them
+            width = max(group_size, 256)
+            short = torch.randn(9, width, generator=torch.Generator().manual_seed(number)).to(dtype)
+            rows = reference.encode(short, config, 9)
+            apart = difference(rows, launch.encode(short, config, 9, out=torch.full_like(rows, 99)), config)
+            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
+            again = launch.decode(rows, config, short.shape, dtype)
+            expected = reference.decode(rows, config, short.shape, dtype)
+            # sums of codes are exact in any order; but the interpreter truncates where bf16 is rounded
+            ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
+            torch.testing.assert_close(again, expected, rtol=ulp, atol=0)
+
             y = torch.full(shape, 7.0, dtype=dtype)
             target = torch.full((3, 2, 3 * group_size), 7.0, dtype=dtype)[:, :, :group_size] if strided else y
             launch.decode(exact, config, shape, dtype, out=target)
             expected = reference.decode(exact, config, shape, dtype)
-            # sums of codes are exact in any order; but the interpreter truncates where bf16 is rounded
-            ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
             torch.testing.assert_close(target, expected, rtol=ulp, atol=0, equal_nan=True)
             assert bool(target.isnan().any()) == strided
 

@@ -19,7 +19,7 @@ from taco_kernels.common.device import Device, Tuning, played
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit_launch
 from taco_kernels.taco import CodecConfig, launch
-from taco_kernels.taco.launch import tuning_for
+from taco_kernels.taco.tuning import tuning_for
 from tests.kernels.architectures import pretended
 
 CONFIG = CodecConfig("int6")
@@ -51,8 +51,10 @@ def test_launches_take_what_the_file_says(file) -> None:
     tuned.save(GPU, {f"encode {CONFIG}": (shipped, OTHER)}, set())
     options, tile = encoded_on(GPU)
     assert (tile, options["num_warps"], options["maxnreg"]) == (OTHER.tile, OTHER.warps, OTHER.registers)
-    options, tile = encoded_on(GPU, chunks=32)  # short chunks follow the rule
-    assert (tile, options["num_warps"], options["maxnreg"]) == (2048, shipped.warps, None)
+    options, tile = encoded_on(GPU, chunks=32)  # tiles of several chunks are tiles of one
+    assert (tile, options["num_warps"], options["maxnreg"]) == (OTHER.tile, OTHER.warps, OTHER.registers)
+    options, tile = encoded_on(GPU, chunks=30)  # chunks that divide no tile follow the rule
+    assert (tile, options["num_warps"], options["maxnreg"]) == (4096, shipped.warps, None)
 
 
 def test_sdp4bit_takes_what_the_file_says() -> None:

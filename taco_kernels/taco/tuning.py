@@ -1,0 +1,122 @@
+"""How the kernels are run: tile, warps, stages, programs and registers, by operation, format and device."""
+
+import triton
+
+from taco_kernels.common.device import Device, Tuning
+from taco_kernels.common.tuned import tuned
+from taco_kernels.taco.layout import CodecConfig
+
+TUNING = {
+    "encode": Tuning(8192, 4, 4, 2),
+    "decode": Tuning(8192, 4, 3, 3),
+    "decode_sum": Tuning(8192, 4, 2, 2),
+    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
+}
+LEAST_TILE = 2048
+"""Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
+
+
+def tuning_of(operation: str, config: CodecConfig) -> Tuning:
+    """TUNING with what single configurations need."""
+    tuning = TUNING[operation]
+    if operation == "encode" and config.format == "int5":
+        tuning = tuning._replace(stages=3)
+    elif operation == "decode_sum" and config.format == "int8":
+        tuning = tuning._replace(stages=1)
+    elif operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(registers=80)
+    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
+        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
+    if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
+        tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
+    if config.group_size == 512 and operation == "decode_sum":
+        tuning = tuning._replace(stages=1)  # shared memory for one tile
+    if config.outliers and operation == "decode" and tuning.programs == 3:
+        tuning = tuning._replace(registers=168)
+    elif config.outliers and operation == "encode" and config.group_size == 512:
+        tuning = tuning._replace(stages=1)
+    elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(tile=4096, warps=4)
+    return tuning
+
+
+def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
+    """``tuning_of`` within what the device has; compiled for it, not timed."""
+    tuning = tuning_of(operation, config)
+    if device.small and operation != "decode_sum_encode":
+        tuning = _tuning_of_small(operation, config, device)
+    elif operation == "decode_sum_encode" and device.capability[0] != 9:
+        if config.outliers:
+            warps, registers = (2, 128) if config.group_size >= 128 else (4, 96)
+            tuning = tuning._replace(tile=2048, warps=warps, registers=registers)
+        elif config.bits == 8:
+            software = config.is_float and not device.hardware_fp8
+            tuning = tuning._replace(registers=112 if software else 96)
+    elif device.capability[0] == 10:
+        tuning = _tuning_of_blackwell(tuning, operation, config)
+    return tuning
+
+
+def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tuning:
+    """Of devices that are ``Device.small``: three programs of 8192 values, if memory and registers do."""
+    if operation == "decode_sum":
+        return Tuning(4096, 4, 2, 2)
+    if operation == "encode" and config.outliers:  # beside a tile, its words, should there be massive values
+        if config.group_size == 512:
+            return Tuning(8192, 4, 2, 2)
+        software = config.is_float and not device.hardware_fp8
+        return Tuning(4096, 4, 2, 2) if software else Tuning(4096, 4, 2, 3, 168)
+    if operation == "encode" and not config.hadamard:
+        return Tuning(4096, 4, 3, tuning_of(operation, config).programs)
+    return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
+
+
+def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: smaller tiles where sums or lists beside them spill."""
+    if config.group_size == 512:
+        tuning = tuning._replace(tile=8192)
+    if operation == "encode":
+        if config.outliers and config.hadamard and config.group_size >= 128:
+            return tuning._replace(warps=8, programs=1)
+        if config.outliers and not config.hadamard:
+            return tuning._replace(tile=LEAST_TILE)
+        least = config.outliers or not config.hadamard or config.group_size in (64, 512)
+        return tuning._replace(tile=4096) if least else tuning
+    return _compiled_on_blackwell(tuning, operation, config)
+
+
+def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
+    rows = tuning.tile // config.group_size
+    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
+        return tuning._replace(tile=tuning.tile // 2)
+    return tuning
+
+
+def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
+    """Of many chunks that are shorter than a tile and do not divide one: a tile of theirs.
+
+    What of a tile lies behind its chunk is computed for nothing. Not timed.
+    """
+    chunk = groups * config.group_size
+    tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
+    if chunks == 1 or tile >= tuning.tile:
+        return tuning
+    programs = min(4, tuning.programs * tuning.tile // tile)
+    return tuning._replace(tile=tile, programs=programs, registers=None)
+
+
+def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
+    """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
+    shipped = tuning_for(operation, config, device)
+    rows = tuning_for_rows(shipped, config, groups, chunks)
+    if device.capability[0] == 10:
+        rows = _compiled_on_blackwell(rows, operation, config)
+    return rows if rows != shipped else tuned(device, shipped, operation, config)
+
+
+def for_fp32(tuning: Tuning, config: CodecConfig, device: Device) -> Tuning:
+    """An encode of values that take twice the registers: without a limit on them."""
+    if device.small and config.outliers and config.group_size == 512:
+        tuning = tuning._replace(tile=4096)
+    return tuning._replace(registers=None)
