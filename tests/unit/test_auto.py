@@ -149,6 +149,14 @@ class TestIteration:
         assert (message.exposed(0.1), message.exposed(0.3)) == (0.0, pytest.approx(1.0))
 
 
+USED = dict(
+    **dict(num_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_latent_size=None),
+    **dict(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False),
+    context_parallel_size=2,
+)
+"""Of arguments as they are parsed: experts and context parallelism in use."""
+
+
 def experts(**changes) -> Namespace:
     """8 experts, 2 for a token, in each of 8 layers, EP 4."""
     given = dict(
@@ -236,10 +244,7 @@ class TestTokens:
 
 def untimed(**changes) -> list[Choice]:
     """What is decided for a run of experts and context parallelism whose messages cannot be timed."""
-    flags = dict(
-        expert_model_parallel_size=2, expert_tensor_parallel_size=1, num_experts=4, moe_latent_size=None
-    )
-    args = parsed("--compression", "auto", **{**flags, **changes}, context_parallel_size=2)
+    args = parsed("--compression", "auto", **{**USED, **changes})
     run = Measurement.__new__(Measurement)
     run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
     run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0)
@@ -271,18 +276,12 @@ class TestFlags:
         assert resolve(parsed("--compression", "auto", "--pp-backward-compression", "int8")).auto == every[:2]
 
     def test_experts_and_context_parallelism_are_open_where_they_are_in_use(self):
-        flags = dict(
-            moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1, moe_latent_size=None
-        )
-        used = dict(num_experts=4, expert_model_parallel_size=2, context_parallel_size=2, **flags)
-        assert resolve(parsed("--compression", "auto", **used)).auto[3:] == (
-            "expert_parallel",
-            "context_parallel",
-        )
-        by_hand = ("--ep-compression", "int8", "--cp-compression", "none")
-        config = resolve(parsed("--compression", "auto", *by_hand, **used))
+        more = ("expert_parallel", "context_parallel")
+        assert resolve(parsed("--compression", "auto", **USED)).auto[3:] == more
+        by_hand = ("--compression", "auto", "--ep-compression", "int8", "--cp-compression", "none")
+        config = resolve(parsed(*by_hand, **USED))
         assert len(config.auto) == 3 and config.expert_parallel.compression == "int8"
-        alone = {**used, "expert_model_parallel_size": 1, "context_parallel_size": 1}
+        alone = {**USED, "expert_model_parallel_size": 1, "context_parallel_size": 1}
         assert len(resolve(parsed("--compression", "auto", **alone)).auto) == 3
 
     @pytest.mark.parametrize(
@@ -358,27 +357,15 @@ class TestKept:
 
     def test_every_dimension_is_adopted(self):
         """And goes on behind a resume; other experts measure anew."""
-        flags = dict(
-            moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1, moe_latent_size=None
-        )
-        args = parsed(
-            *("--compression", "auto"),
-            **dict(num_experts=4, expert_model_parallel_size=2, context_parallel_size=2, **flags),
-        )
+        args = parsed("--compression", "auto", **USED)
         compression = Compression(resolve(args))
-        kept = (
-            decision().choices
-            + decision(dimension="expert_parallel", settings={"compression": "int6"}).choices
-        )
-        kept += decision(dimension="context_parallel", settings={"compression": "lossless"}).choices
+        kept = decision().choices
+        for dimension, spec in (("expert_parallel", "int6"), ("context_parallel", "lossless")):
+            kept += decision(dimension=dimension, settings={"compression": spec}).choices
         compression.adopt(decided_config(resolve(args), Decision(kept, 0.1, 100.0, 60.0, 3.0), args))
         assert compression._experts.config.compression == "int6"
-        assert {
-            rule: str(compression.run.policy.rules[rule].codec.name) for rule in ("ep.backward", "cp.forward")
-        } == {
-            "ep.backward": "int6",
-            "cp.forward": "lossless",
-        }
+        rules = compression.run.policy.rules
+        assert [rules[one].codec.name for one in ("ep.backward", "cp.forward")] == ["int6", "lossless"]
         one, other = (store.circumstances(experts(moe_router_topk=k), {}) for k in (2, 4))
         assert [name for name in one if one[name] != other[name]] == ["moe_router_topk"]
         assert "moe_router_topk" not in store.circumstances(megatron(), {})
