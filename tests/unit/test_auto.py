@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.compression import CompressionConfig, CompressionConfigError, attach, parse_codec
 from megatron.compression.auto import check, store
@@ -19,6 +21,8 @@ from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.messages import Workload, workload
 from megatron.compression.auto.predict import Message, iteration_seconds
 from megatron.compression.compression import Compression
+from megatron.compression.context_parallel import hooks as context_hooks
+from megatron.compression.expert_parallel import hooks as expert_hooks
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel.config import RECOMMENDED
 from tests.unit.megatron_args import parsed
@@ -262,6 +266,23 @@ def test_what_cannot_be_combined_is_a_line():
     assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why
     flag = dict(moe_token_dispatcher_type="alltoall", overlap_moe_expert_parallel_comm=True)
     assert "--overlap-moe-expert-parallel-comm exchanges tokens" in untimed(**flag)[0].why
+
+
+def test_layers_that_send_in_another_way_are_named():
+    """What attaching would refuse, before anything is chosen."""
+    experts, attention = (cls.__new__(cls) for cls in (MoELayer, SelfAttention))
+    for layer in (experts, attention):
+        torch.nn.Module.__init__(layer)
+    experts.token_dispatcher = Namespace(ep_size=2, tp_size=1)
+    attention.config, attention.core_attention = Namespace(context_parallel_size=2), torch.nn.Identity()
+    chunk = torch.nn.ModuleDict({"mlp": experts, "attention": attention})
+    for hooks, said in (
+        (expert_hooks, "mlp: Namespace sends in a way of its own; use --moe-token-dispatcher-type alltoall"),
+        (context_hooks, "attention: Identity exchanges keys and values by itself; use --transformer-impl"),
+    ):
+        assert hooks.why_not_attachable([chunk]).startswith(said)
+    experts.token_dispatcher.ep_size = attention.config.context_parallel_size = 1
+    assert expert_hooks.why_not_attachable([chunk]) is context_hooks.why_not_attachable([chunk]) is None
 
 
 class TestFlags:
