@@ -8,7 +8,7 @@ megatron-core. Test seam: collectives are called as attributes of
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -109,10 +109,14 @@ class Sender:
         self._transports, self._topology = transports, topology
         self._sharded, self._device = sharded, device
 
-    def prepare(self, messages: Iterable[Message]) -> list[str]:
+    def prepare(self, messages: Sequence[Message]) -> list[str]:
         """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective."""
-        groups = {_group(message): message.operation not in _TOKENS for message in messages}
-        return [line for group, fused in groups.items() for line in self._transports.prepare([group], fused)]
+        groups = {_group(one): one.operation not in _TOKENS for one in messages}
+        lossless = any(
+            one.dimension == "context_parallel" for one in messages
+        )  # its candidates have no kernel
+        prepare = self._transports.prepare
+        return [line for group, fused in groups.items() for line in prepare([group], fused and not lossless)]
 
     def sends(self, message: Message, rule: Rule | None = None) -> Callable[[], object]:
         """A call that sends ``message`` once and waits for it, through the rule's codec if there is one.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from megatron.compression.communication.run import Run
@@ -25,7 +26,7 @@ def attach(
     Raises: CompressionConfigError: compression is on and an attention exchanges in another way. (Collective
     over all ranks of the job where compression is on.)
     """
-    groups = {}
+    groups: dict[dist.ProcessGroup, None] = {}
     if config.enabled and (reason := why_not_attachable(chunks)):
         raise CompressionConfigError(f"{config.flag} cannot compress {reason}")
     for chunk in chunks:
@@ -35,7 +36,11 @@ def attach(
                 module.context_site = CommSite(name, module.context_group, run)
                 groups[module.context_group] = None
     if config.enabled:
-        for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no attention
+        codecs = (config.forward_codec, config.backward_codec)
+        fused = any(codec is not None and codec.fused_config is not None for codec in codecs)
+        for line in run.transports.prepare(
+            groups, fused
+        ):  # all ranks, also those of chunks without attention
             say(f"compression: {line}")
 
 
