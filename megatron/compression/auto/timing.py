@@ -111,12 +111,12 @@ class Sender:
 
     def prepare(self, messages: Sequence[Message]) -> list[str]:
         """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective."""
-        groups = {_group(one): one.operation not in _TOKENS for one in messages}
-        lossless = any(
-            one.dimension == "context_parallel" for one in messages
-        )  # its candidates have no kernel
-        prepare = self._transports.prepare
-        return [line for group, fused in groups.items() for line in prepare([group], fused and not lossless)]
+        lines = []
+        for group, one in {_group(one): one for one in messages}.items():
+            # Tokens and what context parallelism may choose, lossless, have no fused kernels.
+            fused = one.dimension == "tensor_parallel" and one.operation not in _TOKENS
+            lines += self._transports.prepare([group], fused)
+        return lines
 
     def sends(self, message: Message, rule: Rule | None = None) -> Callable[[], object]:
         """A call that sends ``message`` once and waits for it, through the rule's codec if there is one.
