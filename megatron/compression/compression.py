@@ -86,6 +86,7 @@ class Compression:
         policy = self.run.policy
         policy.rules, policy.error_bound = config.rules(self._train_iters), _error_bound(config)
         self.gradients.adopt(config.data_parallel)
+        self._experts.config = config.expert_parallel
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.

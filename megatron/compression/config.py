@@ -22,7 +22,7 @@ from megatron.compression.tensor_parallel.turns_checks import HALVES
 
 TransportChoice = Literal["auto", "collective", "symmetric"]
 
-_ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
+ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
     "tensor_parallel": attrgetter("tensor_model_parallel_size"),
     "pipeline_parallel": attrgetter("pipeline_model_parallel_size"),
     "context_parallel": attrgetter("context_parallel_size"),
@@ -93,7 +93,7 @@ class CompressionConfig:
         """A setting that would silently do nothing."""
         tensors, undecided = "--taco", bool(self.auto)
         layers = "--taco or --cp-compression"
-        activations = undecided or any(getattr(self, part).enabled for part in _ACTIVATIONS)
+        activations = undecided or any(getattr(self, part).enabled for part in ACTIVATIONS)
         sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
         anything = self.enabled or undecided
         evaluated = "--taco, --pp-compression or --ep-compression"
@@ -128,7 +128,7 @@ class CompressionConfig:
     @property
     def enabled(self) -> bool:
         """Whether any traffic is to be compressed."""
-        return self.data_parallel.enabled or any(getattr(self, part).enabled for part in _ACTIVATIONS)
+        return self.data_parallel.enabled or any(getattr(self, part).enabled for part in ACTIVATIONS)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """What the policy does with each traffic class."""
@@ -170,7 +170,7 @@ class CompressionConfig:
                 f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, only "
                 "what its capture did"
             )
-        ranks = {name: count(args) for name, count in _ACTIVATIONS.items()}
+        ranks = {name: count(args) for name, count in ACTIVATIONS.items()}
         ranks["data_parallel"] = replicas(args)
         lines += [
             getattr(self, name).idle_reason(count) or getattr(self, name).describe()
@@ -182,7 +182,7 @@ class CompressionConfig:
         if self.error_bound is not None:
             lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
         if self.validate_uncompressed:
-            sent = any(getattr(self, name).enabled and ranks[name] > 1 for name in _ACTIVATIONS)
+            sent = any(getattr(self, name).enabled and ranks[name] > 1 for name in ACTIVATIONS)
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(
                 "evaluation sends activations uncompressed (--validate-uncompressed)" if sent else idle

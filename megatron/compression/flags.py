@@ -9,12 +9,15 @@ from typing import Any
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.codecs.registry import field_docs, settings_of
-from megatron.compression.config import CompressionConfig
+from megatron.compression.config import ACTIVATIONS, CompressionConfig
 from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.errors import CompressionConfigError
 
 COMPRESSION_3D = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
 """``--compression-3d``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own paper."""
+
+_WHERE_IN_USE = ("expert_parallel", "context_parallel")
+"""What ``--compression auto`` decides beside those three, in runs that have it."""
 
 _FIELDS = {
     "--tp-compression": "tensor_parallel.compression",
@@ -121,7 +124,10 @@ def resolve(args: Namespace) -> CompressionConfig:
     for part, settings in parts.items():
         if "compression" in settings and settings["compression"] is None and args.compression_3d:
             settings["compression"] = COMPRESSION_3D.get(part)
-    open_parts = [part for part in COMPRESSION_3D if args.compression == "auto" and _is_open(parts, part)]
+    open_parts = []
+    if args.compression == "auto":
+        used = (part for part in _WHERE_IN_USE if ACTIVATIONS[part](args) > 1)
+        open_parts = [part for part in (*COMPRESSION_3D, *used) if _is_open(parts, part)]
     for settings in parts.values():
         if "compression" in settings:
             settings["compression"] = settings["compression"] or "none"

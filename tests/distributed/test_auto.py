@@ -131,6 +131,57 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
     assert "the host waits for each message" not in run.output
 
 
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
+    --expert-model-parallel-size 2 --context-parallel-size 2 --transformer-impl local --bf16 --hidden-size 128
+    --num-layers 1 --seq-length 64 --max-position-embeddings 64 --global-batch-size 2
+    --compression auto --dp-compression none"""
+
+
+def test_experts_and_context_parallelism(tmp_path) -> None:
+    """EP 2 x CP 2: what was counted on for the choice is what an iteration saves; the check takes turns. A
+    resume goes on with it, without a measurement: its links are fast."""
+    iterations = 2 + 2 * 3 * 2 + 2
+    saved = ("--save", str(tmp_path), "--save-interval", str(iterations))
+    words = [*tiny_flags(*EXPERTS.split(), train_iters=str(iterations)), *saved]
+    run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
+    first, second = decisions(run)
+    assert first == second and first["checked"]
+    names = {one["dimension"]: one["name"] for one in first["choices"]}
+    assert names == {
+        "data_parallel": "none, back none",
+        "expert_parallel": "int6",
+        "context_parallel": "lossless",
+    }
+    for choice in first["choices"][1:]:
+        dimension = choice["dimension"].replace("_", " ")
+        (found,) = re.findall(
+            rf"auto: {dimension}: iterations with it take ([\d.]+) % less: kept", run.output
+        )
+        assert float(found) / 100 == pytest.approx(choice["gain"], abs=0.02), "but for the router"
+    for traffic, layer in (("ep", 2), ("cp", 1)):
+        for way in ("forward", "backward"):
+            assert kinds(run, f"{traffic}.{way}") == {
+                "auto": 4 * layer,
+                "compressed": (iterations - 4) * layer,
+            }
+    assert "that the ledger does not know" not in run.output
+    more = ("--load", str(tmp_path), "--train-iters", str(iterations + 1), "--override-opt-param-scheduler")
+    resumed = pretrain(*words, *more, "--fast-links", ranks=2, directory=tmp_path, through=SLOW)
+    assert decisions(resumed) == [first, first] and "compares iterations" not in resumed.output
+    assert kinds(resumed, "ep.forward") == {"compressed": 2} and kinds(resumed, "cp.backward") == {
+        "compressed": 1
+    }
+
+
+def test_experts_on_a_fast_link_stay_uncompressed(tmp_path) -> None:
+    """The same where no message takes time."""
+    words = [*tiny_flags(*EXPERTS.split(), train_iters="1"), "--fast-links"]
+    run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
+    first, second = decisions(run)
+    assert first == second and [one["name"] for one in first["choices"][1:]] == ["none", "none"]
+    assert kinds(run, "ep.forward") == {"off": 2} and kinds(run, "cp.backward") == {"off": 1}
+
+
 def timing_worker(rank: int, world_size: int) -> list[float]:
     """Send every candidate's messages in each dimension; the run's random numbers stay as they are."""
     import torch
@@ -152,11 +203,17 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
         "tensor_parallel": ("tp.forward all_reduce", "tp.forward reduce_scatter", "tp.backward all_gather"),
         "data_parallel": ("dp.gradient gradients", "dp.weight weights"),
         "pipeline_parallel": ("pp.forward exchange", "pp.backward exchange"),
+        "expert_parallel": ("ep.forward all_to_all", "ep.backward gather_tokens", "ep.backward sum_tokens"),
+        "context_parallel": ("cp.forward all_gather", "cp.backward reduce_scatter"),
     }
+    shared = ("tp.forward gather_tokens", "tp.forward sum_tokens")  # between ranks that share an expert
+    sends["tensor_parallel"] += shared
     sizes = {
         "tensor_parallel": {"tensor_model_parallel_size": 2},
         "data_parallel": {},
         "pipeline_parallel": {"pipeline_model_parallel_size": 2},
+        "expert_parallel": {"expert_model_parallel_size": 2},
+        "context_parallel": {"context_parallel_size": 2},
     }
     on_gpu = torch.cuda.is_available()
     random_state = torch.cuda.get_rng_state if on_gpu else torch.get_rng_state
@@ -173,11 +230,23 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
                 rules = settings_of(CompressionConfig)[dimension].type(**settings).rules(0)
                 for word in words:
                     traffic, operation = word.split()
-                    shape = (8192,) if dimension == "data_parallel" else (32, 2, 64)
-                    message = Message(dimension, traffic, operation, shape, torch.bfloat16, 1.0)
+                    tokens = operation == "all_to_all" or "tokens" in operation
+                    unequal = tokens and (candidate is None or candidate.name != "lossless")
+                    shape = (8192,) if dimension == "data_parallel" else (32, 128) if tokens else (32, 2, 64)
+                    message = Message(
+                        dimension, traffic, operation, shape, torch.bfloat16, 1.0, unequal=unequal
+                    )
                     send = sender.sends(message, rules[traffic] if candidate else None)
                     send()
-                    send()
+                    result = send()
+                    if tokens and unequal:
+                        plain = sender.sends(message)()
+                        error = (result - plain).float().norm() / plain.float().norm()
+                        assert (
+                            result.shape == plain.shape
+                            and (candidate is None) == (error == 0)
+                            and error < 0.1
+                        )
                     found += watch.largest(float(rank))
             assert sender.describe(message, 1.0).endswith("GB/s")
         found.append(watch.seconds(lambda: None))

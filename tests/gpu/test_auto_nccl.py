@@ -20,8 +20,24 @@ def test_every_candidate_can_be_timed() -> None:
     assert first == second and min(first) >= 0
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", ""])
-def test_a_run_decides_and_goes_on(tmp_path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "dimensions"),
+    [
+        ("--tensor-model-parallel-size 2", ["tensor_parallel"]),
+        ("--pipeline-model-parallel-size 2", ["pipeline_parallel"]),
+        ("", ["data_parallel"]),
+        (
+            "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
+            "--moe-token-dispatcher-type alltoall --dp-compression none",
+            ["data_parallel", "expert_parallel"],
+        ),
+        (
+            "--context-parallel-size 2 --transformer-impl local --dp-compression none",
+            ["data_parallel", "context_parallel"],
+        ),
+    ],
+)
+def test_a_run_decides_and_goes_on(tmp_path, layout: str, dimensions: list[str]) -> None:
     """Through host memory; what was chosen has been checked behind twenty iterations."""
     words = (
         *layout.split(),
@@ -31,4 +47,5 @@ def test_a_run_decides_and_goes_on(tmp_path, layout: str) -> None:
     found = train(*words, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
     auto = found["settings"]["auto"]
     print("\n".join(auto["table"]))
-    assert 0 < auto["seconds"] < 2 * LIMIT and len(auto["choices"]) == 1
+    assert 0 < auto["seconds"] < 2 * LIMIT
+    assert [choice["dimension"] for choice in auto["choices"]] == dimensions

@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.compression import CompressionConfig, CompressionConfigError, attach, parse_codec
 from megatron.compression.auto import check, store
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.candidates import CANDIDATES, within
 from megatron.compression.auto.decision import Choice, Decision, choose
-from megatron.compression.auto.measurement import decided_config
-from megatron.compression.auto.messages import workload
+from megatron.compression.auto.measurement import Measurement, decided_config
+from megatron.compression.auto.messages import Workload, workload
 from megatron.compression.auto.predict import Message, iteration_seconds
+from megatron.compression.compression import Compression
+from megatron.compression.context_parallel import hooks as context_hooks
+from megatron.compression.expert_parallel import hooks as expert_hooks
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel.config import RECOMMENDED
 from tests.unit.megatron_args import parsed
@@ -35,7 +40,7 @@ def megatron(**changes) -> Namespace:
         **dict(sequence_parallel=False, params_dtype=torch.bfloat16, recompute_granularity=None),
         **dict(overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False),
         **dict(use_distributed_optimizer=False, accumulate_allreduce_grads_in_fp32=True),
-        ddp_bucket_size=None,
+        **dict(ddp_bucket_size=None, num_experts=None, transformer_impl="local", swiglu=False),
     )
     return Namespace(**{**given, **changes})
 
@@ -61,7 +66,8 @@ class TestChoice:
         """What --tp-compression auto means is one of them; a budget of 0 leaves what changes no bit."""
         assert RECOMMENDED in [dict(one.settings)["compression"] for one in CANDIDATES["tensor_parallel"]]
         for dimension, known in CANDIDATES.items():
-            assert [one.name for one in within(0.0, dimension)] == ["lossless"]
+            exact = [] if dimension == "expert_parallel" else ["lossless"]
+            assert [one.name for one in within(0.0, dimension)] == exact
             assert len(within(math.inf, dimension)) == len(known) == len({one.name for one in known})
             for one in known:
                 assert all(parse_codec(spec) for spec in one.name.split(", back "))
@@ -147,6 +153,138 @@ class TestIteration:
         assert (message.exposed(0.1), message.exposed(0.3)) == (0.0, pytest.approx(1.0))
 
 
+USED = dict(
+    **dict(num_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_latent_size=None),
+    **dict(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False),
+    context_parallel_size=2,
+)
+"""Of arguments as they are parsed: experts and context parallelism in use."""
+
+
+def experts(**changes) -> Namespace:
+    """8 experts, 2 for a token, in each of 8 layers, EP 4."""
+    given = dict(
+        **dict(num_experts=8, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
+        **dict(moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_router_dtype=None),
+        **dict(moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False, moe_layer_freq=1),
+        **dict(moe_latent_size=None, moe_shared_expert_intermediate_size=None),
+        **dict(moe_shared_expert_overlap=False, overlap_moe_expert_parallel_comm=False),
+        **dict(tensor_model_parallel_size=1, data_parallel_size=4, recompute_modules=None),
+    )
+    return megatron(**{**given, **changes})
+
+
+class TestTokens:
+    def sent(self, parallelism: str, args: Namespace) -> dict[str, tuple]:
+        """Shape and count of each message of a dimension, in order."""
+        messages = workload(args, 0, 1e12, 1e12).messages
+        found = [one for one in messages if one.dimension == parallelism]
+        return {f"{one.traffic} {one.operation}": (one.shape, one.count) for one in found}
+
+    def test_four_legs_of_a_layer(self):
+        """8192 tokens of a micro-batch, each twice; 1 micro-batch, 8 layers."""
+        rows, sixteen = (16384, 4096), {"ep.forward all_to_all", "ep.backward all_to_all"}
+        assert self.sent("expert_parallel", experts()) == dict.fromkeys(sixteen, (rows, 16))
+        half = experts(moe_layer_freq=[0, 1] * 4, recompute_granularity="full", moe_latent_size=512)
+        assert self.sent("expert_parallel", half) == {
+            "ep.forward all_to_all": ((16384, 512), 16),
+            "ep.backward all_to_all": ((16384, 512), 8),
+        }
+        assert not self.sent("expert_parallel", experts(expert_model_parallel_size=1))
+
+    def test_capacity_bounds_what_is_sent(self):
+        for factor, padded, rows in ((0.5, False, 8192), (1.5, False, 16384), (1.5, True, 24576)):
+            args = experts(moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=padded)
+            (one, _) = [m for m in workload(args, 0, 1e12, 1e12).messages if m.dimension == "expert_parallel"]
+            assert one.shape == (rows, 4096) and one.unequal is not padded
+
+    def test_the_gather_s_dispatcher(self):
+        """All ranks' tokens, once; experts' outputs in the router's dtype."""
+        args = experts(moe_token_dispatcher_type="allgather", moe_router_dtype="fp32")
+        messages = workload(args, 0, 1e12, 1e12).messages
+        assert {one.shape for one in messages} == {(4 * 8192, 4096)} and {one.count for one in messages} == {
+            8
+        }
+        assert {f"{one.traffic} {one.operation}": one.dtype for one in messages} == {
+            "ep.forward gather_tokens": torch.bfloat16,
+            "ep.forward sum_tokens": torch.float32,
+            "ep.backward gather_tokens": torch.float32,
+            "ep.backward sum_tokens": torch.bfloat16,
+        }
+
+    def test_ranks_that_share_an_expert(self):
+        """TP 2 with sequence parallelism: a rank has half of the tokens; a layer's MLP sends nothing else."""
+        tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
+        args = experts(**tensor, data_parallel_size=2, expert_model_parallel_size=2, global_batch_size=8)
+        assert self.sent("expert_parallel", args)["ep.forward all_to_all"] == ((8192, 4096), 16)
+        sent = self.sent("tensor_parallel", args)
+        assert sent["tp.forward gather_tokens"] == sent["tp.backward sum_tokens"] == ((16384, 4096), 8)
+        assert sent["tp.forward reduce_scatter"] == ((2048, 4, 4096), 9), "attention, and the embedding"
+        args.moe_shared_expert_intermediate_size = 1024
+        assert self.sent("tensor_parallel", args)["tp.forward reduce_scatter"][1] == 17
+
+    def test_shared_experts_hide_some(self):
+        args = experts(moe_shared_expert_intermediate_size=1024, moe_shared_expert_overlap=True, swiglu=True)
+        forward, backward = workload(args, 0, 1e12, 1e12).messages
+        product = 2 * 8192 * 4096 * 1024 / 1e12
+        assert (forward.hidden, backward.hidden) == (pytest.approx(1.5 * product), pytest.approx(3 * product))
+
+    def test_keys_and_values(self):
+        """32 heads of 128 in 8 groups: of a sequence of 2048, TP 4 x CP 2. Attention is run again, too."""
+        heads = dict(num_attention_heads=32, num_query_groups=8, group_query_attention=True, kv_channels=128)
+        args = megatron(
+            **heads, context_parallel_size=2, multi_latent_attention=False, recompute_modules=None
+        )
+        kept = (2048, 4, 2 * 128 * 2)
+        assert self.sent("context_parallel", args) == {
+            "cp.forward all_gather": (kept, 32),
+            "cp.backward reduce_scatter": (kept, 32),
+        }
+        args.recompute_granularity = "selective"
+        assert self.sent("context_parallel", args)["cp.forward all_gather"] == (kept, 64)
+        args.transformer_impl = "transformer_engine"
+        assert not self.sent("context_parallel", args)
+
+
+def untimed(**changes) -> list[Choice]:
+    """What is decided for a run of experts and context parallelism whose messages cannot be timed."""
+    args = parsed("--compression", "auto", **{**USED, **changes})
+    run = Measurement.__new__(Measurement)
+    run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
+    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0)
+    return list(run.decide(0.0).choices)
+
+
+def test_what_cannot_be_combined_is_a_line():
+    """Not an error: experts of the flex dispatcher, Transformer Engine's ring."""
+    settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+    one, other = untimed(**settings, transformer_impl="transformer_engine")
+    assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
+    assert (
+        "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens inside its kernels" in one.why
+    )
+    assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why
+    flag = dict(moe_token_dispatcher_type="alltoall", overlap_moe_expert_parallel_comm=True)
+    assert "--overlap-moe-expert-parallel-comm exchanges tokens" in untimed(**flag)[0].why
+
+
+def test_layers_that_send_in_another_way_are_named():
+    """What attaching would refuse, before anything is chosen."""
+    experts, attention = (cls.__new__(cls) for cls in (MoELayer, SelfAttention))
+    for layer in (experts, attention):
+        torch.nn.Module.__init__(layer)
+    experts.token_dispatcher = Namespace(ep_size=2, tp_size=1)
+    attention.config, attention.core_attention = Namespace(context_parallel_size=2), torch.nn.Identity()
+    chunk = torch.nn.ModuleDict({"mlp": experts, "attention": attention})
+    for hooks, said in (
+        (expert_hooks, "mlp: Namespace sends in a way of its own; use --moe-token-dispatcher-type alltoall"),
+        (context_hooks, "attention: Identity exchanges keys and values by itself; use --transformer-impl"),
+    ):
+        assert hooks.why_not_attachable([chunk]).startswith(said)
+    experts.token_dispatcher.ep_size = attention.config.context_parallel_size = 1
+    assert expert_hooks.why_not_attachable([chunk]) is context_hooks.why_not_attachable([chunk]) is None
+
+
 class TestFlags:
     def test_a_dimension_with_its_own_flag_is_not_open(self):
         every = ("tensor_parallel", "data_parallel", "pipeline_parallel")
@@ -157,6 +295,15 @@ class TestFlags:
         assert resolve(parsed("--compression", "auto", "--tp-compression", "none")).auto == every[1:]
         assert resolve(parsed("--compression", "auto", "--taco")).auto == every[1:]
         assert resolve(parsed("--compression", "auto", "--pp-backward-compression", "int8")).auto == every[:2]
+
+    def test_experts_and_context_parallelism_are_open_where_they_are_in_use(self):
+        more = ("expert_parallel", "context_parallel")
+        assert resolve(parsed("--compression", "auto", **USED)).auto[3:] == more
+        by_hand = ("--compression", "auto", "--ep-compression", "int8", "--cp-compression", "none")
+        config = resolve(parsed(*by_hand, **USED))
+        assert len(config.auto) == 3 and config.expert_parallel.compression == "int8"
+        alone = {**USED, "expert_model_parallel_size": 1, "context_parallel_size": 1}
+        assert len(resolve(parsed("--compression", "auto", **alone)).auto) == 3
 
     @pytest.mark.parametrize(
         ("flags", "said"),
@@ -228,6 +375,21 @@ class TestKept:
         assert not decided_config(resolve(args), off, args).tensor_parallel.enabled and off.checked
         with pytest.raises(CompressionConfigError, match="int7"):
             decided_config(resolve(args), decision(settings={"compression": "int7"}), args)
+
+    def test_every_dimension_is_adopted(self):
+        """And goes on behind a resume; other experts measure anew."""
+        args = parsed("--compression", "auto", **USED)
+        compression = Compression(resolve(args))
+        kept = decision().choices
+        for dimension, spec in (("expert_parallel", "int6"), ("context_parallel", "lossless")):
+            kept += decision(dimension=dimension, settings={"compression": spec}).choices
+        compression.adopt(decided_config(resolve(args), Decision(kept, 0.1, 100.0, 60.0, 3.0), args))
+        assert compression._experts.config.compression == "int6"
+        rules = compression.run.policy.rules
+        assert [rules[one].codec.name for one in ("ep.backward", "cp.forward")] == ["int6", "lossless"]
+        one, other = (store.circumstances(experts(moe_router_topk=k), {}) for k in (2, 4))
+        assert [name for name in one if one[name] != other[name]] == ["moe_router_topk"]
+        assert "moe_router_topk" not in store.circumstances(megatron(), {})
 
     def test_the_table_names_what_is_off(self):
         table = decision().after_check({"tensor_parallel": "switched off: slower"}).table()

@@ -2,7 +2,8 @@
 
 The costs are those of docs/results, of the codec as it was measured; ``outliers=on``, which protects the
 models that have massive activations, was on for int4 between stages alone and lowers a codec's error. Two
-seeds or more are averaged, and what is better than uncompressed counts as 0.
+seeds or more are averaged, and what is better than uncompressed counts as 0: a cost of 0 is no promise that
+no bit changes, which ``exact`` is.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ class Candidate:
     """Where that was measured."""
 
     @property
+    def exact(self) -> bool:
+        """Whether no bit changes."""
+        return self.source == _NONE
+
+    @property
     def name(self) -> str:
         """As the log has it: the specs."""
         specs = [str(value) for field, value in self.settings if field != "min_mb"]
@@ -44,6 +50,7 @@ def _candidate(
 
 _NONE = "no bit changes"
 _ENDINGS = "docs/results/accuracy.md, the last quarter of training"
+_EXPERTS = "docs/results/accuracy.md, a mixture of experts"
 _FROM_SCRATCH = "docs/results/pipeline_parallel.md, from scratch"
 _DENSE = "outliers=on,grid=quadratic"
 _STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
@@ -69,12 +76,20 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         _candidate(0.401, _ENDINGS, STAGES, STAGES_BACK),
         _candidate(0.0, _NONE, "lossless"),
     ),
-    # "expert_parallel" and "context_parallel": an entry here, their messages in messages.py and how one of
-    # them is sent in timing.py.
+    # As docs/choosing.md and docs/experts.md recommend for --ep-compression and as the costs were measured:
+    # without outliers=on, of which each token would have lists of its own. fp8 costs more loss than int8 and
+    # more bytes; "lossless" cannot send tokens.
+    "expert_parallel": (
+        _candidate(0.013, _EXPERTS, "int6"),
+        _candidate(0.0, _EXPERTS, "int8"),
+    ),
+    # What a lossy codec of keys and values costs was never measured: only what costs nothing.
+    "context_parallel": (_candidate(0.0, _NONE, "lossless"),),
 }
 """By dimension, the most promising first: where time runs out the last ones are not timed."""
 
 
 def within(budget: float, dimension: str) -> list[Candidate]:
-    """A dimension's candidates that a budget (percent) allows by themselves."""
-    return [one for one in CANDIDATES[dimension] if one.loss <= budget + 1e-9]
+    """A dimension's candidates that a budget (percent) allows by themselves; of 0, what changes no bit."""
+    known = CANDIDATES[dimension]
+    return [one for one in known if one.exact or (budget > 0 and one.loss <= budget + 1e-9)]

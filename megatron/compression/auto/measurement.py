@@ -3,6 +3,7 @@
 All ranks come to the same: everything follows from values that are the largest over all ranks.
 """
 
+import math
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
@@ -19,9 +20,18 @@ from megatron.compression.auto.predict import Message, iteration_seconds
 from megatron.compression.auto.timing import LIMIT, Sender, Stopwatch, gemm_rate
 from megatron.compression.codecs.registry import settings_of
 from megatron.compression.compression import Compression
-from megatron.compression.config import CompressionConfig
+from megatron.compression.config import ACTIVATIONS, CompressionConfig
+from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel.hooks import why_not_attachable
+from megatron.compression.expert_parallel import hooks as expert_parallel
+from megatron.compression.tensor_parallel import hooks as tensor_parallel
+
+_LAYERS: dict[str, Any] = {
+    "tensor_parallel": tensor_parallel,
+    "expert_parallel": expert_parallel,
+    "context_parallel": context_parallel,
+}
+"""The hooks of dimensions whose layers send by themselves: they may be of a kind that is not covered."""
 
 
 class Measurement:
@@ -39,13 +49,12 @@ class Measurement:
         self.args, self.config, self.watch = args, compression.config, Stopwatch()
         self._transports = compression.run.transports
         self.lines: list[str] = []
-        """For the log: how payloads of tensor parallelism travel."""
-        reason = why_not_attachable(chunks)
+        """For the log: how payloads of layers travel."""
+        hooks = {name: module.why_not_attachable(chunks) for name, module in _LAYERS.items()}
         if getattr(args, "tp_comm_overlap", False):
-            reason = "--tp-comm-overlap sends past NCCL"
-        self._not_attachable = _of_any_rank(reason)
-        parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-        (parameters,) = self.watch.largest(parameters)
+            hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
+        self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
+        (parameters,) = self.watch.largest(_replicated(chunks))
         tokens, samples, channels = activations(args)
         columns = args.ffn_hidden_size // args.tensor_model_parallel_size
         rate = gemm_rate(self.watch, tokens * samples, columns, channels, args.params_dtype)
@@ -65,7 +74,7 @@ class Measurement:
         whole = iteration_seconds(self.work.computation, self.work.messages, self._times)
         gains: dict[str, dict[Candidate, float]] = {}
         why: dict[str, str] = {}
-        used = list(dict.fromkeys(message.dimension for message in self.work.messages))
+        used = [name for name in candidates.CANDIDATES if self._messages(name) or self._unseen(name)]
         for dimension in used:
             if dimension in self.config.auto:
                 gains[dimension], why[dimension] = self._gains(dimension, whole, budget)
@@ -91,16 +100,23 @@ class Measurement:
     def _messages(self, dimension: str) -> list[Message]:
         return [message for message in self.work.messages if message.dimension == dimension]
 
+    def _unseen(self, dimension: str) -> bool:
+        """Whether a dimension is in use, but sends in a way that cannot be timed."""
+        ways = ("expert_parallel", "context_parallel")
+        return dimension in ways and ACTIVATIONS[dimension](self.args) > 1
+
     def _gains(self, dimension: str, whole: float, budget: float) -> tuple[dict[Candidate, float], str]:
         """The part of an iteration that each candidate saves; or why none is to be had."""
         messages = self._messages(dimension)
+        if not messages:
+            possible, reason = self._possible(dimension, math.inf)
+            return {}, "no layer sends any" if possible else reason
         exposed = sum(message.exposed(self._times[message]) for message in messages)
         if exposed < LEAST_GAIN * whole:
             return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only"
         allowed, reason = self._possible(dimension, budget)
-        if allowed and dimension == "tensor_parallel":
-            group = parallel_state.get_tensor_model_parallel_group()
-            self.lines += self._transports.prepare([group])
+        if allowed and dimension in _LAYERS:
+            self.lines += self._sender.prepare(messages)
         found: dict[Candidate, float] = {}
         for candidate, rules in allowed.items():
             if self.watch.over():
@@ -128,8 +144,8 @@ class Measurement:
 
     def _possible(self, dimension: str, budget: float) -> tuple[dict[Candidate, dict], str]:
         """The candidates that go with this run, each with its rules; or why there are none."""
-        if dimension == "tensor_parallel" and self._not_attachable:
-            return {}, f"not possible: {self._not_attachable}"
+        if reason := self._not_attachable.get(dimension):
+            return {}, f"not possible: {reason}"
         found, reason = {}, "no candidate is within the budget"
         for candidate in candidates.within(budget, dimension):
             try:
@@ -139,8 +155,17 @@ class Measurement:
         return found, reason
 
     def _link(self, dimension: str) -> str:
+        if not self._messages(dimension):
+            return "not timed"
         message = max(self._messages(dimension), key=lambda one: one.exposed(self._times[one]))
         return self._sender.describe(message, self._times[message])
+
+
+def _replicated(chunks: list[torch.nn.Module]) -> int:
+    """Parameters of this rank that data parallelism sends: experts may have no replica."""
+    experts = parallel_state.get_expert_data_parallel_world_size() > 1
+    every = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    return sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
 
 
 def dimension_config(dimension: str, settings: dict[str, Any], args: Namespace) -> Any:

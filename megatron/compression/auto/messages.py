@@ -4,11 +4,15 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from megatron.compression.auto.predict import Message, computation_seconds
+from megatron.compression.expert_parallel.config import expert_ranks
 
 PROBE_VALUES = 2**23
 """Of a gradient bucket at most so many values are sent for a timing: more take proportionally longer."""
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -
         *_tensor_parallel(args, micro, bubble, flops / gemm_rate / 3, recomputed),
         *_data_parallel(args, parameters, computation / bubble / micro),
         *_pipeline_parallel(args, micro * virtual, computation / micro / virtual),
+        *_expert_parallel(args, micro * bubble, gemm_rate),
+        *_context_parallel(args, micro * bubble),
     )
     return Workload(computation, messages)
 
@@ -51,7 +57,8 @@ def activations(args: Namespace) -> tuple[int, int, int]:
 def _tensor_parallel(
     args: Namespace, micro: int, bubble: float, weight_gemms: float, recomputed: bool
 ) -> list[Message]:
-    """Two sums a layer and direction. In the backward pass they run behind weight gradients.
+    """Two sums a layer and direction, one of an expert layer without shared experts: what ranks that share an
+    expert send is ``_expert_parallel``'s. In the backward pass they run behind weight gradients.
 
     Args:
         weight_gemms: seconds of an iteration's weight gradients.
@@ -59,7 +66,8 @@ def _tensor_parallel(
     if args.tensor_model_parallel_size == 1:
         return []
     layers = -(-args.num_layers // args.pipeline_model_parallel_size)
-    pairs = 2 * layers + 1  # the embedding's forward, the output layer's backward
+    alone = 0 if args.num_experts and args.moe_shared_expert_intermediate_size else _expert_layers(args)
+    pairs = 2 * layers - alone + 1  # the embedding's forward, the output layer's backward
     count, hidden = pairs * micro, weight_gemms / (pairs * micro)
 
     def message(direction: str, operation: str, many: float, behind: float = 0.0) -> Message:
@@ -134,3 +142,105 @@ def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[Messa
         )
         for direction in ("forward", "backward")
     ]
+
+
+def _expert_layers(args: Namespace) -> int:
+    """Layers of a pipeline stage whose MLP is experts."""
+    if args.num_experts is None:
+        return 0
+    every = args.moe_layer_freq
+    pattern = every if isinstance(every, list) else [i % every == 0 for i in range(args.num_layers)]
+    return -(-sum(map(bool, pattern)) // args.pipeline_model_parallel_size)
+
+
+def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Message]:
+    """Four legs a layer: tokens to their experts and back, and their gradients. A router that drops none is
+    taken to spread them evenly; probabilities and counts are left out.
+
+    Nothing hides them but shared experts that run beside the dispatcher.
+
+    Args:
+        micro: micro-batches, a pipeline's bubbles included.
+    """
+    layers = _expert_layers(args)
+    if not layers or args.moe_token_dispatcher_type == "flex" or args.overlap_moe_expert_parallel_comm:
+        return []  # the latter two send in another way, which cannot be timed: the config's check says how
+    tokens, samples, channels = activations(args)
+    tokens *= samples
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    width, backward = args.moe_latent_size or channels, layers * micro
+    forward = backward * (2 if _recomputes(args, "moe") else 1)
+    dtype = args.params_dtype
+    outputs = _ROUTER_DTYPES.get(args.moe_router_dtype, dtype)
+
+    def gathered(dimension: str, traffic: str, rows: int, unequal: bool) -> list[Message]:
+        """A gather there, a sum back in the probabilities' dtype; their gradients the other way round."""
+        return [
+            Message(dimension, f"{traffic}.{way}", operation, (rows, width), sent, count, unequal=unequal)
+            for way, operation, sent, count in (
+                ("forward", "gather_tokens", dtype, forward),
+                ("forward", "sum_tokens", outputs, forward),
+                ("backward", "gather_tokens", outputs, backward),
+                ("backward", "sum_tokens", dtype, backward),
+            )
+        ]
+
+    if args.moe_token_dispatcher_type == "allgather":
+        ranks = expert_ranks(args)
+        return gathered("expert_parallel", "ep", tokens * ranks, False) if ranks > 1 else []
+    rows, padded = tokens * args.moe_router_topk, args.moe_pad_expert_input_to_capacity
+    if args.moe_expert_capacity_factor is not None:
+        places = args.num_experts * get_capacity(rows, args.num_experts, args.moe_expert_capacity_factor)
+        rows = places if padded else min(rows, places)
+    ranks, sharing = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    rows = -(-rows // ranks) * ranks
+    found = []
+    if ranks > 1:
+        beside = 0.0
+        if args.moe_shared_expert_overlap:
+            products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
+            beside = products * (3 if args.swiglu else 2) / gemm_rate
+        found = [
+            Message(
+                *("expert_parallel", f"ep.{way}", "all_to_all", (rows, width), dtype, 2 * count, hidden),
+                unequal=not padded,
+            )
+            for way, count, hidden in (("forward", forward, beside / 2), ("backward", backward, beside))
+        ]
+    if sharing > 1:
+        found += gathered("tensor_parallel", "tp", rows * sharing, not padded)
+    return found
+
+
+def _context_parallel(args: Namespace, micro: float) -> list[Message]:
+    """Keys and values of a layer are gathered, their gradients summed; nothing hides them.
+
+    Args:
+        micro: micro-batches, a pipeline's bubbles included.
+    """
+    if args.context_parallel_size == 1 or args.transformer_impl != "local":
+        return []  # Transformer Engine's ring cannot be timed: the config's check says so
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    kept = 2 * args.kv_channels * max(groups // args.tensor_model_parallel_size, 1)
+    if args.multi_latent_attention:
+        width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+        kept = heads // args.tensor_model_parallel_size * width
+    shape = args.seq_length, args.micro_batch_size, kept
+    count = -(-args.num_layers // args.pipeline_model_parallel_size) * micro
+    again = 2 if _recomputes(args, "core_attn") else 1
+    return [
+        Message("context_parallel", f"cp.{way}", operation, shape, args.params_dtype, many)
+        for way, operation, many in (
+            ("forward", "all_gather", count * again),
+            ("backward", "reduce_scatter", count),
+        )
+    ]
+
+
+def _recomputes(args: Namespace, part: str) -> bool:
+    """Whether the backward pass runs a part's forward again, sends included."""
+    if args.recompute_granularity != "selective":
+        return args.recompute_granularity == "full"
+    return part in (args.recompute_modules or ["core_attn"])

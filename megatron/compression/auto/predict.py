@@ -25,9 +25,11 @@ class Message:
     traffic: str
     """The ledger's class."""
     operation: str
-    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's)."""
+    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's);
+    all_to_all, gather_tokens, sum_tokens (of an expert layer's dispatcher)."""
     shape: tuple[int, ...]
-    """Of the whole tensor over all ranks: what an all-gather makes, what a reduce-scatter takes."""
+    """Of the whole tensor over all ranks: what an all-gather makes, what a reduce-scatter takes. Of an
+    all-to-all what a rank sends."""
     dtype: torch.dtype
     count: float
     """How many of them follow each other on the critical path of an iteration."""
@@ -35,6 +37,8 @@ class Message:
     """Seconds of computation that one of them may run behind."""
     least: float = 0.0
     """How many of them nothing can hide."""
+    unequal: bool = False
+    """Of tokens: the router decides how many each rank sends, and their numbers go along."""
 
     @property
     def nbytes(self) -> int:

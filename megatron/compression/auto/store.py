@@ -19,8 +19,17 @@ _SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size"),
     *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
+    "num_experts",
 )
 """Arguments of Megatron that a decision holds for."""
+_EXPERTS = (
+    *("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_topk", "moe_router_dtype"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_layer_freq", "moe_latent_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
+)
+"""And where there are experts."""
+_CONTEXT = ("num_attention_heads", "num_query_groups", "kv_channels", "multi_latent_attention")
+"""And where ranks share a sequence."""
 
 
 def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +38,9 @@ def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     Args:
         settings: of compression, as the flags have them, less what does not change results.
     """
-    kept = {name: getattr(args, name, None) for name in _SAME}
+    experts = _EXPERTS if args.num_experts is not None else ()
+    context = _CONTEXT if args.context_parallel_size > 1 else ()
+    kept = {name: getattr(args, name, None) for name in (*_SAME, *experts, *context)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     plain = json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str))
     return dict(plain)

@@ -1,17 +1,19 @@
 """Times a run's own messages on its own process groups, uncompressed and through codecs.
 
-Everything is sent as training sends it: tensor parallelism by a ``CommSite``, gradients and weights by what a
-bucket has, stages by the calls of megatron-core. Test seam: collectives are called as attributes of
+Everything is sent as training sends it: tensor and context parallelism by a ``CommSite``, tokens by what
+stands in for their dispatcher's functions, gradients and weights by what a bucket has, stages by the calls of
+megatron-core. Test seam: collectives are called as attributes of
 ``torch.distributed``, so a test that replaces those makes a link slow for timings and training alike.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
 
 from megatron.compression.auto.predict import Message
 from megatron.compression.communication.ledger import Ledger, bytes_sent
@@ -22,6 +24,8 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transports import Transports
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights
+from megatron.compression.expert_parallel.exchange import TokenExchange
+from megatron.compression.expert_parallel.site import TokenSite
 
 LIMIT = 10.0
 """Seconds for all timings together."""
@@ -29,7 +33,8 @@ TRIALS = 5
 TRIAL_SECONDS = 0.01
 """A trial repeats a message until it takes about so long; their median counts."""
 
-_SENT_AS = {"gradients": "reduce_scatter", "weights": "all_gather", "exchange": "send"}
+_TOKENS = {"all_to_all": "all_to_all", "gather_tokens": "all_gather", "sum_tokens": "reduce_scatter"}
+_SENT_AS = {"gradients": "reduce_scatter", "weights": "all_gather", "exchange": "send", **_TOKENS}
 
 
 class Stopwatch:
@@ -89,7 +94,7 @@ class Sender:
     """Makes what sends one message of a run.
 
     Args:
-        transports: the run's, prepared for the tensor-parallel group where its codecs are to be timed.
+        transports: the run's; see ``prepare``.
         topology: of the data-parallel group.
         sharded: the distributed optimizer is used.
     """
@@ -104,6 +109,15 @@ class Sender:
         self._transports, self._topology = transports, topology
         self._sharded, self._device = sharded, device
 
+    def prepare(self, messages: Sequence[Message]) -> list[str]:
+        """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective."""
+        lines = []
+        for group, one in {_group(one): one for one in messages}.items():
+            # Tokens and what context parallelism may choose, lossless, have no fused kernels.
+            fused = one.dimension == "tensor_parallel" and one.operation not in _TOKENS
+            lines += self._transports.prepare([group], fused)
+        return lines
+
     def sends(self, message: Message, rule: Rule | None = None) -> Callable[[], object]:
         """A call that sends ``message`` once and waits for it, through the rule's codec if there is one.
 
@@ -115,27 +129,27 @@ class Sender:
             return self._gradients(message, rule)
         if message.operation == "weights":
             return self._weights(message, rule)
-        return self._tensor_parallel(message, rule)
+        if message.operation in _TOKENS:
+            return self._tokens(message, rule)
+        return self._collective(message, rule)
 
     def describe(self, message: Message, seconds: float) -> str:
         """``16.0 MiB all_reduce 0.35 ms, 48 GB/s``: the link as measured, uncompressed."""
         operation = _SENT_AS.get(message.operation, message.operation)
         if message.operation == "gradients" and not self._sharded:
             operation = "all_reduce"
-        rate = bytes_sent(operation, message.nbytes, _group(message.dimension).size()) / seconds
+        rate = bytes_sent(operation, message.nbytes, _group(message).size()) / seconds
         size = message.nbytes / 2**20
         return f"{size:.3g} MiB {operation} {1e3 * seconds:.3g} ms, {rate / 1e9:.3g} GB/s"
 
-    def _tensor_parallel(self, message: Message, rule: Rule | None) -> Callable[[], object]:
-        group, operation = _group(message.dimension), message.operation
+    def _collective(self, message: Message, rule: Rule | None) -> Callable[[], object]:
+        group, operation = _group(message), message.operation
         shape = message.shape
         if operation == "all_gather":
             shape = (shape[0] // group.size(), *shape[1:])
         x = _normal(shape, message.dtype, self._device)
         if rule is not None:
-            ledger = Ledger()
-            run = Run(Policy({message.traffic: rule}, ledger), ledger, transports=self._transports)
-            send = getattr(CommSite("timing", group, run), operation)
+            send = getattr(CommSite("timing", group, self._run(message, rule)), operation)
             return lambda: send(x, message.traffic).wait()
         if operation == "all_reduce":
             x.zero_()  # it is summed in place, again and again
@@ -146,8 +160,38 @@ class Sender:
         full = x.new_empty(message.shape)
         return lambda: dist.all_gather_into_tensor(full, x, group=group)
 
+    def _tokens(self, message: Message, rule: Rule | None) -> Callable[[], object]:
+        """A dispatcher's exchange with as many tokens for each rank."""
+        group, rows = _group(message), message.shape[0]
+        if message.operation == "gather_tokens":
+            rows //= group.size()
+        x = _normal((rows, *message.shape[1:]), message.dtype, self._device)
+        site = TokenSite("timing", group, self._run(message, rule), None)
+        site.forward = site.backward = message.traffic  # gradients are sent as tokens are
+        exchange = TokenExchange()
+        given = rows if message.operation == "gather_tokens" else rows // group.size()
+        sizes = [given] * group.size() if message.unequal else None
+
+        def send() -> torch.Tensor:
+            with exchange.under_way({group: site}):
+                if message.operation == "all_to_all":
+                    return exchange.all_to_all(mappings.all_to_all, group, x, sizes, sizes)
+                if message.operation == "gather_tokens":
+                    gather = mappings.gather_from_sequence_parallel_region
+                    return exchange.gather(gather, x, group=group, output_split_sizes=sizes)
+                total = mappings.reduce_scatter_to_sequence_parallel_region
+                return exchange.reduce_scatter(total, x, group, sizes)
+
+        return send
+
+    def _run(self, message: Message, rule: Rule | None) -> Run:
+        """In which this message alone is compressed."""
+        ledger = Ledger()
+        rules = {} if rule is None else {message.traffic: rule}
+        return Run(Policy(rules, ledger), ledger, transports=self._transports)
+
     def _gradients(self, message: Message, rule: Rule | None) -> Callable[[], object]:
-        group = _group(message.dimension)
+        group = _group(message)
         x = _normal(message.shape, message.dtype, self._device)
         if rule is not None:
             topology = self._topology(group)
@@ -161,7 +205,7 @@ class Sender:
         return lambda: dist.reduce_scatter_tensor(shard, x, group=group)
 
     def _weights(self, message: Message, rule: Rule | None) -> Callable[[], object]:
-        group = _group(message.dimension)
+        group = _group(message)
         x = _normal(message.shape, message.dtype, self._device)
         own = x.view(group.size(), -1)[group.rank()]
         if rule is None:
@@ -180,7 +224,7 @@ class Sender:
 
     def _exchange(self, message: Message, rule: Rule | None) -> Callable[[], object]:
         """Every stage sends to the next and receives from the one before: both directions at once."""
-        group = _group(message.dimension)
+        group = _group(message)
         x = _normal(message.shape, message.dtype, self._device)
         if rule is None:
             return lambda: _ring(x, group)
@@ -215,9 +259,18 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
-def _group(dimension: str) -> dist.ProcessGroup:
+def _group(message: Message) -> dist.ProcessGroup:
+    dimension, operation = message.dimension, message.operation
     if dimension == "data_parallel":
         return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    if dimension == "tensor_parallel" and operation in _TOKENS:
+        return parallel_state.get_expert_tensor_parallel_group()
     if dimension == "tensor_parallel":
         return parallel_state.get_tensor_model_parallel_group()
+    if dimension == "context_parallel":
+        return parallel_state.get_context_parallel_group()
+    if operation == "all_to_all":
+        return parallel_state.get_expert_model_parallel_group()
+    if dimension == "expert_parallel":
+        return parallel_state.get_expert_tensor_and_model_parallel_group()
     return parallel_state.get_pipeline_model_parallel_group()

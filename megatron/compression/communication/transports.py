@@ -49,7 +49,7 @@ class Transports:
             if group in self._symmetric:
                 continue
             self._symmetric[group] = None
-            reason = self._why_collective(group) if fused else "messages of unequal parts"
+            reason = self._why_collective(group) if fused else "no fused kernels for these messages"
             if reason is None:
                 line, reason = self._share_memory(group)
             if reason is None:

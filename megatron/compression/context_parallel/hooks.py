@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from megatron.compression.communication.run import Run
@@ -25,21 +26,34 @@ def attach(
     Raises: CompressionConfigError: compression is on and an attention exchanges in another way. (Collective
     over all ranks of the job where compression is on.)
     """
-    groups = {}
+    groups: dict[dist.ProcessGroup, None] = {}
+    if config.enabled and (reason := why_not_attachable(chunks)):
+        raise CompressionConfigError(f"{config.flag} cannot compress {reason}")
     for chunk in chunks:
         for path, module in chunk.named_modules():
             if isinstance(module, SDPACoreAttention) and module.context_group is not None:
                 name = site_name(path, module.layer_number)
                 module.context_site = CommSite(name, module.context_group, run)
                 groups[module.context_group] = None
-            elif config.enabled and _exchanges_otherwise(module):
-                raise CompressionConfigError(
-                    f"{config.flag} cannot compress {path}: {type(module.core_attention).__name__} exchanges "
-                    f"keys and values by itself; use --transformer-impl local, or drop {config.flag}"
-                )
     if config.enabled:
-        for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no attention
+        codecs = (config.forward_codec, config.backward_codec)
+        fused = any(codec is not None and codec.fused_config is not None for codec in codecs)
+        for line in run.transports.prepare(
+            groups, fused
+        ):  # all ranks, also those of chunks without attention
             say(f"compression: {line}")
+
+
+def why_not_attachable(chunks: list[torch.nn.Module]) -> str | None:
+    """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if _exchanges_otherwise(module):
+                return (
+                    f"{path}: {type(module.core_attention).__name__} exchanges keys and values by itself; "
+                    f"use --transformer-impl local, or drop {ContextParallelConfig.flag}"
+                )
+    return None
 
 
 def _exchanges_otherwise(module: torch.nn.Module) -> bool:

@@ -64,11 +64,13 @@ class ExpertParallelConfig(SentOnce):
 
 
 def expert_ranks(args: Namespace) -> int:
-    """Ranks that exchange tokens; those of the all-gather dispatcher may hold parts of experts as well."""
+    """Ranks that exchange tokens; but for the all-to-all's they may hold parts of experts as well."""
     if args.num_experts is None:
         return 1
-    gathers = args.moe_token_dispatcher_type == "allgather"
-    return args.expert_model_parallel_size * (args.expert_tensor_parallel_size if gathers else 1)
+    if args.moe_token_dispatcher_type == "alltoall":
+        return args.expert_model_parallel_size
+    sharing = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # before validation None
+    return args.expert_model_parallel_size * sharing
 
 
 def replicas(args: Namespace) -> int:

@@ -59,7 +59,8 @@ class Experts:
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
             if compressed is None:
-                self._refuse(path, dispatcher)
+                if self.config.enabled and (reason := why_not_attachable([chunk])):
+                    raise CompressionConfigError(f"--ep-compression cannot compress {reason}")
                 continue
             owner = next((one for one in layers if path.startswith(one + ".")), None)
             number = layers[owner].layer_number if owner is not None else None
@@ -70,14 +71,6 @@ class Experts:
                 setattr(dispatcher, way, sites)
                 counts_alone = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.tp_ep_group
                 yield from (group for group in sites if group is not counts_alone)
-
-    def _refuse(self, path: str, dispatcher: MoETokenDispatcher) -> None:
-        """Without compression it is not counted: the audit of the first iteration says so."""
-        if self.config.enabled and dispatcher.ep_size * dispatcher.tp_size > 1:
-            raise CompressionConfigError(
-                f"--ep-compression cannot compress {path}: {type(dispatcher).__name__} sends in a way of its "
-                "own; use --moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
-            )
 
     def _way(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Way:
         """Sites by group; only the all-to-all has tensor parallelism of its own."""
@@ -92,6 +85,22 @@ class Experts:
 
     def _count_router(self, nbytes: int, ranks: int) -> None:
         self.run.ledger.record_uncompressed(OTHER, "exact", "all_reduce", nbytes, ranks)
+
+
+def why_not_attachable(chunks: list[torch.nn.Module]) -> str | None:
+    """The first reason why ``Experts.attach`` would refuse these chunks with compression on, or None. Without
+    compression such a dispatcher is not counted: the audit of the first iteration says so."""
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if not isinstance(module, MoELayer):
+                continue
+            dispatcher: MoETokenDispatcher = module.token_dispatcher
+            if _compressed_class(type(dispatcher)) is None and dispatcher.ep_size * dispatcher.tp_size > 1:
+                return (
+                    f"{path}: {type(dispatcher).__name__} sends in a way of its own; use "
+                    "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
+                )
+    return None
 
 
 def _compressed_class(cls: type) -> type | None:
