@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _cli
+import _corpus
 import preprocess_data
 import sentencepiece
-import train_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -99,13 +99,13 @@ def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, dtype):
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return [*Path(train_tokenizer.__file__).read_text().split("\n\n"), "caf\u00e9\t\U0001f680  \n", " x "]
+    return [*Path(_corpus.__file__).read_text().split("\n\n"), "caf\u00e9\t\U0001f680  \n", " x "]
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece(tmp_path, texts, kind):
     model = tmp_path / "t.model"
-    model.write_bytes(train_tokenizer.train(texts * 4, 600))
+    model.write_bytes(_corpus.train_tokenizer(texts * 4, 600))
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     flags = ["--tokenizer-type", kind, "--tokenizer-model", model, "--append-eod", "--workers", 2]
     assert preprocess("--input", data, "--output-prefix", tmp_path / "out", *flags) == 0
@@ -208,7 +208,7 @@ def test_bad_flags(tmp_path, capsys, texts, flags, message):
     write_jsonl(tmp_path / "good.jsonl", [{"text": "1 2 3"}])
     (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
     (tmp_path / "blank.jsonl").write_text('\n{"text": ""}\n')
-    (tmp_path / "t.model").write_bytes(train_tokenizer.train(texts * 4, 600))
+    (tmp_path / "t.model").write_bytes(_corpus.train_tokenizer(texts * 4, 600))
     before = left_behind(tmp_path)
     base = ["--input", tmp_path / "good.jsonl", "--output-prefix", tmp_path / "out", *NULL]
     assert preprocess(*base, *[flag.replace("DIR", str(tmp_path)) for flag in flags]) == 2
