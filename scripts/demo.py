@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import _corpus
 from _launch import ROOT, gpu_count
 
 VOCABULARY = 2048
@@ -58,25 +59,25 @@ def prepare_data(
     indexes = [directory / f"{split}_text_document.idx" for split in splits]
     complete = tokenizer.exists() and all(index.exists() for index in indexes)  # the text may be gone
     if not (complete or (directory / "train.jsonl").exists()):
-        script("make_corpus.py", "--source", source, "--output-dir", directory, "--max-mb", max_mb)
+        _corpus.write_corpus(directory, source, max_mb)
     if not tokenizer.exists():
-        train_text = directory / "train.jsonl"
-        script("train_tokenizer.py", "--input", train_text, "--vocab-size", vocabulary, "--output", tokenizer)
+        _corpus.write_tokenizer(tokenizer, directory / "train.jsonl", vocabulary)
     for split in splits:
         paths[split] = str(directory / f"{split}_text_document")
         if Path(paths[split] + ".idx").exists():
             continue
-        script(
-            *("preprocess_data.py", "--input", directory / f"{split}.jsonl"),
+        command = [
+            *(
+                sys.executable,
+                ROOT / "scripts" / "preprocess_data.py",
+                "--input",
+                directory / f"{split}.jsonl",
+            ),
             *("--output-prefix", directory / split, "--append-eod", "--workers", os.cpu_count() or 1),
             *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer),
-        )
+        ]
+        subprocess.run(list(map(str, command)), check=True)
     return paths
-
-
-def script(name: str, *arguments) -> None:
-    """Run one of our scripts; its output is the progress."""
-    subprocess.run([sys.executable, ROOT / "scripts" / name, *map(str, arguments)], check=True)
 
 
 def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, options) -> dict:

@@ -7,32 +7,42 @@
 
 writes data/train_text_document.bin and .idx; train on it with --data-path data/train_text_document and the
 same tokenizer flags. Every tokenizer type that training accepts for text works here: the tokenizer is built
-by megatron-core itself, from the same flags. The output does not depend on --workers or --partitions.
+by megatron-core itself, from the same flags. The output does not depend on --workers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import glob
+import itertools
+import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _cli import Parser, UsageError, run, staged
-from _jsonl import Chunk, LineError, Tokenized, chunks_of, in_order
 
 # Set before transformers is imported: no thread pools inside forked workers, no length warnings.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-CHUNK_BYTES = 1 << 20  # what one worker takes at a time, unless --partitions says otherwise
+BATCH = 64
+"""Lines that a worker takes at a time."""
+
+Line = tuple[Path, int, bytes]
+"""A file, a line's number counted from 1, and what it holds."""
 
 # What each tokenizer type cannot be built without: (attribute, flag, meaning).
 NEEDS = {
@@ -67,15 +77,7 @@ def make_parser() -> Parser:
     group.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     group = parser.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
-    group.add_argument(
-        "--partitions", type=int, help="pieces to cut the input into (default: one for every MiB)"
-    )
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between progress lines when the output is not a terminal",
-    )
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines")
     # The rest of the group describes the model's vocabulary or another model family: no effect on a dataset.
     no_effect = ["padded_vocab_size", "pad_vocab_size", "vocab_extra_ids"]
     ArgumentGroupFactory(TokenizerConfig, exclude=no_effect).build_group(parser, "tokenizer")
@@ -155,95 +157,153 @@ def make_tokenizer(args: Namespace) -> Any:
     return tokenizer
 
 
-@dataclass
-class Totals:
-    """What was written for one key."""
+def lines_of(files: Iterable[Path]) -> Iterator[Line]:
+    """All lines of the files that are not blank."""
+    for path in files:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield path, number, line
 
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
+
+class LineTokenizer:
+    """Ids of each key of a line of JSON, with the end-of-document token where it is asked for."""
+
+    def __init__(self, tokenizer: Any, keys: Sequence[str], append_eod: bool) -> None:
+        self.tokenizer, self.keys = tokenizer, keys
+        self.limit = tokenizer.vocab_size
+        self.eod = [tokenizer.eod] if append_eod else []
+
+    def __call__(self, lines: Sequence[Line]) -> list[list[np.ndarray]]:
+        """int32 ids by key and line; empty for an empty text.
+
+        Raises:
+            UsageError: naming the first line that cannot be used.
+        """
+        documents: list[list[np.ndarray]] = [[] for _ in self.keys]
+        for path, number, line in lines:
+            try:
+                record = self._record(line)
+                for key, own in zip(self.keys, documents, strict=True):
+                    own.append(self._ids(record, key))
+            except UsageError as error:
+                raise UsageError(f"--input {path} line {number}: {error}") from None
+        return documents
+
+    def _record(self, line: bytes) -> dict:
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"not UTF-8 ({error.reason}); convert the file first") from None
+        except json.JSONDecodeError as error:
+            raise UsageError(f"not JSON ({error.msg}); give one JSON object a line") from None
+        if not isinstance(record, dict):
+            raise UsageError("not a JSON object; give one JSON object a line")
+        return record
+
+    def _ids(self, record: dict, key: str) -> np.ndarray:
+        text = record.get(key)
+        if not isinstance(text, str):
+            has = ", ".join(sorted(record)) or "none"
+            raise UsageError(
+                f"no text under the key '{key}'; name the right one with --json-keys (has: {has})"
+            )
+        try:
+            ids = self.tokenizer.tokenize(text) if text else []
+        except ValueError as error:  # NullTokenizer on words, or text that has no UTF-8 form
+            raise UsageError(f"the tokenizer refuses the text ({error}); check --tokenizer-type") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.limit:
+            found = f"{min(ids)}..{max(ids)}"
+            raise UsageError(f"token ids {found} are outside 0..{self.limit - 1}; raise --vocab-size")
+        return np.array([*ids, *self.eod] if ids else [], dtype=np.int32)
+
+
+_tokenize: LineTokenizer | None = None
+"""A worker's own, inherited by the fork."""
+
+
+def _start_worker(tokenize: LineTokenizer) -> None:
+    """Leave Ctrl-C to the parent, and end with the parent even if that is killed outright."""
+    global _tokenize
+    _tokenize = tokenize
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _work(lines: Sequence[Line]) -> list[list[np.ndarray]]:
+    return _tokenize(lines)
+
+
+def in_order(
+    tokenize: LineTokenizer, lines: Iterable[Line], workers: int
+) -> Iterator[tuple[Sequence[Line], list[list[np.ndarray]]]]:
+    """Batches of lines with their documents by key, in order; few wait in memory at a time.
+
+    Raises:
+        UsageError: of a line, or because a worker process was killed.
+    """
+    batches = itertools.batched(lines, BATCH)
+    if workers == 1:
+        for batch in batches:
+            yield batch, tokenize(batch)
+        return
+    fork = multiprocessing.get_context("fork")
+    executor = ProcessPoolExecutor(workers, fork, _start_worker, (tokenize,))
+    pending: deque[tuple[Sequence[Line], Future]] = deque()
+    try:
+        for batch in batches:
+            pending.append((batch, executor.submit(_work, batch)))
+            if len(pending) >= 2 * workers:
+                done, future = pending.popleft()
+                yield done, future.result()
+        while pending:
+            done, future = pending.popleft()
+            yield done, future.result()
+    except BrokenProcessPool as error:
+        raise UsageError(
+            f"--workers {workers}: a worker process died, most likely for lack of memory; use fewer"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 class Writer:
-    """The growing dataset of one key: documents in input order, then the index."""
+    """The growing dataset of one key, documents in input order; empty ones are counted and left out."""
 
     def __init__(self, path: Path, dtype: type[np.number]) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self.builder = IndexedDatasetBuilder(str(path), dtype=dtype)
-        self.totals = Totals()
+        self.documents = self.tokens = self.empty = 0
 
-    def add(self, piece: Tokenized) -> None:
-        """Append the documents of one chunk; empty ones are counted and left out."""
-        start = 0
-        for length in piece.lengths:
-            if length:
-                self.builder.add_document(piece.tokens[start : start + length], [length])
-                self.totals.documents += 1
+    def add(self, documents: Iterable[np.ndarray]) -> None:
+        """Append documents of int32 ids."""
+        for ids in documents:
+            if len(ids):
+                self.builder.add_document(ids, [len(ids)])
+                self.documents += 1
+                self.tokens += len(ids)
             else:
-                self.totals.empty += 1
-            start += length
-        self.totals.tokens += start
+                self.empty += 1
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a line every `interval` documents."""
-
-    def __init__(self, total_bytes: int, interval: int) -> None:
-        from tqdm import tqdm
-
-        self.interval, self.documents, self.bytes = interval, 0, 0
-        self.total_bytes, self.start = total_bytes, time.perf_counter()
-        quiet = not sys.stderr.isatty()
-        self.bar = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=quiet, desc="tokenizing")
-
-    def update(self, documents: int, size: int) -> None:
-        """Count one finished chunk."""
-        before = self.documents // self.interval
-        self.documents += documents
-        self.bytes += size
-        self.bar.update(size)
-        if self.bar.disable and self.documents // self.interval > before:
-            print(
-                f"tokenized {self.documents} documents, {self.bytes / self.total_bytes:.0%}, "
-                f"{self.speed:.2f} MB/s",
-                flush=True,
-            )
-
-    @property
-    def speed(self) -> float:
-        """MB/s (10^6 bytes of JSONL) since the start."""
-        return self.bytes / 1e6 / (time.perf_counter() - self.start)
-
-
-def tokenize_files(args: Namespace, tokenizer: Any, files: list[Path], writers: list[Writer]) -> Progress:
-    """Feed every chunk of the input, in order, to the writers."""
-    total = sum(path.stat().st_size for path in files)
-    if args.partitions is None:
-        chunk_bytes = CHUNK_BYTES
-    else:
-        chunk_bytes = max(1, -(-total // args.partitions))
-    progress = Progress(total, args.log_interval)
-    lines_before: dict[Path, int] = {}
-    try:
-        for chunk, result in _results(args, tokenizer, files, chunk_bytes):
-            if isinstance(result, LineError):
-                number = lines_before.get(chunk.path, 0) + result.line
-                raise UsageError(f"--input {chunk.path} line {number}: {result.message}")
-            lines_before[chunk.path] = lines_before.get(chunk.path, 0) + result[0].lines
-            for writer, piece in zip(writers, result, strict=True):
-                writer.add(piece)
-            progress.update(len(result[0].lengths), chunk.size)
-    finally:
-        progress.bar.close()
-    return progress
-
-
-def _results(
-    args: Namespace, tokenizer: Any, files: list[Path], chunk_bytes: int
-) -> Iterator[tuple[Chunk, list[Tokenized] | LineError]]:
-    chunks = [chunk for path in files for chunk in chunks_of(path, chunk_bytes)]
-    yield from in_order(chunks, tokenizer, args.json_keys, args.append_eod, args.workers)
+def tokenize_files(args: Namespace, tokenizer: Any, files: list[Path], writers: list[Writer]) -> float:
+    """Feed the input to the writers; a line every ``--log-interval`` documents. Returns MB/s of JSONL."""
+    began, total = time.perf_counter(), sum(path.stat().st_size for path in files)
+    count = size = 0
+    speed = 0.0
+    tokenize = LineTokenizer(tokenizer, args.json_keys, args.append_eod)
+    for batch, documents in in_order(tokenize, lines_of(files), args.workers):
+        for writer, own in zip(writers, documents, strict=True):
+            writer.add(own)
+        before, count = count // args.log_interval, count + len(batch)
+        size += sum(len(line) for _, _, line in batch)
+        speed = size / 1e6 / (time.perf_counter() - began)
+        if count // args.log_interval > before:
+            print(f"tokenized {count} documents, {size / total:.0%}, {speed:.2f} MB/s", flush=True)
+    return speed
 
 
 def quiet_imports() -> None:
@@ -263,10 +323,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     for flag, value in (
         ("--workers", args.workers),
-        ("--partitions", args.partitions),
         ("--log-interval", args.log_interval),
     ):
-        if value is not None and value < 1:
+        if value < 1:
             raise UsageError(f"{flag} {value}: give at least 1")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise UsageError(f"--json-keys {' '.join(args.json_keys)}: name each key once")
@@ -283,17 +342,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype = DType.optimal_dtype(tokenizer.vocab_size)
         count = len(args.json_keys)
         writers = [Writer(path, dtype) for path in temporary[:count]]
-        progress = tokenize_files(args, tokenizer, files, writers)
+        speed = tokenize_files(args, tokenizer, files, writers)
         for key, writer, index_path in zip(args.json_keys, writers, temporary[count:], strict=True):
-            if not writer.totals.documents:
+            if not writer.documents:
                 raise UsageError(f"--input {files[0]}: no text under the key '{key}' in any line")
             writer.builder.finalize(str(index_path))
     for key, writer in zip(args.json_keys, writers, strict=True):
-        totals = writer.totals
-        skipped = f", {totals.empty} empty ones left out" if totals.empty else ""
+        skipped = f", {writer.empty} empty ones left out" if writer.empty else ""
         print(
-            f"{args.output_prefix}_{key}_document: {totals.documents} documents{skipped}, "
-            f"{totals.tokens} tokens ({np.dtype(dtype).name}), {progress.speed:.2f} MB/s"
+            f"{args.output_prefix}_{key}_document: {writer.documents} documents{skipped}, "
+            f"{writer.tokens} tokens ({np.dtype(dtype).name}), {speed:.2f} MB/s"
         )
 
 

@@ -212,7 +212,6 @@ COMMANDS = tuple(
             'scripts/losses.py --data-parallel {gpus} --codecs none sdp4bit "tagc --dp-error-feedback fp32"'
             ' "none --grad-reduce-in-bf16" --output {output}/data_parallel_losses --time-limit 540',
         ),
-        ("data-parallel", 2, 3, "gradient_hooks", f"{TORCHRUN} scripts/compare_gradient_hooks.py"),
         (
             "cost-model",
             2,

@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import make_corpus
-import train_tokenizer
+import _corpus
 
-EOS = train_tokenizer.SPECIAL_IDS["eos_id"]
+EOS = _corpus.SPECIAL_IDS["eos_id"]
 START = "forkserver"
 """Of the workers: a plain fork of a process with threads, such as torch's, may never get going."""
 _processor = None
@@ -67,12 +66,12 @@ def prepare(
         validation: share of the files that are for validation.
         tokenizer_mb: text that the tokenizer is trained on, 10^6 bytes.
     """
-    root = root or make_corpus.source_root("site-packages")
+    root = root or _corpus.source_root("site-packages")
     output.mkdir(parents=True, exist_ok=True)
-    documents, _ = make_corpus.read_documents(root, make_corpus.ALWAYS_SKIPPED)
-    parts = make_corpus.assign(make_corpus.choose(documents, None), (1 - validation, validation, 0))
+    documents = _corpus.read_documents(root, _corpus.ALWAYS_SKIPPED)
+    parts = _corpus.assign(_corpus.choose(documents, None), (1 - validation, validation, 0))
     texts = {name: [document.text for document in parts[name]] for name in ("train", "valid")}
-    model = train_tokenizer.train(train_tokenizer.sample(texts["train"], int(tokenizer_mb * 1e6)), vocab_size)
+    model = _corpus.train_tokenizer(_corpus.sample(texts["train"], int(tokenizer_mb * 1e6)), vocab_size)
     (output / "tokenizer.model").write_bytes(model)
     meta = {"root": root.name, "vocab_size": vocab_size, "validation": validation}
     digest = hashlib.sha256()

@@ -15,7 +15,7 @@ from taco_kernels.taco import FORMATS, SCALES, CodecConfig, decode, decode_sum, 
 
 MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
-COLUMNS = {"operation": "", "MiB": "g", "ranks": "d", "mode": "", "method": "", "format": "", "us": ".1f"}
+COLUMNS = {"operation": "", "MiB": "g", "ranks": "d", "method": "", "format": "", "us": ".1f"}
 COLUMNS |= {"bus GB/s": ".0f", "x NCCL": ".2f", "error": ".4f", "replicas identical": ""}
 Call = Callable[[], torch.Tensor]
 
@@ -27,12 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
-    parser.add_argument("--graph-mib", type=float, default=1, help="replay CUDA graphs too up to this size")
     parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
 
 
-def call_time(call: Call, graph: bool, repeats: int = 15) -> float:
-    """Median microseconds of a call, the slowest rank's; back-to-back calls, eager or in a CUDA graph."""
+def call_time(call: Call, repeats: int = 15) -> float:
+    """Median microseconds of a call, the slowest rank's; back-to-back calls."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -46,20 +45,12 @@ def call_time(call: Call, graph: bool, repeats: int = 15) -> float:
     dist.broadcast(count, 0)
     calls = int(count)
 
-    def run() -> None:
-        for _ in range(calls):
-            call()
-
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        run = captured.replay
     times = []
     for _ in range(repeats):
         dist.barrier()
         start.record()
-        run()
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / calls)
@@ -101,6 +92,14 @@ def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig)
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[operation]
 
 
+def over_symmetric_memory(operation: str, x: torch.Tensor, config: CodecConfig, group) -> Call:
+    """One kernel; for an all-gather another one, which encodes."""
+    if operation != "all_gather":
+        return partial(getattr(group, operation), x, config)
+    own = own_part(x)
+    return lambda: group.all_gather_encoded(encode(own, config), own.shape, own.dtype, config)
+
+
 def own_part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of x."""
     return x.view(dist.get_world_size(), -1)[dist.get_rank()]
@@ -124,13 +123,12 @@ def nccl(operation: str, x: torch.Tensor) -> Call:
 def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
     """(method, format, function that makes the call) for everything to compare."""
     yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
-    given = own_part(x) if operation == "all_gather" else x
     for format, scales in product(options.formats, options.scales):
         config = CodecConfig(format, options.group_size, scales)
         name = format if scales == "dual" else f"{format} {scales}"
         yield "torch.distributed", name, lambda c=config: over_torch_distributed(operation, x, c)
         if group is not None:
-            yield "symmetric", name, lambda c=config: partial(getattr(group, operation), given, c)
+            yield "symmetric", name, lambda c=config: over_symmetric_memory(operation, x, c, group)
 
 
 def exact_result(operation: str, x: torch.Tensor) -> torch.Tensor:
@@ -158,18 +156,16 @@ def measure(operation: str, mib: float, options: argparse.Namespace, group) -> I
     x = torch.randn(int(mib * 2**19), device="cuda").to(torch.bfloat16)
     exact = exact_result(operation, x)
     factor = (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
-    baseline = {}
+    baseline = 0.0
     for method, format, make in methods(operation, x, options, group):
         call = make()
         result = call()
         row = {"operation": operation, "MiB": mib, "ranks": world_size, "method": method, "format": format}
         row["error"] = relative_error(result, exact)
         row["replicas identical"] = "-" if operation == "reduce_scatter" else identical(result)
-        for mode in ("eager", "graph") if mib <= options.graph_mib else ("eager",):
-            us = call_time(call, mode == "graph")
-            baseline.setdefault(mode, us)
-            rate = factor * x.nbytes / us / 1e3
-            yield {**row, "mode": mode, "us": us, "bus GB/s": rate, "x NCCL": baseline[mode] / us}
+        us = call_time(call)
+        baseline = baseline or us
+        yield {**row, "us": us, "bus GB/s": factor * x.nbytes / us / 1e3, "x NCCL": baseline / us}
 
 
 def run(options: argparse.Namespace) -> list[dict]:

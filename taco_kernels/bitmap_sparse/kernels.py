@@ -1,19 +1,18 @@
-"""Bitmaps and codes of sparse rows in Triton, and the kernel that adds values of any width up.
+"""Packing sparse rows and adding them up, in Triton.
 
 A row of 1024 values is 32 words of a bitmap. The place of a value among those of its row is what the words
-before its own hold, plus the bits below it in its word.
+before its own hold, plus the bits below it in its word. Packing takes two kernels: the first counts what each
+row sends, so that the second knows where each row's values begin.
 """
 
 import triton
 import triton.language as tl
 
 from taco_kernels.bitmap_sparse import layout
-from taco_kernels.common.rounding import grid_exponent
+from taco_kernels.common.rounding import MAGIC, grid_exponent, threshold_bits
 
 LANES = tl.constexpr(32)
 TILE_ROWS = tl.constexpr(layout.TILE_ROWS)
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
-LOOK_UP = tl.constexpr("shfl.sync.idx.b32 $0, $2, $4, 31, -1;\nshfl.sync.idx.b32 $1, $3, $4, 31, -1;")
 
 
 @triton.jit
@@ -26,44 +25,6 @@ def bits_set(word, INTERPRET: tl.constexpr):
     else:
         count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], tl.int32, True, 1)
     return count
-
-
-@triton.jit
-def over_warp(number, MAXIMUM: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
-    """int32[R * 32], one element a thread: the maximum over a warp's lanes, or the sum, in all of them."""
-    if INTERPRET:
-        rows = tl.reshape(number, [R, LANES])
-        found = tl.max(rows, axis=1) if MAXIMUM else tl.sum(rows, axis=1)
-        result = tl.reshape(tl.broadcast_to(found[:, None], [R, LANES]), [R * LANES])
-    else:
-        text: tl.constexpr = "redux.sync.max.s32 $0, $1, -1;" if MAXIMUM else "redux.sync.add.s32 $0, $1, -1;"
-        result = tl.inline_asm_elementwise(text, "=r,r", [number], tl.int32, is_pure=True, pack=1)
-    return result
-
-
-@triton.jit
-def look_up(word, place, lane, PURE: tl.constexpr, R: tl.constexpr, INTERPRET: tl.constexpr):
-    """Both of another lane of the warp, int32[R * 32], one element a thread.
-
-    Not PURE: looked up where it stands, not kept in registers for the next who needs the same.
-    """
-    if INTERPRET:
-        lane = tl.reshape(lane, [R, LANES])
-        word = tl.reshape(tl.gather(tl.reshape(word, [R, LANES]), lane, axis=1), [R * LANES])
-        place = tl.reshape(tl.gather(tl.reshape(place, [R, LANES]), lane, axis=1), [R * LANES])
-    else:
-        kinds: tl.constexpr = (tl.int32, tl.int32)
-        inputs = (word, place, lane)
-        word, place = tl.inline_asm_elementwise(LOOK_UP, "=&r,=&r,r,r,r", inputs, kinds, PURE, 1)
-    return word, place
-
-
-@triton.jit
-def prefetch(where, INTERPRET: tl.constexpr):
-    """Ask for what lies there to be fetched into the L2 cache."""
-    if not INTERPRET:
-        text: tl.constexpr = PREFETCH
-        tl.inline_asm_elementwise(text, "=r,l", [where.to(tl.int64)], tl.int32, False, 1)
 
 
 @triton.jit
@@ -97,6 +58,65 @@ def step_of(exponent, BITS: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
+def row_of(
+    x, thresholds, row, shard, numel,
+    BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A row's values and their codes, fp32[32, 32], which of them are to be sent, step and int32 exponent."""
+    mask = inside(row, numel, WHOLE, WIDTH)
+    value = tl.load(x + row * WIDTH + offsets(WIDTH), mask=mask, other=0.0)
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.max(bits) >> 23
+    inverse = ((252 + BITS - grid_exponent(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
+    LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+    code = tl.minimum(tl.maximum(value * inverse + MAGIC - MAGIC, -LARGEST), LARGEST)
+    sent = (bits >= threshold_bits(thresholds, shard)) & (exponent != 255) & (code != 0.0)
+    return value, code, sent, step_of(exponent, BITS, FLOOR), exponent
+
+
+@triton.jit
+def count_kernel(
+    x, thresholds, counts, numel, rows, x_stride,
+    BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """How many values of a row are to be sent, int32."""
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    sent = row_of(x + shard * x_stride, thresholds, row, shard, numel, BITS, FLOOR, WIDTH, WHOLE)[2]
+    tl.store(counts + shard * rows + row, tl.sum(sent.to(tl.int32)))
+
+
+@triton.jit
+def pack_kernel(
+    x, remainder, thresholds, begins, values, words, exponents,
+    numel, rows, capacity, x_stride, remainder_stride, values_stride, words_stride, exponents_stride,
+    KEEP_REMAINDER: tl.constexpr,
+    BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A row's codes from its place in ``begins`` on, as far as there is room; its bitmap and its exponent.
+
+    May overwrite x by the remainder: each program reads its own row only.
+    """
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    value, code, sent, step, exponent = row_of(
+        x + shard * x_stride, thresholds, row, shard, numel, BITS, FLOOR, WIDTH, WHOLE
+    )
+    one = sent.to(tl.int32)
+    size = tl.sum(one, axis=1)
+    before = tl.load(begins + shard * rows + row) + tl.cumsum(size, axis=0) - size
+    place = before[:, None] + tl.cumsum(one, axis=1) - one
+    sent = sent & (place < capacity)
+    tl.store(values + shard * values_stride + place, code.to(values.dtype.element_ty), mask=sent)
+    lane = tl.arange(0, LANES)
+    word = tl.sum(sent.to(tl.int32) << lane[None, :], axis=1)
+    tl.store(words + shard * words_stride + row * LANES + lane, word)
+    tl.store(exponents + shard * exponents_stride + row, exponent.to(tl.uint8))
+    if KEEP_REMAINDER:
+        rest = tl.where(sent, value - code * step, value)  # exact, with or without a fused multiply-add
+        place = remainder + shard * remainder_stride + row * WIDTH + offsets(WIDTH)
+        tl.store(place, rest, mask=inside(row, numel, WHOLE, WIDTH))
+
+
+@triton.jit
 def sent_values(
     values, words, starts, exponents, row, BITS: tl.constexpr, FLOOR: tl.constexpr, INTERPRET: tl.constexpr
 ):
@@ -125,10 +145,7 @@ def decode_sum_kernel(
     W: tl.constexpr, BITS: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
     WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0.
-
-    Of any number of bits, and of any number of senders; see sum_kernels.py for 16 bits and a few.
-    """
+    """Add the senders' values of a row in fp32, one sender after the other. W: senders, if few, else 0."""
     row = tl.program_id(0).to(tl.int64)
     result = tl.zeros([WIDTH // LANES, LANES], tl.float32)
     if W > 0:  # unrolled, so that the senders' loads are in flight together

@@ -2,25 +2,16 @@
 
 import torch
 
-from taco_kernels.bitmap_sparse.kernels import decode_sum_kernel
-from taco_kernels.bitmap_sparse.layout import WIDTH, BitmapLayout
-from taco_kernels.bitmap_sparse.pack_kernels import pack_kernel
-from taco_kernels.bitmap_sparse.sum_kernels import sum_kernel
+from taco_kernels.bitmap_sparse.kernels import count_kernel, decode_sum_kernel, pack_kernel
+from taco_kernels.bitmap_sparse.layout import TILE_ROWS, WIDTH, BitmapLayout
 from taco_kernels.common.device import device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.magnitudes import EXPONENT_FLOOR
-from taco_kernels.common.sizes import ceil_div
 
 ROW_WARPS = 1
 """Warps of a row of 1024 values: one shares nothing with another."""
-PACK_ROWS, PACK_REGISTERS = 4, 64
-"""Rows, a warp each, of a program that packs; most registers of a thread (half of all warps fit)."""
-ZEROS, ZEROING = 16, 64
-"""Zeros a lane that a program writes at a time behind the last code; most programs that do so."""
-SUM_ROWS = 4
-"""Rows, a warp each, of a program that adds 16-bit values up."""
-UNROLLED = {8: 4, 16: 8}
-"""By bits of a value, most senders that a kernel of their own adds up: more would spill."""
+UNROLLED = 4
+"""Most senders that a kernel of their own adds up: more would spill."""
 
 
 def _parts(
@@ -32,35 +23,35 @@ def _parts(
     return values, words, starts, wires[:, layout.exponents_at :]
 
 
+def _constants(layout: BitmapLayout) -> dict:
+    whole = layout.numel % 4 == 0
+    return dict(BITS=layout.bits, FLOOR=EXPONENT_FLOOR, WIDTH=WIDTH, WHOLE=whole, num_warps=ROW_WARPS)
+
+
 def encode(
     x: torch.Tensor, thresholds: torch.Tensor, layout: BitmapLayout, remainder: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See reference.encode."""
     layout.check_values(x, remainder)
-    thresholds = thresholds.contiguous()
-    wires = torch.empty((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
+    thresholds, constants = thresholds.contiguous(), _constants(layout)
+    numel, rows, grid = layout.numel, layout.rows, (layout.rows, len(x))
+    counts = torch.empty((len(x), rows), dtype=torch.int32, device=x.device)
+    start(count_kernel, grid, (x, thresholds, counts), (numel, rows, x.stride(0)), **constants)
+    begins = (counts.cumsum(1) - counts).clamp(max=layout.capacity).int()
+    wires = torch.zeros((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
     values, words, starts, exponents = _parts(wires, layout)
-    tiles, room = ceil_div(layout.rows, PACK_ROWS), layout.words_at // values.element_size()
-    zeroing = min(ZEROING, ceil_div(room, ZEROS * PACK_ROWS * 32))
-    status = torch.zeros((len(x), tiles), dtype=torch.int64, device=x.device)
-    rest, rest_stride = (x, 0) if remainder is None else (remainder, remainder.stride(0))
+    starts[:, : layout.tiles] = begins[:, ::TILE_ROWS]
+    rest = x if remainder is None else remainder
     start(
         pack_kernel,
-        (tiles + zeroing, len(x)),
-        (x, rest, thresholds, status, values, words, starts, exponents),
+        grid,
+        (x, rest, thresholds, begins, values, words, exponents),
         (
-            *(layout.numel, layout.rows, tiles, layout.capacity, room, zeroing),
-            *(x.stride(0), rest_stride, values.stride(0), words.stride(0), exponents.stride(0)),
+            *(numel, rows, layout.capacity, x.stride(0), rest.stride(0)),
+            *(values.stride(0), words.stride(0), exponents.stride(0)),
         ),
         KEEP_REMAINDER=remainder is not None,
-        BITS=layout.bits,
-        FLOOR=EXPONENT_FLOOR,
-        WIDTH=WIDTH,
-        INTERPRET=device_for(x).interpret,
-        R=PACK_ROWS,
-        Z=ZEROS,
-        num_warps=PACK_ROWS,
-        maxnreg=PACK_REGISTERS,
+        **constants,
     )
     return wires
 
@@ -69,36 +60,15 @@ def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
     """See reference.decode_sum."""
     layout.check_wires(wires)
     values, words, starts, exponents = _parts(wires, layout)
-    senders, rows = len(wires), layout.rows
+    senders = len(wires)
     total = torch.empty(layout.numel, dtype=torch.float32, device=wires.device)
-    unrolled = senders <= UNROLLED[layout.bits]
-    constants = dict(
-        W=senders if unrolled else 0,
-        BITS=layout.bits,
-        FLOOR=EXPONENT_FLOOR,
-        WIDTH=WIDTH,
-        WHOLE=layout.numel % 4 == 0,
+    start(
+        decode_sum_kernel,
+        (layout.rows,),
+        (values, words, starts, exponents, total),
+        (layout.numel, layout.rows, senders, values.stride(0), words.stride(0), exponents.stride(0)),
+        W=senders if senders <= UNROLLED else 0,
         INTERPRET=device_for(wires).interpret,
+        **_constants(layout),
     )
-    tensors = (values, words, starts, exponents, total)
-    strides = (values.stride(0), words.stride(0), exponents.stride(0))
-    if unrolled and layout.bits == 16:
-        start(
-            sum_kernel,
-            (ceil_div(rows, SUM_ROWS),),
-            tensors,
-            (layout.numel, rows, *strides),
-            **constants,
-            R=SUM_ROWS,
-            num_warps=SUM_ROWS,
-        )
-    else:
-        start(
-            decode_sum_kernel,
-            (rows,),
-            tensors,
-            (layout.numel, rows, senders, *strides),
-            **constants,
-            num_warps=ROW_WARPS,
-        )
     return total

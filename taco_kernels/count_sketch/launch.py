@@ -5,13 +5,7 @@ import torch
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.magnitudes import EXPONENT_FLOOR
 from taco_kernels.common.sizes import ceil_div
-from taco_kernels.count_sketch.encode_kernels import (
-    encode_kernel,
-    exponent_kernel,
-    hash_kernel,
-    list_kernel,
-    sketch_kernel,
-)
+from taco_kernels.count_sketch.encode_kernels import encode_kernel, exponent_kernel, hash_kernel
 from taco_kernels.count_sketch.hashing import ROUNDS, STREAM
 from taco_kernels.count_sketch.layout import COUNT_SHIFT, Layout
 from taco_kernels.count_sketch.peel_kernels import combine_kernel, peel_kernel
@@ -19,8 +13,8 @@ from taco_kernels.count_sketch.reference import Decoded, check_encoded
 
 TILE = 4096
 """Values a program holds at a time in the streaming kernels."""
-SKETCH_COLUMNS = 512
-"""Of a warp where the sketch is summed."""
+CELLS = {16: torch.int16, 32: torch.int32}
+"""Of a wire, by ``cell_bits``."""
 PEEL_ROWS, PEEL_CELLS, PEEL_WARPS = 16, 512, 16
 """One element a thread: with more Triton moves them between layouts, through shared memory. 60 registers."""
 PEEL_REGISTERS = 64
@@ -30,24 +24,11 @@ PEEL_REGISTERS = 64
 def row_hashes(layout: Layout, seed: int, device: torch.device) -> torch.Tensor:
     """See hashing.row_hashes."""
     hashes = torch.empty((layout.rows, 4), dtype=torch.int32, device=device)
-    _of_rows(hash_kernel, (hashes,), layout, seed)
-    return hashes
-
-
-def _row_lists(layout: Layout, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads and links of the lists of every sketch row's members, see list_kernel."""
-    heads = torch.zeros(layout.sketch_rows, dtype=torch.int64, device=device)
-    links = torch.empty((layout.rows, 3), dtype=torch.int64, device=device)
-    _of_rows(list_kernel, (heads, links), layout, seed)
-    return heads, links
-
-
-def _of_rows(kernel, results: tuple[torch.Tensor, ...], layout: Layout, seed: int) -> None:
     wrapped = (seed + 2**63) % 2**64 - 2**63
     start(
-        kernel,
+        hash_kernel,
         (ceil_div(layout.rows, 256),),
-        results,
+        (hashes,),
         (layout.rows, layout.blocks, layout.third),
         (wrapped,),
         STREAM=STREAM,
@@ -55,6 +36,7 @@ def _of_rows(kernel, results: tuple[torch.Tensor, ...], layout: Layout, seed: in
         WIDTH=layout.width,
         T=256,
     )
+    return hashes
 
 
 def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -87,30 +69,17 @@ def encode(
     shards, mantissa = len(x), layout.config.mantissa(senders)
     thresholds, exponents = thresholds.contiguous(), exponents.contiguous()
     wires = torch.empty((shards, layout.wire_bytes), dtype=torch.uint8, device=x.device)
-    cells = wires.view(torch.int16 if layout.config.cell_bits == 16 else torch.int32)
+    cells = torch.zeros((shards, layout.cells), dtype=torch.int32, device=x.device)
     words = wires[:, layout.cell_bytes :].view(torch.int32)
+    rest = x if remainder is None else remainder
     tile = TILE // layout.width
-    start(
-        sketch_kernel,
-        (layout.sketch_rows, shards),
-        (x, thresholds, exponents, *_row_lists(layout, seed, x.device), cells),
-        (layout.numel, layout.rows, layout.third, x.stride(0), cells.stride(0)),
-        MANTISSA=mantissa,
-        FLOOR=EXPONENT_FLOOR,
-        WIDTH=layout.width,
-        num_warps=max(1, layout.width // SKETCH_COLUMNS),
-    )
     start(
         encode_kernel,
         (ceil_div(words.shape[1] * 32, TILE), shards),
-        (x, x if remainder is None else remainder, thresholds, exponents, words),
+        (x, rest, thresholds, exponents, row_hashes(layout, seed, x.device), cells, words),
         (
-            layout.numel,
-            layout.rows,
-            words.shape[1],
-            x.stride(0),
-            0 if remainder is None else remainder.stride(0),
-            words.stride(0),
+            *(layout.numel, layout.rows, words.shape[1]),
+            *(x.stride(0), rest.stride(0), cells.stride(0), words.stride(0)),
         ),
         MANTISSA=mantissa,
         FLOOR=EXPONENT_FLOOR,
@@ -119,13 +88,16 @@ def encode(
         T=tile,
         num_warps=8,
     )
+    wires.view(CELLS[layout.config.cell_bits])[:, : layout.cells] = (
+        cells  # modulo 2^16 where cells are narrow
+    )
     return wires
 
 
 def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """See reference.combine."""
     layout.check("wires", wires, torch.uint8, layout.wire_bytes)
-    typed = wires.view(torch.int32 if layout.config.cell_bits == 32 else torch.int16)
+    typed = wires.view(CELLS[layout.config.cell_bits])
     cells = torch.empty(layout.cells, dtype=torch.int32, device=wires.device)
     words = torch.empty(layout.words, dtype=torch.int32, device=wires.device)
     start(

@@ -1,18 +1,11 @@
-"""All-gather in one kernel: encode and send the next tile to everybody, decode those of the step before."""
+"""All-gather in one kernel: send the next tile of a wire to everybody, decode those of the step before."""
 
 import triton
 import triton.language as tl
 
 from taco_kernels.symmetric_memory.all_reduce import UNSPECIALIZED
 from taco_kernels.symmetric_memory.matrices import load_matrix
-from taco_kernels.symmetric_memory.phases import (
-    copy_tile,
-    decoded_slot,
-    encoded_tile,
-    slot_of,
-    store_to_all,
-    write_tile,
-)
+from taco_kernels.symmetric_memory.phases import copy_tile, decoded_slot, slot_of, write_tile
 from taco_kernels.symmetric_memory.ring import ack_flag, arrival, data_flag
 from taco_kernels.symmetric_memory.signals import publish, wait
 
@@ -21,15 +14,12 @@ from taco_kernels.symmetric_memory.signals import publish, wait
 def all_gather_kernel(
     x, out, to_wire, from_wire, table, steps_done, memory, rank, error, timeout, numel, stride, length,
     groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
-    ENCODED: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """out = every rank's x, pieces of ``length`` values. ENCODED: x is this rank's wire already."""
+    """out = what every rank's wire x decodes to, pieces of ``length`` values."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
-    if not ENCODED:
-        single = (length, stride, length, groups)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
 
     done = tl.load(steps_done + program)
@@ -38,14 +28,8 @@ def all_gather_kernel(
         if i < steps:
             first = (program + i * programs) * C.R
             slot = arrival(program, done + i, rank, E)
-            if ENCODED:
-                wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-                copy_tile(x, table, slot, first, groups, rank, E.W, C)
-            else:
-                matrix = load_matrix(to_wire, C)
-                h = encoded_tile(x, zero, first, single, rows, matrix, FLAGS, C)
-                wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
-                store_to_all(h, zero, full, table, slot, rank, E.W, C)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
+            copy_tile(x, table, slot, first, groups, rank, E.W, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:

@@ -101,17 +101,6 @@ def reduce_scatter(
     return _plan(lane, _plan_shards, reduce_scatter_kernel, config, *like)(x, out)
 
 
-def all_gather(
-    lane: Lane, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Every rank's x, encoded and decoded, one after the other along the first dimension.
-
-    Args:
-        lane, x, config, out: as for ``all_reduce``.
-    """
-    return _all_gather(lane, x, launch.layout_of(x), x.shape, x.dtype, config, out, encoded=False)
-
-
 def all_gather_encoded(
     lane: Lane,
     wire: torch.Tensor,
@@ -120,11 +109,14 @@ def all_gather_encoded(
     config: CodecConfig,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``all_gather`` of what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and ``dtype``.
+    """Every rank's tensor, decoded, one after the other along the first dimension.
 
     Args:
-        wire: uint8[1, wire_bytes].
+        lane, config, out: as for ``all_reduce``.
+        wire: uint8[1, wire_bytes], what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and
+            ``dtype``.
     """
+    lane.check()
     numel = torch.Size(shape).numel()
     check_wires(wire, config, config.chunk_numel(numel))
     if wire.shape[0] != 1:
@@ -132,17 +124,11 @@ def all_gather_encoded(
     wire = wire.contiguous()
     if wire.data_ptr() % ALIGNMENT:
         wire = wire.clone()
-    return _all_gather(lane, wire, None, shape, dtype, config, out, encoded=True)
+    out = _output(out, (lane.world_size * shape[0], *shape[1:]), wire, dtype)
+    return _plan(lane, _plan_shards, all_gather_kernel, config, numel, dtype, None)(wire, out)
 
 
-def _all_gather(lane, x, layout, shape, dtype, config, out, encoded: bool) -> torch.Tensor:
-    lane.check()
-    out = _output(out, (lane.world_size * shape[0], *shape[1:]), x, dtype)
-    shard = out.numel() // lane.world_size
-    return _plan(lane, _plan_shards, all_gather_kernel, config, shard, dtype, layout, encoded)(x, out)
-
-
-def _plan_shards(lane, kernel, config, shard, dtype, layout, encoded=None) -> Plan:
+def _plan_shards(lane, kernel, config, shard, dtype, layout) -> Plan:
     """Of the two whose pieces are slices of ``shard`` values."""
     _check_no_lists(config)
     groups = config.chunk_numel(shard) // config.group_size
@@ -151,7 +137,7 @@ def _plan_shards(lane, kernel, config, shard, dtype, layout, encoded=None) -> Pl
     rows = None if copied else launch.rows_of(layout, config.group_size)
     tiles = ceil_div(groups * config.group_size, tile_of(config, _own(lane.table.device)))
     message = (lane.world_size * shard, shard, shard, groups)
-    return _prepare(kernel, lane, tiles, 1, message, rows, tail, dtype, config, encoded=encoded)
+    return _prepare(kernel, lane, tiles, 1, message, rows, tail, dtype, config)
 
 
 @lru_cache(maxsize=1024)
@@ -181,16 +167,14 @@ def _plan(lane: Lane, make: Callable[..., Plan], *arguments) -> Plan:
     return plan
 
 
-def _prepare(
-    kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None, encoded=None
-) -> Plan:
+def _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None) -> Plan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * lane.world_size)
     walkable = rows is not None
     rows = rows or launch.rows_of(None, config.group_size)
     shape = lane.world_size, lane.programs, splits
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail, encoded
+        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail
     )
     steps = ceil_div(tiles, lane.programs // splits)
     programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
@@ -200,7 +184,7 @@ def _prepare(
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, encoded):
+def _constants(kernel, config, config_out, dtype, device, shape, strided, tail):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
     own = _own(device)
 
@@ -214,8 +198,6 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
     if kernel is two_shot_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
-    if encoded is not None:
-        constants["ENCODED"] = encoded
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes
     to_wire = encode_matrix(full, dtype, device)
     return to_wire, decode_matrix(full, torch.bfloat16 if sums else torch.float16, device), constants

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.dispatch import AMD
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lanes
+from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lane
 from taco_kernels.symmetric_memory.order import queue_current_stream, timeout_of
 from taco_kernels.taco.layout import CodecConfig
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
-EAGER, CAPTURED = 0, 1  # lanes
 
 
 def resident_programs(device: Device) -> int:
@@ -91,15 +90,14 @@ def _raise_together(problem: str | None, group: dist.ProcessGroup) -> None:
 class SymmetricGroup:
     """Compressed collectives over symmetric memory for one process group. Construction is collective.
 
-    Calls are stream-ordered like any kernel and never wait on the host. There are two buffer sets ("lanes"):
-    eager calls use one, calls captured in a CUDA graph the other. Eager calls of all groups on a device run
+    Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a device run
     one after the other, whatever their streams: a kernel fills the device and waits for its peers, and two
-    that got hold of two ranks' devices in different orders would wait for ever. Replays of graphs nobody can
-    put in order but the caller: keep them from overlapping each other and eager calls, by one stream or by
-    events. As with NCCL, all ranks of a group make the same calls in the same order.
+    that got hold of two ranks' devices in different orders would wait for ever. Replays of CUDA graphs could
+    not be put in order, so calls cannot be captured. As with NCCL, all ranks of a group make the same calls
+    in the same order.
 
     The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
-    on each of 132 multiprocessors 101 MiB at 2 ranks, 201 at 4, 402 at 8.
+    on each of 132 multiprocessors 50 MiB at 2 ranks, 100 at 4, 200 at 8.
 
     Args:
         group: ranks on one host; see ``unavailable_reason``.
@@ -123,7 +121,7 @@ class SymmetricGroup:
 
         self.device = torch.device("cuda", torch.cuda.current_device())
         programs = programs or resident_programs(device_number(self.device.index))
-        size = 2 * lane_bytes(group.size(), programs)
+        size = lane_bytes(group.size(), programs)
         problem = handle = None
         try:
             self._memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
@@ -135,17 +133,17 @@ class SymmetricGroup:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
         timeout = timeout_of(group) if timeout is None else timeout
-        self.lanes: list[Lane] = make_lanes(addresses, self.rank, self.device, 2, programs, timeout)
+        self.lane = make_lane(addresses, self.rank, self.device, programs, timeout)
         torch.cuda.synchronize(self.device)
         dist.barrier(group)  # no rank may send before all have zeroed their flags
         torch.cuda.synchronize(self.device)
 
-    def lane(self) -> Lane:
+    def _in_order(self) -> Lane:
         """The lane for a call on the current stream, after earlier calls on other streams."""
         if torch.cuda.is_current_stream_capturing():
-            return self.lanes[CAPTURED]
+            raise SymmetricMemoryError("a collective over symmetric memory cannot be part of a CUDA graph")
         queue_current_stream(self.device.index)
-        return self.lanes[EAGER]
+        return self.lane
 
     def all_reduce(
         self,
@@ -155,19 +153,13 @@ class SymmetricGroup:
         config_out: CodecConfig | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_reduce``."""
-        return collectives.all_reduce(self.lane(), x, config, out, config_out)
+        return collectives.all_reduce(self._in_order(), x, config, out, config_out)
 
     def reduce_scatter(
         self, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See ``collectives.reduce_scatter``."""
-        return collectives.reduce_scatter(self.lane(), x, config, out)
-
-    def all_gather(
-        self, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See ``collectives.all_gather``."""
-        return collectives.all_gather(self.lane(), x, config, out)
+        return collectives.reduce_scatter(self._in_order(), x, config, out)
 
     def all_gather_encoded(
         self,
@@ -178,7 +170,7 @@ class SymmetricGroup:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``collectives.all_gather_encoded``."""
-        return collectives.all_gather_encoded(self.lane(), wire, shape, dtype, config, out)
+        return collectives.all_gather_encoded(self._in_order(), wire, shape, dtype, config, out)
 
     def all_reduce_stores(
         self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None

@@ -109,33 +109,23 @@ class Lane:
             )
 
 
-def make_lanes(
-    addresses: list[int], rank: int, device: torch.device, count: int, programs: int, timeout: float
-) -> list[Lane]:
-    """``count`` lanes of one rank over equal regions of its memory.
+def make_lane(addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float) -> Lane:
+    """One rank's end of a lane.
 
     Args:
-        addresses: where each rank's memory of ``count * lane_bytes`` zeroed bytes starts, as this rank's
-            device sees it.
+        addresses: where each rank's memory of ``lane_bytes`` zeroed bytes starts, as this rank's device sees
+            it.
         rank, device: of the caller.
-        count, programs: lanes, and programs of each.
+        programs: of the lane.
         timeout: seconds that a program waits for a peer.
     """
-    size = lane_bytes(len(addresses), programs)
-    error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-    lanes = []
-    for index in range(count):
-        start = [address + index * size for address in addresses]
-        lanes.append(
-            Lane(
-                rank=rank,
-                world_size=len(addresses),
-                programs=programs,
-                memory=start[rank],
-                table=torch.tensor(start, dtype=torch.int64, device=device),
-                steps=torch.zeros(programs, dtype=torch.int64, device=device),
-                error=error,
-                timeout_ns=int(timeout * 1e9),
-            )
-        )
-    return lanes
+    return Lane(
+        rank=rank,
+        world_size=len(addresses),
+        programs=programs,
+        memory=addresses[rank],
+        table=torch.tensor(addresses, dtype=torch.int64, device=device),
+        steps=torch.zeros(programs, dtype=torch.int64, device=device),
+        error=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
+        timeout_ns=int(timeout * 1e9),
+    )

@@ -42,11 +42,6 @@ def decode_matrix(spec: Spec, dtype: torch.dtype, device: torch.device) -> torch
 def _matrix(
     spec: Spec, value: float, shuffled: bool, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the first call of a symmetric-memory collective with a codec prepares constants, which a CUDA "
-            "graph cannot capture; make the same call once before the capture"
-        )
     out = torch.empty(spec.POINT.value, spec.POINT.value, dtype=dtype, device=device)
     sylvester_kernel[(1,)](out, VALUE=value, SHUFFLED=shuffled, C=spec)
     if device.type == "cuda":

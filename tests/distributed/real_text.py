@@ -13,22 +13,15 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
     import _cli
-    import make_corpus
+    import _corpus
     import preprocess_data
-    import train_tokenizer
 
     text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
-    steps = [
-        (make_corpus.main, ["--output-dir", directory, "--max-mb", megabytes, "--split", "1,0,0"]),
-        (train_tokenizer.main, ["--input", text, "--vocab-size", vocabulary, "--output", model]),
-        (
-            preprocess_data.main,
-            [
-                *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
-                *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
-            ],
-        ),
+    _corpus.write_corpus(directory, "stdlib", megabytes, (1, 0, 0))
+    _corpus.write_tokenizer(model, text, vocabulary)
+    flags = [
+        *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
     ]
-    for main, flags in steps:
-        assert _cli.run(main, list(map(str, flags))) == 0
+    assert _cli.run(preprocess_data.main, list(map(str, flags))) == 0
     return directory / "train_text_document", model

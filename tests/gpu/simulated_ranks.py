@@ -2,7 +2,7 @@
 
 import torch
 
-from taco_kernels.symmetric_memory.lane import Lane, lane_bytes, make_lanes
+from taco_kernels.symmetric_memory.lane import Lane, lane_bytes, make_lane
 from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 
@@ -12,7 +12,7 @@ def simulated_lanes(world_size: int, programs: int, timeout: float = 20.0) -> li
     size = lane_bytes(world_size, programs)
     memory = torch.zeros(world_size, size, dtype=torch.uint8, device=device)
     addresses = [memory[rank].data_ptr() for rank in range(world_size)]
-    lanes = [make_lanes(addresses, rank, device, 1, programs, timeout)[0] for rank in range(world_size)]
+    lanes = [make_lane(addresses, rank, device, programs, timeout) for rank in range(world_size)]
     lanes[0].__dict__["memory_owner"] = memory  # keep it alive
     torch.cuda.synchronize()
     return lanes

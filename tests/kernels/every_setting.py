@@ -21,7 +21,7 @@ from taco_kernels.sdp4bit import launch as sdp4bit
 from taco_kernels.sdp4bit.layout import BITS
 from taco_kernels.sdp4bit.layout import GROUP_SIZES as SDP4BIT_GROUPS
 from taco_kernels.symmetric_memory import collectives, matrices
-from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
+from taco_kernels.symmetric_memory.lane import lane_bytes, make_lane
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from taco_kernels.taco import launch as taco
 from taco_kernels.tah_quant import TahConfig
@@ -118,9 +118,12 @@ def of_symmetric_memory() -> Iterator[Setting]:
 
     def call(operation, config, dtype) -> None:
         memory = zeros(lane_bytes(4, 8))
-        lane = make_lanes([memory.data_ptr()] * 4, 0, torch.device("cpu"), 1, 8, 1.0)[0]
-        rows = 1 if operation == "all_gather" else 4
-        getattr(collectives, operation)(lane, zeros(rows, NUMEL // 4, dtype=dtype), config)
+        lane = make_lane([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
+        if operation == "all_gather":
+            wire = zeros(1, config.wire_bytes(NUMEL // 4))
+            collectives.all_gather_encoded(lane, wire, (1, NUMEL // 4), dtype, config)
+        else:
+            getattr(collectives, operation)(lane, zeros(4, NUMEL // 4, dtype=dtype), config)
 
     for config, dtype in itertools.product(configs(), DTYPES):
         for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():

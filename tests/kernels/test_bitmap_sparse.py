@@ -127,17 +127,15 @@ def edge_cases() -> None:
 
 
 def reference_cases() -> None:
-    """Sizes that divide nothing, a NaN, too many values, fewer rows than a tile: numel, share, bits, kept."""
+    """Sizes that divide nothing, a NaN, too many values, few rows: numel, share, bits, kept."""
     from taco_kernels.bitmap_sparse import launch, reference
 
-    # several tiles, and several steps behind them, even here
-    launch.PACK_ROWS, launch.SUM_ROWS, launch.ZEROS, launch.ZEROING = 2, 2, 1, 3
     cases = 0
     for numel, share, bits, keep in (
         (3_003, 0.1, 16, 0.1),
         (4_096, 0.3, 16, 0.5),
         (3_074, 0.4, 8, 0.4),
-        (5_125, 0.05, 8, 0.5),  # no room for most tiles
+        (5_125, 0.05, 8, 0.5),  # no room for most rows
         (2_050, 1.0, 16, 1.0),
         (1, 0.5, 16, 1.0),
     ):

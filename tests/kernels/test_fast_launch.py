@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from taco_kernels.common import fast_launch
 from taco_kernels.common.fast_launch import Launch, plain_launches
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.lane import lane_bytes, make_lanes
+from taco_kernels.symmetric_memory.lane import lane_bytes, make_lane
 from taco_kernels.symmetric_memory.matrices import sylvester_kernel
 from taco_kernels.taco import CodecConfig, launch
 from tests.kernels.recorded_launches import FAST, Record, recorded_launches
@@ -144,8 +144,8 @@ def test_collectives(world_size: int) -> None:
     """All of them, on two lanes: their addresses are arguments too."""
     config, other = CodecConfig("int8"), CodecConfig("int6")
     size = lane_bytes(world_size, 8)
-    memory = torch.zeros(2 * size, dtype=torch.uint8)
-    lanes = make_lanes([memory.data_ptr()] * world_size, 0, torch.device("cpu"), 2, 8, 1.0)
+    memory = torch.zeros(2, size, dtype=torch.uint8)
+    lanes = [make_lane([one.data_ptr()] * world_size, 0, torch.device("cpu"), 8, 1.0) for one in memory]
     calls = []
     for lane, numel in itertools.product(lanes, (4 * 128, 4 * 131, 2**16)):
         for x in tensors_of(numel, torch.bfloat16, config.group_size)[:3]:
@@ -156,7 +156,6 @@ def test_collectives(world_size: int) -> None:
                 calls.append(lambda a=(lane, x, config, out, second): collectives.all_reduce(*a))
             scattered = torch.zeros_like(shard)
             calls.append(lambda a=(lane, x, config, scattered): collectives.reduce_scatter(*a))
-            calls.append(lambda a=(lane, shard, other, full): collectives.all_gather(*a))
             wire = torch.zeros(1, other.wire_bytes(shard.numel()), dtype=torch.uint8)
             encoded = (lane, wire, shard.shape, x.dtype, other, full)
             calls.append(lambda a=encoded: collectives.all_gather_encoded(*a))

@@ -11,8 +11,7 @@ import sentencepiece
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _cli
-import make_corpus
-import train_tokenizer
+import _corpus
 
 TRICKY = [
     "",
@@ -27,10 +26,6 @@ TRICKY = [
 ]
 
 
-def corpus(directory: Path, *flags: str) -> int:
-    return _cli.run(make_corpus.main, ["--output-dir", str(directory), *flags])
-
-
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -38,32 +33,27 @@ def records(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def small_corpus(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
-    assert corpus(directory, "--max-mb", "1.5") == 0
+    _corpus.write_corpus(directory, "stdlib", 1.5)
     return directory
 
 
 @pytest.fixture(scope="module")
 def model(small_corpus) -> Path:
     path = small_corpus / "tokenizer.model"
-    flags = ["--input", str(small_corpus / "train.jsonl"), "--vocab-size", "1024", "--output", str(path)]
-    assert _cli.run(train_tokenizer.main, flags) == 0
+    _corpus.write_tokenizer(path, small_corpus / "train.jsonl", 1024)
     return path
 
 
-def test_corpus_is_the_same_each_time(small_corpus, tmp_path, capsys):
-    assert corpus(tmp_path, "--max-mb", "1.5") == 0
-    first = capsys.readouterr().out
-    assert corpus(tmp_path, "--max-mb", "1.5", "--overwrite") == 0
-    assert capsys.readouterr().out == first
-    assert "sha256" in first
-    for name in make_corpus.SPLITS:
+def test_corpus_is_the_same_each_time(small_corpus, tmp_path):
+    _corpus.write_corpus(tmp_path, "stdlib", 1.5)
+    for name in _corpus.SPLITS:
         again = (tmp_path / f"{name}.jsonl").read_bytes()
         assert again == (small_corpus / f"{name}.jsonl").read_bytes()
 
 
 def test_corpus_holds_real_sources_once_within_the_budget(small_corpus):
-    root = make_corpus.source_root("stdlib")
-    splits = {name: records(small_corpus / f"{name}.jsonl") for name in make_corpus.SPLITS}
+    root = _corpus.source_root("stdlib")
+    splits = {name: records(small_corpus / f"{name}.jsonl") for name in _corpus.SPLITS}
     everything = [record for split in splits.values() for record in split]
     assert all(splits.values())
     assert len({record["path"] for record in everything}) == len(everything)
@@ -71,65 +61,45 @@ def test_corpus_holds_real_sources_once_within_the_budget(small_corpus):
     size = sum(len(record["text"].encode()) for record in everything)
     assert 1.2e6 < size <= 1.5e6
     for record in everything:
-        assert not set(Path(record["path"]).parts) & (make_corpus.ALWAYS_SKIPPED | make_corpus.STDLIB_SKIPPED)
+        assert not set(Path(record["path"]).parts) & (_corpus.ALWAYS_SKIPPED | _corpus.STDLIB_SKIPPED)
         with (root / record["path"]).open(encoding="utf-8-sig") as stream:
             assert stream.read() == record["text"]
 
 
 def test_smaller_budget_is_a_prefix_and_keeps_the_split():
-    documents = [make_corpus.Document(f"package/module_{i}.py", "x" * (i + 1)) for i in range(500)]
-    small = make_corpus.choose(documents, 20_000)
-    large = make_corpus.choose(documents, 60_000)
+    documents = [_corpus.Document(f"package/module_{i}.py", "x" * (i + 1)) for i in range(500)]
+    small = _corpus.choose(documents, 20_000)
+    large = _corpus.choose(documents, 60_000)
     assert 0 < len(small) < len(large) < 500
     assert large[: len(small)] == small
-    small_splits = make_corpus.assign(small, [90, 5, 5])
-    large_splits = make_corpus.assign(make_corpus.choose(documents, None), [90, 5, 5])
-    for name in make_corpus.SPLITS:
+    small_splits = _corpus.assign(small, [90, 5, 5])
+    large_splits = _corpus.assign(_corpus.choose(documents, None), [90, 5, 5])
+    for name in _corpus.SPLITS:
         assert set(small_splits[name]) <= set(large_splits[name])
     assert 400 < len(large_splits["train"]) < 490
-    assert make_corpus.assign(documents, [1, 0, 0])["train"] == documents
+    assert _corpus.assign(documents, [1, 0, 0])["train"] == documents
 
 
-def test_unusable_files_are_counted_not_read(tmp_path):
+def test_unusable_files_are_left_out(tmp_path):
     (tmp_path / "a.py").write_bytes(b"x = 1\r\ny = 2\r\n")
     (tmp_path / "b.py").write_bytes(b"x = 1\r\ny = 2\r\n")
     (tmp_path / "empty.py").write_bytes(b"\n\n")
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
-    (tmp_path / "huge.py").write_bytes(b"0\n" * make_corpus.MAX_FILE_BYTES)
+    (tmp_path / "huge.py").write_bytes(b"0\n" * _corpus.MAX_FILE_BYTES)
     (tmp_path / "notes.txt").write_bytes(b"not Python")
     (tmp_path / "_sysconfigdata_x.py").write_bytes(b"prefix = '/home/builder'\n")
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "c.py").write_bytes(b"other = 1\n")
-    documents, left_out = make_corpus.read_documents(tmp_path, make_corpus.ALWAYS_SKIPPED)
-    assert documents == [make_corpus.Document("a.py", "x = 1\ny = 2\n")]
-    assert left_out == {"not UTF-8": 1, "empty": 1, "too large": 1, "duplicate": 1}
+    documents = _corpus.read_documents(tmp_path, _corpus.ALWAYS_SKIPPED)
+    assert documents == [_corpus.Document("a.py", "x = 1\ny = 2\n")]
 
 
-def test_existing_corpus_is_kept_without_overwrite(tmp_path, capsys):
+def test_existing_corpus_is_kept(tmp_path):
     (tmp_path / "valid.jsonl").write_text("mine")
-    assert corpus(tmp_path, "--max-mb", "0.5") == 2
-    assert "valid.jsonl exists already: add --overwrite" in capsys.readouterr().err
+    with pytest.raises(_cli.UsageError, match=r"valid\.jsonl exists already"):
+        _corpus.write_corpus(tmp_path, "stdlib", 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["valid.jsonl"]
     assert (tmp_path / "valid.jsonl").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--split", "90,10"], "--split 90,10: give three numbers"),
-        (["--split", "0,5,5"], "--split 0,5,5: give three numbers"),
-        (["--split", "nan,5,5"], "--split nan,5,5: give three numbers"),
-        (["--max-mb", "-1"], "--max-mb -1: give a positive size"),
-        (["--max-mb", "0.001"], "--max-mb 0.001: no file falls into"),
-        (["--source", "web"], "--source: invalid choice"),
-    ],
-)
-def test_bad_corpus_flags(tmp_path, capsys, flags, message):
-    assert corpus(tmp_path, *flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizer_reproduces_source_code(small_corpus, model):
@@ -146,8 +116,7 @@ def test_tokenizer_reproduces_source_code(small_corpus, model):
 
 def test_tokenizer_training_is_deterministic(small_corpus, model, tmp_path):
     again = tmp_path / "again.model"
-    flags = ["--input", str(small_corpus / "train.jsonl"), "--vocab-size", "1024", "--output", str(again)]
-    assert _cli.run(train_tokenizer.main, flags) == 0
+    _corpus.write_tokenizer(again, small_corpus / "train.jsonl", 1024)
     assert again.read_bytes() == model.read_bytes()
 
 
@@ -172,38 +141,6 @@ def test_megatron_accepts_the_tokenizer(small_corpus, model, kind):
     ids = tokenizer.tokenize(text)
     assert tokenizer.detokenize(ids) == text
     assert min(ids) > 3, "special tokens must not come out of text: training masks the padding token"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--vocab-size", "100"], "--vocab-size 100: give at least 512"),
-        (["--vocab-size", "60000"], "--vocab-size 60000: SentencePiece cannot reach it"),
-        (["--vocab-size", "600", "--json-key", "body"], "line 1: no text under the key 'body'"),
-        (["--vocab-size", "600", "--max-mb", "0"], "--max-mb 0: give a positive size"),
-        (["--vocab-size", "600", "--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
-        ([], "--vocab-size"),
-    ],
-)
-def test_bad_tokenizer_flags(tmp_path, capsys, flags, message):
-    data = tmp_path / "train.jsonl"
-    data.write_text(json.dumps({"text": "print('hello')\n" * 40}) + "\n")
-    output = tmp_path / "out" / "tokenizer.model"
-    status = _cli.run(train_tokenizer.main, ["--input", str(data), "--output", str(output), *flags])
-    error = capsys.readouterr().err
-    assert status == 2
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
-    assert not output.exists()
-    assert list(tmp_path.rglob("*.tmp")) == []
-
-
-def test_broken_json_names_file_and_line(tmp_path, capsys):
-    data = tmp_path / "train.jsonl"
-    data.write_text('{"text": "fine"}\n\n{"text": "cut off\n')
-    flags = ["--input", str(data), "--output", str(tmp_path / "t.model"), "--vocab-size", "600"]
-    assert _cli.run(train_tokenizer.main, flags) == 2
-    assert f"--input {data} line 3: not JSON" in capsys.readouterr().err
 
 
 def test_interrupted_overwrite_keeps_the_old_files(tmp_path):

@@ -12,10 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _cli
-import _jsonl
+import _corpus
 import preprocess_data
 import sentencepiece
-import train_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -52,12 +51,13 @@ def left_behind(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("runtime", [[], ["--partitions", 7], ["--partitions", 500]])
-def test_documents_come_back_in_order(tmp_path, workers, runtime):
+@pytest.mark.parametrize("batch", [1, 64])
+def test_documents_come_back_in_order(tmp_path, workers, batch, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "BATCH", batch)
     documents = number_documents(200)
     data = write_jsonl(tmp_path / "a.jsonl", as_records(documents))
     flags = ["--input", data, "--output-prefix", tmp_path / "out", "--append-eod", "--workers", workers]
-    assert preprocess(*flags, *runtime, *NULL) == 0
+    assert preprocess(*flags, *NULL) == 0
     assert read_back(tmp_path / "out_text_document") == [[*document, EOD] for document in documents]
     assert left_behind(tmp_path) == ["a.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
@@ -99,16 +99,16 @@ def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, dtype):
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return [*Path(train_tokenizer.__file__).read_text().split("\n\n"), "caf\u00e9\t\U0001f680  \n", " x "]
+    return [*Path(_corpus.__file__).read_text().split("\n\n"), "caf\u00e9\t\U0001f680  \n", " x "]
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece(tmp_path, texts, kind):
     model = tmp_path / "t.model"
-    model.write_bytes(train_tokenizer.train(texts * 4, 600))
+    model.write_bytes(_corpus.train_tokenizer(texts * 4, 600))
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     flags = ["--tokenizer-type", kind, "--tokenizer-model", model, "--append-eod", "--workers", 2]
-    assert preprocess("--input", data, "--output-prefix", tmp_path / "out", "--partitions", 4, *flags) == 0
+    assert preprocess("--input", data, "--output-prefix", tmp_path / "out", *flags) == 0
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     documents = read_back(tmp_path / "out_text_document")
     assert all(document[-1] == processor.eos_id() for document in documents)
@@ -129,20 +129,7 @@ def test_huggingface(tmp_path, texts):
     fast.save_pretrained(tmp_path / "hf")
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "hf", "--append-eod"]
-    assert (
-        preprocess(
-            "--input",
-            data,
-            "--output-prefix",
-            tmp_path / "out",
-            "--partitions",
-            3,
-            "--workers",
-            2,
-            *flags,
-        )
-        == 0
-    )
+    assert preprocess("--input", data, "--output-prefix", tmp_path / "out", "--workers", 2, *flags) == 0
     documents = read_back(tmp_path / "out_text_document")
     assert documents == [[*fast(text).input_ids, fast.eos_token_id] for text in texts]
     assert [fast.decode(document[:-1]) for document in documents] == texts
@@ -168,7 +155,7 @@ def test_huggingface(tmp_path, texts):
 def test_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, line, message, workers):
     data = tmp_path / "a.jsonl"
     data.write_bytes(b'{"text": "1 2"}\n\n' + line + b'\n{"text": "3"}\n')
-    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", workers, "--partitions", 3]
+    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", workers]
     assert preprocess(*flags, *NULL) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --input {data} ") and error.count("\n") == 1
@@ -184,7 +171,6 @@ def test_bad_line_is_named_and_nothing_is_left(tmp_path, capsys, line, message, 
         (["--input", "DIR/packed.jsonl"], "is compressed; unpack it first"),
         (["--input", "DIR/blank.jsonl"], "no text under the key 'text' in any line"),
         (["--workers", "0"], "--workers 0: give at least 1"),
-        (["--partitions", "-2"], "--partitions -2: give at least 1"),
         (["--log-interval", "0"], "--log-interval 0: give at least 1"),
         (["--json-keys", "text", "text"], "--json-keys text text: name each key once"),
         (["--vocab-size", "-5"], "--vocab-size -5: give a positive number"),
@@ -222,7 +208,7 @@ def test_bad_flags(tmp_path, capsys, texts, flags, message):
     write_jsonl(tmp_path / "good.jsonl", [{"text": "1 2 3"}])
     (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
     (tmp_path / "blank.jsonl").write_text('\n{"text": ""}\n')
-    (tmp_path / "t.model").write_bytes(train_tokenizer.train(texts * 4, 600))
+    (tmp_path / "t.model").write_bytes(_corpus.train_tokenizer(texts * 4, 600))
     before = left_behind(tmp_path)
     base = ["--input", tmp_path / "good.jsonl", "--output-prefix", tmp_path / "out", *NULL]
     assert preprocess(*base, *[flag.replace("DIR", str(tmp_path)) for flag in flags]) == 2
@@ -267,40 +253,28 @@ def test_terminated_run_leaves_nothing(tmp_path, capsys, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(preprocess_data.Writer, "add", add_then_terminate)
-    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--partitions", 5, "--workers", 2]
+    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", 2]
     assert preprocess(*flags, *NULL) == 130
     assert capsys.readouterr().err == "error: interrupted, nothing was written\n"
     assert left_behind(tmp_path) == ["a.jsonl"]
 
 
-def test_killed_worker_is_reported(tmp_path):
+def test_killed_worker_is_reported():
     class Dies:
         vocab_size = 10
 
         def tokenize(self, text: str) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    data = write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}] * 8)
-    chunks = list(_jsonl.chunks_of(data, 20))
-    assert len(chunks) > 1
+    tokenize = preprocess_data.LineTokenizer(Dies(), ["text"], False)
     with pytest.raises(_cli.UsageError, match="--workers 2: a worker process died"):
-        list(_jsonl.in_order(chunks, Dies(), ["text"], False, 2))
+        list(preprocess_data.in_order(tokenize, [(Path("a"), 1, b'{"text": "1"}')] * 8, 2))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 5, 16, 17, 1000])
-def test_chunks_cover_the_file_in_whole_lines(tmp_path, chunk_bytes):
-    data = tmp_path / "a.jsonl"
-    content = b"".join(b"%d\n" % 10**i for i in range(12)) + b"last"
-    data.write_bytes(content)
-    chunks = list(_jsonl.chunks_of(data, chunk_bytes))
-    pieces = [content[chunk.start : chunk.start + chunk.size] for chunk in chunks]
-    assert b"".join(pieces) == content
-    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
-
-
-def test_progress_lines_without_a_terminal(tmp_path, capsys):
+def test_progress_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preprocess_data, "BATCH", 5)
     data = write_jsonl(tmp_path / "a.jsonl", as_records(number_documents(30)))
-    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", 1, "--partitions", 30]
+    flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", 1]
     assert preprocess(*flags, "--log-interval", 10, *NULL) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
