@@ -32,8 +32,9 @@ _T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622
 
 def t_quantile(freedom: float) -> float:
     """97.5 % quantile of Student's t: a table below 10 degrees of freedom, an expansion from there on."""
-    if freedom < 1:
+    if freedom < 1 - 1e-9:  # a sum of squares may round to less
         return math.inf
+    freedom = max(freedom, 1.0)
     if freedom < 10:
         low = int(freedom)
         high = _T975[low] if low < 9 else t_quantile(10)

@@ -61,11 +61,13 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
     """Of devices that are ``Device.small``: three programs of 8192 values, if memory and registers do."""
     if operation == "decode_sum":
         return Tuning(4096, 4, 2, 2)
-    if operation == "encode" and config.outliers:  # beside a tile, its words, should there be massive values
+    if operation == "encode" and config.outliers:
+        # Beside a tile are its words, should there be massive values. One stage: what is fetched ahead goes
+        # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
         if config.group_size == 512:
-            return Tuning(8192, 4, 2, 2)
+            return Tuning(8192, 4, 1, 2)
         software = config.is_float and not device.hardware_fp8
-        return Tuning(4096, 4, 2, 2) if software else Tuning(4096, 4, 2, 3, 168)
+        return Tuning(4096, 4, 1, 2) if software else Tuning(4096, 4, 1, 3, 168)
     if operation == "encode" and not config.hadamard:
         return Tuning(4096, 4, 3, tuning_of(operation, config).programs)
     return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
