@@ -66,8 +66,8 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
         # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
         if config.group_size == 512:
             return Tuning(8192, 4, 1, 2)
-        software = config.is_float and not device.hardware_fp8
-        return Tuning(4096, 4, 1, 2) if software else Tuning(4096, 4, 1, 3, 168)
+        crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
+        return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)
     if operation == "encode" and not config.hadamard:
         return Tuning(4096, 4, 3, tuning_of(operation, config).programs)
     return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)

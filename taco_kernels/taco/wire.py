@@ -18,28 +18,30 @@ def dual_step(s, alpha, C: tl.constexpr):
 
 
 @triton.jit
-def scales_of(wire, first, groups, dtype: tl.constexpr, C: tl.constexpr):
-    """Pointers [R] to the first scales of groups first..., and how far behind them the second ones lie."""
-    scales = behind(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(dtype))
+def scale_places(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
+    """Places [R] of the scales, of SIZE bytes, of groups ``row`` = first...; how far behind the second lie."""
     if C.ROW:
-        at, apart = scales + across_chunks(first, 1, dtype.primitive_bitwidth // 8, C), C.ROW
+        place, apart = across_chunks(first, 1, SIZE, C), C.ROW
     else:
-        at, apart = scales + (first + tl.arange(0, C.R)), groups
-    return at, apart
+        place, apart = row, groups
+    return place, apart
 
 
 @triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
     """fp32[R] steps of groups first..., 0 beyond the last."""
     row = first + tl.arange(0, C.R)
+    scales = behind(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
-        at, apart = scales_of(wire, first, groups, tl.float32, C)
+        place, apart = scale_places(row, first, groups, 4, C)
+        at = scales.to(tl.pointer_type(tl.float32)) + place
         step = tl.load(at, mask=row < groups, other=0.0)
         if not C.MERGED:
             step = dual_step(step, tl.load(at + apart, mask=row < groups, other=1.0), C)
     else:
-        at, _ = scales_of(wire, first, groups, tl.bfloat16, C)
-        step = tl.load(at, mask=row < groups, other=0.0).to(tl.float32)
+        place, _ = scale_places(row, first, groups, 2, C)
+        s = scales.to(tl.pointer_type(tl.bfloat16))
+        step = tl.load(s + place, mask=row < groups, other=0.0).to(tl.float32)
     return step
 
 
@@ -138,6 +140,7 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
     qmax = tl.full([C.R], C.QMAX, tl.float32)
     row = first + tl.arange(0, C.R)
+    scales = behind(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
         inverse = tl.div_rn(qmax, amax)
         mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
@@ -147,7 +150,8 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
         alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
         s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
         s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
-        at, apart = scales_of(wire, first, groups, tl.float32, C)
+        place, apart = scale_places(row, first, groups, 4, C)
+        at = scales.to(tl.pointer_type(tl.float32)) + place
         if C.MERGED:
             tl.store(at, dual_step(s, alpha, C), mask=row < groups)
         else:
@@ -168,7 +172,8 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
             step = tl.where(high > low, -step, step)
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
         step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
-        at, _ = scales_of(wire, first, groups, tl.bfloat16, C)
+        place, _ = scale_places(row, first, groups, 2, C)
+        at = scales.to(tl.pointer_type(tl.bfloat16)) + place
         tl.store(at, step.to(tl.bfloat16), mask=row < groups)
     store_padding(wire, first, groups, C)
     inverse = tl.where(bad, 0.0, inverse)

@@ -99,6 +99,11 @@ def test_costs_are_those_of_the_results():
         assert losses("pipeline_parallel")[f"int{bits}"] == pytest.approx(sum(seeds) / 2)
     (mean,) = re.findall(r"^\| `--pp-compression auto` .*\| \+([\d.]+) ±", endings, re.M)
     assert float(mean) == losses("pipeline_parallel")["int4"]
+    for codec, loss in losses("expert_parallel").items():
+        (mean,) = re.findall(
+            rf"^\| `--ep-compression {codec}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±", endings, re.M
+        )
+        assert float(mean) == loss, codec
     (row,) = re.findall(r"^\| sdp4bit \| .*$", replicas, re.M)
     seeds = [float(value) for value in re.findall(r"([-+][\d.]+) %", row)]
     assert losses("data_parallel")["sdp4bit"] == pytest.approx(sum(seeds) / 2)
