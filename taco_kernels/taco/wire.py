@@ -19,7 +19,7 @@ def dual_step(s, alpha, C: tl.constexpr):
 
 @triton.jit
 def scale_places(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
-    """Places [R] of the scales, of SIZE bytes, of groups ``row`` = first...; how far behind the second lie."""
+    """Places [R] of the scales, of SIZE bytes each, of groups ``row``; how far behind the second ones lie."""
     if C.ROW:
         place, apart = across_chunks(first, 1, SIZE, C), C.ROW
     else:
