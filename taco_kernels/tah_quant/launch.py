@@ -36,7 +36,9 @@ def tuning_for(operation: str, config: TahConfig, dtype: torch.dtype, device: De
     fp32_encode = operation == "encode" and dtype == torch.float32
     if device.small and config.tile_size == 128:
         return Tuning(16, 8, tuning.stages, 1) if operation == "encode" else Tuning(32, 4, tuning.stages, 1)
-    if device.small and config.tile_size == 64 and (fp32_encode or operation == "decode"):
+    if device.small and config.tile_size == 64 and operation == "decode":
+        return tuning._replace(programs=3, registers=168)
+    if device.small and config.tile_size == 64 and fp32_encode:
         return tuning._replace(programs=2, registers=255)
     if config.tile_size != 64:
         tuning = tuning._replace(programs=2, registers=255)
