@@ -8,8 +8,8 @@ import triton.language as tl
 def behind(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
     """Pointer to what lies behind BYTES for each group of a chunk.
 
-    ``groups`` are a chunk's, or with C.ROW those of all chunks, C.ROW each and C.STRIDE bytes apart: the R
-    groups of a tile are then whole chunks.
+    ``groups`` are a chunk's, or with C.ROW those up to the tile's last, which begins with a chunk; chunks
+    then have C.ROW each and lie C.STRIDE bytes apart.
     """
     if C.ROW:
         at = wire + BYTES * C.ROW

@@ -24,6 +24,16 @@ from taco_kernels.taco.wire import decode_groups, encode_groups, load_step, load
 
 
 @triton.jit
+def end_of(first, groups, C: tl.constexpr):
+    """Behind the last group of a tile that holds whole chunks alone (C.ROW), else of the chunk."""
+    if C.ROW:
+        end = tl.minimum(groups, first + C.USED)
+    else:
+        end = groups
+    return end
+
+
+@triton.jit
 def encode_kernel(
     x, out, numel, groups, chunks, out_stride, run, inner, stride_outer, stride_inner,
     FLAGS: tl.constexpr, C: tl.constexpr,
@@ -32,10 +42,11 @@ def encode_kernel(
     rows = (run, inner, stride_outer, stride_inner)
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = sylvester(C, 1.0 / C.G, True, dot_type)
-    per_chunk = tl.cdiv(groups, C.R)
+    per_chunk = tl.cdiv(groups, C.USED)
     for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
         tile = as_tensor(number)
-        chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        end = end_of(first, groups, C)
         h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
         if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
             x_tile, words = h, empty_lists(C)
@@ -52,7 +63,7 @@ def encode_kernel(
                 else:
                     h = rest.to(tl.float32)
             store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
-        encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+        encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, end, C)
 
 
 @triton.jit
@@ -63,19 +74,23 @@ def decode_kernel(
     """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
-    per_chunk = tl.cdiv(groups, C.R)
+    per_chunk = tl.cdiv(groups, C.USED)
     for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
         tile = as_tensor(number)
-        chunk, first = tile // per_chunk, (tile % per_chunk) * C.R
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        end = end_of(first, groups, C)
         group = chunk * groups + first
         wire = wires + chunk.to(tl.int64) * wire_stride
         if C.OUTLIERS:
             found = any_list(wire, wire_stride, first, groups, 1, C)
-        h = decode_groups(wire, first, groups, matrix, C)
+        h = decode_groups(wire, first, end, matrix, C)
         if C.OUTLIERS:
             h = add_lists(h, found, wire, wire_stride, first, groups, 1, C)
-        end = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
-        store_tile(x, h, group, end, rows, FLAGS, C)
+        if C.ROW:
+            last = tl.minimum(numel, end.to(tl.int64) * C.G)
+        else:
+            last = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
+        store_tile(x, h, group, last, rows, FLAGS, C)
 
 
 @triton.jit

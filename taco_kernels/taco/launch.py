@@ -50,8 +50,7 @@ def _in_one_tile(
     chunk = groups * config.group_size
     if chunks == 1 or config.outliers or numel != chunks * chunk or stride != config.wire_bytes(chunk):
         return False
-    tile = tuning_in(operation, config, device, groups * chunks, 1).tile
-    return chunk < tile and tile % chunk == 0
+    return 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile
 
 
 def layout_of(x: torch.Tensor) -> Layout:
@@ -165,7 +164,7 @@ def _plan_encode(
     tuning = tuning_in("encode", config, device, groups, chunks)
     tuning = for_fp32(tuning, config, device) if wide else tuning
     spec = spec_of(config, device, tuning, row)
-    tiles = ceil_div(groups, spec.R.value) * chunks
+    tiles = ceil_div(groups, spec.USED.value) * chunks
     launch = fast_launch.Launch(
         encode_kernel,
         device.grid(tiles, tuning),
@@ -247,7 +246,7 @@ def _plan_decode(
         constants["W"] = wires.shape[0]
     launch = fast_launch.Launch(
         decode_sum_kernel if summed else decode_kernel,
-        device.grid(ceil_div(groups, spec.R.value) * chunks, tuning),
+        device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning),
         (numel, groups, *([] if summed else [chunks]), wires.stride, *rows[:4]),
         constants,
     )

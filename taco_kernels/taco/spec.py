@@ -31,6 +31,8 @@ class Spec(Constants):
 
     R: tl.constexpr
     """Groups a tile."""
+    USED: tl.constexpr
+    """Groups from one tile to the next: R, or with ROW as many as make whole chunks."""
     G: tl.constexpr
     """Values a group."""
     POINT: tl.constexpr
@@ -88,6 +90,7 @@ def make_spec(
     far, near = (1 / end for end in quadratic.ends(config.bits, config.bend)) if config.bend else (0.0, 0.0)
     return Spec.of(
         R=groups_per_tile,
+        USED=groups_per_tile // row * row if row else groups_per_tile,
         G=G,
         POINT=min(G, device.point),
         BLOCKS=max(1, G // device.point),

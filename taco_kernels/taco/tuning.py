@@ -96,7 +96,7 @@ def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) 
 
 
 def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
-    """Of many chunks that are shorter than a tile and do not divide one: a tile of theirs.
+    """Of many chunks that are shorter than a tile, which is to hold one alone: a tile of theirs.
 
     What of a tile lies behind its chunk is computed for nothing. Not timed.
     """

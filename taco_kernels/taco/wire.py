@@ -121,10 +121,10 @@ def store_padding(wire, first, groups, C: tl.constexpr):
     if C.ROW:
         USED: tl.constexpr = C.BYTES * C.ROW
         if USED % 16 != 0:
-            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R // C.ROW)[:, None]
+            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]  # some are behind the tile's
             pad = USED + tl.arange(0, 16)[None, :]
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
-            tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R // C.ROW, 16], tl.uint8), mask=mask)
+            tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)
     else:
         used = tl.full((), C.BYTES, tl.int64) * groups
         pad = used + tl.arange(0, 16)

@@ -53,7 +53,9 @@ def test_launches_take_what_the_file_says(file) -> None:
     assert (tile, options["num_warps"], options["maxnreg"]) == (OTHER.tile, OTHER.warps, OTHER.registers)
     options, tile = encoded_on(GPU, chunks=32)  # tiles of several chunks are tiles of one
     assert (tile, options["num_warps"], options["maxnreg"]) == (OTHER.tile, OTHER.warps, OTHER.registers)
-    options, tile = encoded_on(GPU, chunks=30)  # chunks that divide no tile follow the rule
+    options, tile = encoded_on(
+        GPU, chunks=30
+    )  # of chunks padded to whole groups a tile holds one, by the rule
     assert (tile, options["num_warps"], options["maxnreg"]) == (4096, shipped.warps, None)
 
 

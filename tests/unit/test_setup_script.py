@@ -42,7 +42,8 @@ def made(script: Path, *stamps: str) -> Path:
     python = venv / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    together = b"".join((clone / name).read_bytes() for name in SET_UP_READS)
+    folder = f"{clone.resolve()}\n".encode()
+    together = folder + b"".join((clone / name).read_bytes() for name in SET_UP_READS)
     digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
     for stamp in stamps:
         (venv / stamp).write_bytes(digest + b"\n")
@@ -103,6 +104,16 @@ def test_a_second_run_does_nothing(tmp_path, words) -> None:
     made(script, STAMP, f"{STAMP}-engine")
     done = run(script, *words, PATH=os.environ["PATH"])
     assert done.returncode == 0 and "up to date" in done.stdout
+
+
+def test_a_checkout_that_was_moved_is_installed_again(tmp_path) -> None:
+    """Its .venv knows it by its path."""
+    script = copy_of_the_script(tmp_path / "clone")
+    venv = made(script, STAMP)
+    interpreter(venv / "bin" / "python", (3, 12))
+    (tmp_path / "clone").rename(tmp_path / "moved")
+    done = run(tmp_path / "moved" / "scripts" / "setup.sh", PATH=os.environ["PATH"])
+    assert done.returncode != 0 and "setup: installing" in done.stdout
 
 
 def test_transformer_engine_needs_a_compiler(tmp_path) -> None:
