@@ -172,6 +172,8 @@ class CompressionConfig:
             )
         ranks = {name: count(args) for name, count in ACTIVATIONS.items()}
         ranks["data_parallel"] = replicas(args)
+        if args.num_experts:  # ranks that share an expert send each other tokens as tensor parallelism does
+            ranks["tensor_parallel"] = max(ranks["tensor_parallel"], args.expert_tensor_parallel_size or 1)
         lines += [
             getattr(self, name).idle_reason(count) or getattr(self, name).describe()
             for name, count in ranks.items()

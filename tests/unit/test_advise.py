@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.compression.advise import Cluster, Constants, Layout, Link, Model, memory, predict, work
+from megatron.compression.advise import Cluster, Constants, Layout, Link, Model, memory, predict, shapes, work
 from megatron.compression.advise.__main__ import main
 from megatron.compression.advise.settings import Setting
 from megatron.compression.config import CompressionConfig
@@ -281,3 +281,11 @@ def test_a_benchmark_writes_points_that_can_be_predicted():
         point = {"regime": "ethernet", "ranks": options.ranks, "communicators": 2, "flags": words}
         found = predict_iterations.predicted(point, H200)
         assert found.milliseconds > 50 and found.phases["codecs"] > 0
+
+
+def test_layers_of_experts_are_those_of_megatron() -> None:
+    """Layers 0, 2 and 4 of five with --moe-layer-freq 2."""
+    words = "--num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128"
+    for frequency, dense in (("1", 0), ("2", 2), ("[0,1,1,0,1]", 2)):
+        args = shapes.parse_megatron([*words.split(), "--num-experts", "4", "--moe-layer-freq", frequency])
+        assert shapes.model_of(args).dense_layers == dense

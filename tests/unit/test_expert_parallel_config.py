@@ -77,6 +77,15 @@ def test_described_and_idle() -> None:
     assert "has no effect" not in config.describe(args)[0]
 
 
+def test_ranks_that_share_an_expert_are_tensor_parallel() -> None:
+    """--tp-compression has an effect there, whatever the layers around them are cut into."""
+    config, args = resolved("--tp-compression", "int8")
+    args.tensor_model_parallel_size = args.expert_tensor_parallel_size = 1
+    assert "has no effect here: --tensor-model-parallel-size is 1" in config.describe(args)[0]
+    args.expert_tensor_parallel_size = 2
+    assert "has no effect" not in config.describe(args)[0]
+
+
 def test_tensor_parallel_experts_need_a_codec_of_rows() -> None:
     """Ranks that share an expert send each other any number of tokens; not where experts are whole."""
     shared = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}

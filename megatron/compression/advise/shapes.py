@@ -231,7 +231,7 @@ def model_of(args: argparse.Namespace) -> Model:
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden)
     frequency = args.moe_layer_freq
     every = isinstance(frequency, int)
-    dense = args.num_layers - args.num_layers // frequency if every else frequency.count(0)
+    dense = args.num_layers - -(-args.num_layers // frequency) if every else frequency.count(0)
     return Model(
         layers=args.num_layers,
         hidden=hidden,
