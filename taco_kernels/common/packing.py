@@ -11,7 +11,7 @@ bits, q the word, k the byte.
 import triton
 import triton.language as tl
 
-from taco_kernels.common.planes import across_chunks, behind, store_codes
+from taco_kernels.common.planes import behind, store_codes, unit_pointers
 from taco_kernels.common.rounding import fixed_point, quantize
 
 SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
@@ -99,10 +99,7 @@ def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
     """
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    if C.ROW:
-        at = plane.to(tl.pointer_type(words.dtype)) + across_chunks(first, P // SIZE, SIZE, C)
-    else:
-        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(words.dtype)) + flat
+    at = unit_pointers(plane, first, P, words.dtype, C)
     tl.store(at, tl.reshape(words, [C.R * P // SIZE]), mask=flat < (groups - first) * (P // SIZE))
 
 

@@ -27,14 +27,22 @@ def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
+    """Pointers [R * P / SIZE] to the units of ``dtype`` of groups first... of a plane of P bytes a group."""
+    SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
+    if C.ROW:
+        at = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
+    else:
+        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(0, C.R * P // SIZE)
+    return at
+
+
+@triton.jit
 def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
     """Store uint8[R, P] as groups first... of a plane of P bytes a group; nothing beyond the last group."""
     flat = tl.arange(0, C.R * P)
     left = (groups - first) * P
-    if C.ROW:
-        at = plane + across_chunks(first, P, 1, C)
-    else:
-        at = plane + first.to(tl.int64) * P + flat
+    at = unit_pointers(plane, first, P, tl.uint8, C)
     tl.store(at, tl.reshape(value, [C.R * P]), mask=flat < left)
 
 
@@ -43,10 +51,7 @@ def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
     """uint8[R, P]: groups first... of a plane of P bytes a group; zeros beyond the last group."""
     flat = tl.arange(0, C.R * P)
     left = (groups - first) * P
-    if C.ROW:
-        at = plane + across_chunks(first, P, 1, C)
-    else:
-        at = plane + first.to(tl.int64) * P + flat
+    at = unit_pointers(plane, first, P, tl.uint8, C)
     return tl.reshape(tl.load(at, mask=flat < left, other=0), [C.R, P])
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.packing import SELECT, four_of, sixteen_joined
-from taco_kernels.common.planes import across_chunks, behind
+from taco_kernels.common.planes import behind, unit_pointers
 
 MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
 
@@ -78,10 +78,7 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
     """int32[R, G / 16, n]: a plane of P bytes a group in words of ``dtype``; zeros beyond the last group."""
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    if C.ROW:
-        at = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
-    else:
-        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + flat
+    at = unit_pointers(plane, first, P, dtype, C)
     words = tl.load(at, mask=flat < (groups - first) * (P // SIZE), other=0).to(tl.int32)
     return tl.reshape(words, [C.R, C.G // 16, 16 * P // C.G // SIZE])
 

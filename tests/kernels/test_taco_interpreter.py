@@ -64,7 +64,7 @@ def check_format(format: str) -> None:
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
-    cases = 0
+    cases = together = 0
     for number, (group_size, scales, hadamard, dtype) in enumerate(
         (
             (32, "dual", True, torch.float32),
@@ -102,7 +102,9 @@ def check_format(format: str) -> None:
             # chunks of which a tile holds several, the last tile not all of them
             width = (1 + number % 3) * max(group_size, 256 if number % 2 else 128)
             short = torch.randn(9, width, generator=torch.Generator().manual_seed(number)).to(dtype)
-            rows = reference.encode(short, config, 9)
+            rows, groups = reference.encode(short, config, 9), width // group_size
+            like = config, launch.device_number(-1), groups, 9, short.numel(), rows.shape[1]
+            together += launch._in_one_tile("encode", *like) and launch._in_one_tile("decode", *like)
             apart = difference(rows, launch.encode(short, config, 9, out=torch.full_like(rows, 99)), config)
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             again = launch.decode(rows, config, short.shape, dtype)
@@ -139,6 +141,7 @@ def check_format(format: str) -> None:
             apart = difference(expected[None], again[None], other)
             assert apart.grid_steps <= 1 and apart.codes < 0.01 and apart.padding, (config, other, apart)
             cases += 1
+    assert 2 * together >= cases, "chunks of which a tile holds several"
     print(f"{format}: {cases} cases")
 
 

@@ -38,9 +38,8 @@ def attach(
     if config.enabled:
         codecs = (config.forward_codec, config.backward_codec)
         fused = any(codec is not None and codec.fused_config is not None for codec in codecs)
-        for line in run.transports.prepare(
-            groups, fused
-        ):  # all ranks, also those of chunks without attention
+        # On all ranks, also those whose chunks have no attention.
+        for line in run.transports.prepare(groups, fused):
             say(f"compression: {line}")
 
 
