@@ -20,7 +20,7 @@ from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 from megatron.compression.tensor_parallel.turns_checks import HALVES
 
-TransportChoice = Literal["auto", "collective", "symmetric"]
+TransportChoice = Literal["auto", "collective", "symmetric", "host"]
 
 ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
     "tensor_parallel": attrgetter("tensor_model_parallel_size"),

@@ -4,7 +4,18 @@ A rank writes its payloads into the memory of its peers and waits for flags in i
 posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``ring.py`` has the protocol.
 """
 
-from taco_kernels.symmetric_memory.group import SymmetricGroup, unavailable_reason
+from taco_kernels.symmetric_memory.group import (
+    SymmetricGroup,
+    apart_reason,
+    strangers_reason,
+    unavailable_reason,
+)
 from taco_kernels.symmetric_memory.lane import SymmetricMemoryError
 
-__all__ = ["SymmetricGroup", "SymmetricMemoryError", "unavailable_reason"]
+__all__ = [
+    "SymmetricGroup",
+    "SymmetricMemoryError",
+    "apart_reason",
+    "strangers_reason",
+    "unavailable_reason",
+]

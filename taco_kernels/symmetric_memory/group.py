@@ -29,6 +29,11 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
 
     Every rank gets the same answer.
     """
+    return apart_reason(group) or strangers_reason(group)
+
+
+def apart_reason(group: dist.ProcessGroup) -> str | None:
+    """Why the ranks are not on one host with a device of one kind each, or None. Collective."""
     if group.size() > collectives.MAX_WORLD_SIZE:
         return f"the group has {group.size()} ranks, more than {collectives.MAX_WORLD_SIZE}"
     views = [None] * group.size()
@@ -38,18 +43,25 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
             return f"rank {rank}: {view['problem']}"
     if len({view["host"] for view in views}) > 1:
         return "the ranks are on several hosts"
-    if len({view["device"] for view in views}) < len(views):
+    if len({view["uuid"] for view in views}) < len(views):
         return "two ranks use the same device"
     if len({view["kind"] for view in views}) > 1:
         return f"the ranks' devices differ: {', '.join(sorted({view['kind'] for view in views}))}"
+    return None
+
+
+def strangers_reason(group: dist.ProcessGroup) -> str | None:
+    """Which devices of a host have no access to each other's memory, or None. Collective."""
+    views = [None] * group.size()
+    dist.all_gather_object(views, _view()["uuid"], group=group)
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = torch.cuda.current_device()
     strangers = [
         rank
-        for rank, view in enumerate(views)
+        for rank, uuid in enumerate(views)
         if rank != group.rank()
-        and view["uuid"] in visible
-        and not torch.cuda.can_device_access_peer(own, visible[view["uuid"]])
+        and uuid in visible
+        and not torch.cuda.can_device_access_peer(own, visible[uuid])
     ]
     dist.all_gather_object(views, strangers, group=group)
     for rank, others in enumerate(views):
@@ -73,7 +85,6 @@ def _view() -> dict:
         "problem": None,
         "host": host,
         "uuid": str(properties.uuid),
-        "device": str(properties.uuid),
         "kind": f"{properties.name} with {properties.multi_processor_count} multiprocessors",
     }
 

@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.advise.cluster import OPERATIONS, Constants
+from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import bytes_sent
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.transports import Transports, over_tcp
 from megatron.compression.errors import InputError
 
 LINKS: dict[str, dict[str, str]] = {
@@ -131,10 +134,9 @@ def collective(
     return call
 
 
-def link(clock: Clock) -> dict:
-    """The curves of the default group's link, by operation; with two communicators as well over TCP."""
-    from megatron.compression.communication.transports import over_tcp
-
+def link(clock: Clock, transport: TorchTransport) -> dict:
+    """The curves of the default group's link, by operation; with two communicators as well over TCP, and by
+    copy engines where payloads take them."""
     world, ranks = dist.group.WORLD, dist.get_world_size()
     result = {"ranks": ranks, "curves": {}}
     if over_tcp(world):
@@ -150,6 +152,17 @@ def link(clock: Clock) -> dict:
                 us = clock.us(collective(operation, nbytes, groups, clock.device))
                 points.append([bytes_sent(operation, nbytes, ranks), round(us, 1)])
             result["curves"][operation + suffix] = points
+    if isinstance(transport, HostTransport):
+        for operation in ("all_to_all", "all_gather"):
+            points = []
+            for mib in MIB:
+                nbytes = int(mib * 2**20) // ranks * ranks
+                payload = torch.zeros(ranks, nbytes // ranks, dtype=torch.uint8, device=clock.device)
+                payload = payload if operation == "all_to_all" else payload[0]
+                start = getattr(transport, operation)
+                us = clock.us(lambda: start(payload)[1].wait())  # noqa: B023
+                points.append([bytes_sent(operation, nbytes, ranks), round(us, 1)])
+            result["curves"][f"{operation} copied"] = points
     result["overlap_loss"] = round(overlap_loss(clock), 3)
     return result
 
@@ -176,7 +189,7 @@ def overlap_loss(clock: Clock) -> float:
     return min(max(more, 0.0), 1.0)
 
 
-def fused_us(clock: Clock, curves: dict) -> float | None:
+def fused_us(clock: Clock, curves: dict, transport: TorchTransport) -> float | None:
     """A fused all-reduce's codec for 2^20 values: what is left of its time after latency and link.
 
     None: symmetric memory cannot be had.
@@ -184,11 +197,8 @@ def fused_us(clock: Clock, curves: dict) -> float | None:
     from megatron.compression.advise.cluster import _link
     from megatron.compression.codecs import parse_codec
     from megatron.compression.communication.all_reduce import all_reduce
-    from megatron.compression.communication.transports import Transports
 
-    transports, codec = Transports(), parse_codec("int8")
-    transports.prepare([dist.group.WORLD])
-    transport = transports.transport(dist.group.WORLD)
+    codec = parse_codec("int8")
     if not transport.fuses(codec):
         return None
     values = 2**25
@@ -312,7 +322,10 @@ def worker(path: Path, name: str) -> None:
     clock = Clock()
     data = json.loads(path.read_text()) if path.exists() else None
     dist.barrier()
-    found = link(clock)
+    transports = Transports()
+    transports.prepare([dist.group.WORLD])
+    transport = transports.transport(dist.group.WORLD)
+    found = link(clock, transport)
     if data is None:
         defaults = Constants.load()
         from megatron.core import parallel_state, tensor_parallel
@@ -325,7 +338,7 @@ def worker(path: Path, name: str) -> None:
         data |= compute(clock)
         data |= {"codecs": costs, "launch_us": launch, "iteration_ms": defaults.iteration_ms}
         data |= {"fused_us": defaults.fused_us, "links": {}}
-    fused = fused_us(clock, found) if cuda and "tcp" not in found else None
+    fused = fused_us(clock, found, transport) if cuda and "tcp" not in found else None
     if fused is not None:
         data["fused_us"], found["fused"] = round(fused, 3), True
     data["links"][name] = found

@@ -22,7 +22,8 @@ class Link:
     """How long collectives take over one kind of link, by what a rank sends."""
 
     curves: Mapping[str, Curve]
-    """By operation; ``all_to_all x2`` of a payload shared between two communicators."""
+    """By operation; ``all_to_all x2`` of a payload shared between two communicators, ``all_to_all copied`` of
+    one that copy engines carry through host memory."""
     ranks: int
     """Of the group that the curves were measured on."""
     fused: bool = False
@@ -74,6 +75,11 @@ class Link:
         return self.curves[next(name for name in names if name in self.curves)]
 
     @property
+    def copied(self) -> bool:
+        """Payloads go through host memory (``--compression-transport host``), which slows no GEMM."""
+        return "all_to_all copied" in self.curves
+
+    @property
     def bandwidth(self) -> float:
         """Bytes a millisecond that a rank sends in large all-reduces."""
         (few, early), (many, late) = self.curve("all_reduce")[-2:]
@@ -84,7 +90,7 @@ def _rounds(operation: str, ranks: int) -> float:
     """Messages one after the other: trees, pairs for all-to-all."""
     if operation == "send":
         return 1.0
-    return ranks - 1.0 if operation == "all_to_all" else math.ceil(math.log2(ranks))
+    return ranks - 1.0 if operation.startswith("all_to_all") else math.ceil(math.log2(ranks))
 
 
 def _interpolate(curve: Curve, x: float) -> float:

@@ -24,6 +24,8 @@ class Cost:
     """Bytes, as the ledger counts them."""
     overlaps: bool = True
     """Whether GEMMs can run meanwhile; a fused collective takes all multiprocessors."""
+    copied: bool = False
+    """By copy engines, beside which GEMMs are as fast as alone."""
 
 
 def uncompressed(group: Group, operation: str, nbytes: int, communicators: int = 1) -> Cost:
@@ -57,14 +59,16 @@ def compressed(
         latency = group.slowest.curve("all_reduce")[0][1] * 0.6
         return Cost((latency + work) / 1e3 + sent / group.slowest.bandwidth, 0.0, sent, overlaps=False)
     share = communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
-    link = sum(_link_time(group, name, n, share) for name, n in zip(exchanges, payloads, strict=True))
+    copied = group.nodes == 1 and group.slowest.copied
+    way = " copied" * copied
+    link = sum(_link_time(group, name + way, n, share) for name, n in zip(exchanges, payloads, strict=True))
     own = values / ranks
     kernels = _kernel(constants, first, "encode", values if scatters else own)
     if scatters:
         kernels += _kernel(constants, first, "sum" if sums else "decode", values)
     if gathers:
         kernels += _kernel(constants, second, "decode", values)
-    return Cost(link, kernels, sent)
+    return Cost(link, kernels, sent, copied=copied)
 
 
 def gradients(
@@ -125,7 +129,7 @@ def payload(codec: Codec, values: int, value_bytes: int = 2) -> int:
 
 
 def _sent(operation: str, nbytes: float, ranks: int) -> float:
-    return bytes_sent(operation, int(nbytes), ranks)
+    return bytes_sent(operation.removesuffix(" copied"), int(nbytes), ranks)
 
 
 def _link_time(group: Group, operation: str, nbytes: float, communicators: int) -> float:

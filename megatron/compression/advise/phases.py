@@ -62,7 +62,8 @@ class _Iteration:
 
     def __init__(self, model: Model, layout: Layout, cluster: Cluster, config: CompressionConfig) -> None:
         if config.transport == "collective":
-            cluster = replace(cluster, intra=replace(cluster.intra, fused=False))
+            curves = {name: one for name, one in cluster.intra.curves.items() if "copied" not in name}
+            cluster = replace(cluster, intra=replace(cluster.intra, fused=False, curves=curves))
         if config.caat_net.enabled:
             raise InputError("--caat-net-sync-fraction makes another model, which is not modelled; drop it")
         for asked, flag in (
@@ -140,7 +141,7 @@ class _Iteration:
         dimension, times = traffic[:2].upper(), count * self.rounds
         self.sent[traffic] += cost.sent * times
         hides = min(cost.link, behind) if cost.overlaps else 0.0
-        exposed = cost.link - hides * (1 - group.slowest.overlap_loss)
+        exposed = cost.link - hides * (1 - group.slowest.overlap_loss * (not cost.copied))
         self.hidden[dimension] += hides * times
         self.phases[dimension] += exposed * times
         self.phases["codecs"] += cost.kernels * times

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.groups import new_groups
+from megatron.compression.communication.host_memory import HostMemory, HostMemoryError
+from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.symmetric import SymmetricTransport
 from megatron.compression.communication.transport import OnSend, TorchTransport
 from megatron.compression.errors import CompressionConfigError
@@ -16,21 +18,21 @@ TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
 
 
 class TransportError(CompressionConfigError):
-    """``--compression-transport symmetric`` cannot be honoured."""
+    """``--compression-transport symmetric`` or ``host`` cannot be honoured."""
 
 
 class Transports:
     """Which transport each process group uses; asked for by every site.
 
     Args:
-        choice: the flag ``--compression-transport``: auto, collective or symmetric.
+        choice: the flag ``--compression-transport``: auto, collective, symmetric or host.
         communicators: how many share each payload over torch.distributed, the flag
             ``--compression-communicators``; 0 lets ``prepare`` decide.
     """
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
         self.choice, self.communicators = choice, communicators
-        self._symmetric: dict[dist.ProcessGroup, object | None] = {}
+        self._memory: dict[dist.ProcessGroup, object | None] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
     def prepare(self, groups: Iterable[dist.ProcessGroup], fused: bool = True) -> list[str]:
@@ -38,25 +40,26 @@ class Transports:
 
         Args:
             groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
-            fused: whether collectives may be fused kernels; False takes torch.distributed.
+            fused: whether collectives may be fused kernels over symmetric memory.
         Returns: A line for the log for each group that had not been decided before.
-        Raises: TransportError: symmetric memory was asked for and cannot be had.
+        Raises: TransportError: a kind of memory was asked for and cannot be had.
         """
         lines: list[str] = []
         wanted: list[list[int]] = []
         owners: list[dist.ProcessGroup] = []
         for group in groups:
-            if group in self._symmetric:
+            if group in self._memory:
                 continue
-            self._symmetric[group] = None
-            reason = self._why_collective(group) if fused else "no fused kernels for these messages"
-            if reason is None:
-                line, reason = self._share_memory(group)
-            if reason is None:
+            self._memory[group] = None
+            line, reason = self._share_memory(group, fused)
+            if self._memory[group] is not None:
+                if self.communicators > 1:
+                    line += f"; --compression-communicators {self.communicators} has nothing to share there"
                 lines.append(line)
                 continue
-            if self.choice == "symmetric" and fused:
-                raise TransportError(f"--compression-transport symmetric is not possible: {reason}; use auto")
+            if self.choice == "host" or (self.choice == "symmetric" and fused):
+                flag = f"--compression-transport {self.choice}"
+                raise TransportError(f"{flag} is not possible: {reason}; use auto")
             count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)
@@ -66,38 +69,55 @@ class Transports:
             self._more_groups.setdefault(group, []).append(more)
         return lines
 
-    def _share_memory(self, group: dist.ProcessGroup) -> tuple[str, str | None]:
-        """A line for the log, and the reason why it failed, the same on every rank of the group."""
-        from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError
+    def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> tuple[str, str]:
+        """Set up what memory the choice and the links allow; a line for the log, or why there is none.
 
+        The same on every rank of the group.
+        """
+        if self.choice == "collective":
+            return "", "--compression-transport collective"
+        if not torch.cuda.is_available():
+            return "", "no CUDA device"
+        from taco_kernels import symmetric_memory
+
+        if reason := symmetric_memory.apart_reason(group):
+            return "", reason
+        refused = "NCCL_P2P_DISABLE=1 asks for no peer access"
+        reason = refused if os.environ.get("NCCL_P2P_DISABLE") == "1" else None
+        reason = reason or symmetric_memory.strangers_reason(group)
+        no_peers = reason is not None
+        if reason is None and not fused:
+            reason = "no fused kernels for these messages"
+        if reason is None and self.choice != "host":
+            try:
+                self._memory[group] = symmetric_memory.SymmetricGroup(group)
+            except symmetric_memory.SymmetricMemoryError as error:
+                return "", str(error)
+            return f"payloads travel over symmetric memory between {group.size()} ranks of one host", ""
+        if self.choice == "symmetric" or (self.choice == "auto" and not no_peers):
+            return "", str(reason)
+        if self.choice == "auto" and os.environ.get("NCCL_SHM_DISABLE") == "1":
+            return "", f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
         try:
-            self._symmetric[group] = SymmetricGroup(group)
-        except SymmetricMemoryError as error:
-            return "", str(error)
-        line = f"payloads travel over symmetric memory between {group.size()} ranks of one host"
-        if self.communicators > 1:
-            line += f"; --compression-communicators {self.communicators} has nothing to share there"
-        return line, None
+            self._memory[group] = HostMemory(group)
+        except HostMemoryError as error:
+            return "", f"{reason}; no host memory to share: {error}"
+        return f"payloads travel through host memory between {group.size()} ranks ({reason})", ""
 
     def transport(
         self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
     ) -> TorchTransport:
-        """The transport of a group; torch.distributed where ``prepare`` was not called, or not ``fused``."""
-        symmetric = self._symmetric.get(group) if fused else None
-        if symmetric is None:
+        """The transport of a group; torch.distributed where ``prepare`` was not called or found no memory.
+
+        Args:
+            fused: as for ``prepare``.
+        """
+        memory = self._memory.get(group)
+        if isinstance(memory, HostMemory):
+            return HostTransport(memory, on_send)
+        if memory is None or not fused:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
-        return SymmetricTransport(symmetric, on_send)
-
-    def _why_collective(self, group: dist.ProcessGroup) -> str | None:
-        if self.choice == "collective":
-            return "--compression-transport collective"
-        if not torch.cuda.is_available():
-            return "no CUDA device"
-        if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            return "NCCL_P2P_DISABLE=1 asks for no peer access"
-        from taco_kernels.symmetric_memory import unavailable_reason
-
-        return unavailable_reason(group)
+        return SymmetricTransport(memory, on_send)
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
