@@ -68,7 +68,8 @@ def _piece(size: int, world: int) -> int:
 
 
 class Streams(Protocol):
-    """Two queues of copies and waits: what goes to host memory, and what comes from it. See ``CopyEngines``."""
+    """Two queues of copies and waits: what goes to host memory, and what comes from it. See
+    ``CopyEngines``."""
 
     def begin(self) -> None:
         """Let both queues wait for what has been launched."""
