@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.host_memory import (
-    MOST,
     SLOTS,
     HostMemory,
     HostMemoryError,
+    awaited,
+    largest,
     steps,
+    tells,
 )
 from megatron.compression.communication.host_transport import HostTransport
 from tests.distributed.spawn import spawn
@@ -40,6 +42,9 @@ class Threads:
     def copy(self, sends: bool, host: int, device: int, size: int) -> None:
         to, source = (host, device) if sends else (device, host)
         self._queues[sends].put(lambda: ctypes.memmove(to, source, size))
+
+    def copy_own(self, to: int, source: int, size: int) -> None:
+        self.copy(True, to, source, size)
 
     def await_counter(self, sends: bool, counter: int, value: int) -> None:
         def wait() -> None:
@@ -78,7 +83,9 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
     under_way = []
     for number in range(30):
         rows = [[sizes.choice((0, 1, 700, 4000)) for _ in range(world)] for _ in range(world)]
-        width = sizes.choice((1, 96, 700)) if number % 10 else MOST * (SLOTS + 2) // 4000  # rings go round
+        width = (
+            sizes.choice((1, 96, 700)) if number % 10 else largest(2) * (SLOTS + 2) // 4000
+        )  # rings go round
         x = torch.randint(0, 255, (sum(rows[rank]), width), dtype=torch.uint8, generator=generator).to(device)
         came = [row[rank] for row in rows]
         expected = x.new_empty((sum(came), width))
@@ -119,22 +126,25 @@ def test_all_ranks_learn_of_a_problem() -> None:
     assert spawn(refused_worker, 2) == ["rank 1: no such driver"] * 2
 
 
-@pytest.mark.parametrize("sizes", [(5, 0, 9 * MOST), (2**20, 2**20, 2**20), (0, 0, 0)])
+@pytest.mark.parametrize("sizes", [(5, 0, 90 << 20), (2**20, 2**20, 2**20), (0, 0, 0)])
 def test_steps_in_order(sizes: tuple[int, ...]) -> None:
-    """Each rank's, one after the other, end: no ring is awaited that a later step would have to empty."""
+    """Each rank's, one after the other, end, exchange by exchange: what is awaited comes earlier."""
     world = len(sizes)
     matrix = [[sizes[(sender + receiver) % world] for receiver in range(world)] for sender in range(world)]
-    left = [list(steps(r, tuple(matrix[r]), tuple(row[r] for row in matrix))) for r in range(world)]
-    full = {(a, b): 0 for a in range(world) for b in range(world)}
+    left = [2 * steps(r, tuple(matrix[r]), tuple(row[r] for row in matrix)) for r in range(world)]
+    sent, got, told = ({(a, b): 0 for a in range(world) for b in range(world)} for _ in range(3))
     while any(left):
         before = sum(map(len, left))
-        for rank, waiting in enumerate(left):
-            if not waiting:
-                continue
-            step = waiting[0]
+        for rank, (step, *others) in ((rank, one) for rank, one in enumerate(left) if one):
             pair = (rank, step.peer) if step.sends else (step.peer, rank)
-            if full[pair] < SLOTS if step.sends else full[pair]:
-                full[pair] += 1 if step.sends else -1
-                waiting.pop(0)
+            if step.sends and told[pair] >= awaited(sent[pair], step):
+                assert sent[pair] - got[pair] < SLOTS
+                sent[pair] += 1
+            elif not step.sends and sent[pair] > got[pair]:
+                got[pair] += 1
+                told[pair] = got[pair] if tells(step) else told[pair]
+            else:
+                continue
+            left[rank] = others
         assert sum(map(len, left)) < before, left
-    assert not any(full.values())
+    assert sent == got == told

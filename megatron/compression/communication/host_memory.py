@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 PIECES = 4
 """Of what a rank sends in one exchange: while one is copied out, the next is copied in."""
-LEAST, MOST = 1 << 20, 4 << 20
+LEAST = 1 << 20
 """Bytes of a piece."""
 SLOTS = 4
 """Pieces from one rank to another that may be under way."""
@@ -31,6 +31,13 @@ class HostMemoryError(RuntimeError):
     """The ranks of a group cannot share pinned memory."""
 
 
+class Part(NamedTuple):
+    """Bytes in a device's memory."""
+
+    address: int
+    size: int
+
+
 class Step(NamedTuple):
     """A piece on its way into a ring, or out of one."""
 
@@ -39,6 +46,9 @@ class Step(NamedTuple):
     offset: int
     """Into the peer's bytes."""
     size: int
+    number: int
+    """Among the pieces for this peer, or from it."""
+    pieces: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,15 +66,36 @@ def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, 
         for distance in range(1, world):
             peer = (rank + distance if sends else rank - distance) % world
             piece = _piece(sizes[peer], world)
-            for number, offset in enumerate(range(0, sizes[peer], piece)):
-                step = Step(sends, peer, offset, min(piece, sizes[peer] - offset))
+            offsets = range(0, sizes[peer], piece)
+            for number, offset in enumerate(offsets):
+                step = Step(sends, peer, offset, min(piece, sizes[peer] - offset), number, len(offsets))
                 result.append(((number, distance, not sends), step))
     return tuple(step for _, step in sorted(result))
 
 
 def _piece(size: int, world: int) -> int:
     """Bytes of a piece; known to both ends, who know what passes between them and no more."""
-    return min(MOST, max(LEAST, -(-size * (world - 1) // PIECES)))
+    return min(largest(world), max(LEAST, -(-size * (world - 1) // PIECES)))
+
+
+def largest(world: int) -> int:
+    """Bytes of a slot."""
+    return max((16 << 20) // world, LEAST)
+
+
+def awaited(count: int, step: Step) -> int:
+    """How many pieces the receiver must have emptied before a step sends piece ``count`` of a ring.
+
+    Looked at once for ``SLOTS`` pieces.
+    """
+    if step.number % SLOTS:
+        return 0
+    return min(count + SLOTS, count - step.number + step.pieces) - SLOTS
+
+
+def tells(step: Step) -> bool:
+    """Whether a receiver says behind a step how many pieces it has emptied."""
+    return step.number % SLOTS == SLOTS - 1 or step.number == step.pieces - 1
 
 
 class Streams(Protocol):
@@ -77,6 +108,9 @@ class Streams(Protocol):
     def copy(self, sends: bool, host: int, device: int, size: int) -> None:
         """Copy ``size`` bytes between two addresses."""
 
+    def copy_own(self, to: int, source: int, size: int) -> None:
+        """Copy what stays on the device."""
+
     def await_counter(self, sends: bool, counter: int, value: int) -> None:
         """Let a queue wait until the counter at an address is ``value`` or more."""
 
@@ -88,7 +122,8 @@ class Streams(Protocol):
 
 
 class CopyEngines:
-    """Two CUDA streams of copies, with waits for values in memory.
+    """Two CUDA streams of copies, with waits for values in memory. By the driver's own functions: an exchange
+    makes some thirty calls, and torch's cost several times as much.
 
     Raises: HostMemoryError: the driver does not know such waits.
     """
@@ -97,65 +132,97 @@ class CopyEngines:
         failed = int(torch.cuda.cudart().cudaHostRegister(pinned, size, 3))  # portable and mapped
         if failed:
             raise HostMemoryError(f"cudaHostRegister failed with error {failed}")
+        self._device = torch.cuda.current_device()
         self._driver = driver = ctypes.CDLL("libcuda.so.1")
-        pointer, number = ctypes.c_uint64, ctypes.c_uint32
-        driver.cuMemcpyDtoHAsync_v2.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
-        driver.cuMemcpyHtoDAsync_v2.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
-        for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+        handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+        for name, *arguments in (
+            ("cuMemcpyDtoHAsync_v2", handle, address, ctypes.c_size_t, handle),
+            ("cuMemcpyHtoDAsync_v2", address, handle, ctypes.c_size_t, handle),
+            ("cuMemcpyDtoDAsync_v2", address, address, ctypes.c_size_t, handle),
+            ("cuStreamWaitValue32_v2", handle, address, number, number),
+            ("cuStreamWriteValue32_v2", handle, address, number, number),
+            ("cuMemHostGetDevicePointer_v2", ctypes.POINTER(address), handle, number),
+            ("cuEventCreate", ctypes.POINTER(handle), number),
+            ("cuEventRecord", handle, handle),
+            ("cuStreamWaitEvent", handle, handle, number),
+        ):
             if not hasattr(driver, name):
                 raise HostMemoryError(f"the driver has no {name}")
-            getattr(driver, name).argtypes = [pointer, pointer, number, number]
-        mapped = pointer()
-        self._check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), ctypes.c_void_p(pinned), 0))
+            getattr(driver, name).argtypes = arguments
+        mapped = address()
+        check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
         self._to_device = mapped.value - pinned
-        self._streams = {sends: torch.cuda.Stream() for sends in (True, False)}
-        self._raw = {sends: stream.cuda_stream for sends, stream in self._streams.items()}
-
-    @staticmethod
-    def _check(failed: int) -> None:
-        if failed:
-            raise HostMemoryError(f"a call of the CUDA driver failed with error {failed}")
+        self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        self._up, self._down = (stream.cuda_stream for stream in self._streams)
+        self.events: list[int] = []
+        """Those that nobody waits for."""
 
     def begin(self) -> None:
-        event = torch.cuda.current_stream().record_event()
-        for stream in self._streams.values():
-            stream.wait_event(event)
+        event = self._recorded(torch._C._cuda_getCurrentRawStream(self._device))
+        for stream in (self._up, self._down):
+            check(self._driver.cuStreamWaitEvent(stream, event, 0))
+        self.events.append(event)
+
+    def _recorded(self, stream: int) -> int:
+        if not self.events:
+            made = ctypes.c_void_p()
+            check(self._driver.cuEventCreate(ctypes.byref(made), 2))  # without times
+            self.events.append(made.value)
+        event = self.events.pop()
+        check(self._driver.cuEventRecord(event, stream))
+        return event
 
     def copy(self, sends: bool, host: int, device: int, size: int) -> None:
         if sends:
-            self._check(self._driver.cuMemcpyDtoHAsync_v2(host, device, size, self._raw[sends]))
+            check(self._driver.cuMemcpyDtoHAsync_v2(host, device, size, self._down))
         else:
-            self._check(self._driver.cuMemcpyHtoDAsync_v2(device, host, size, self._raw[sends]))
+            check(self._driver.cuMemcpyHtoDAsync_v2(device, host, size, self._up))
+
+    def copy_own(self, to: int, source: int, size: int) -> None:
+        check(self._driver.cuMemcpyDtoDAsync_v2(to, source, size, self._up))
 
     def await_counter(self, sends: bool, counter: int, value: int) -> None:
-        address = counter + self._to_device  # 0: until it is at least the value, in wrapping arithmetic
-        self._check(self._driver.cuStreamWaitValue32_v2(self._raw[sends], address, value & 0xFFFFFFFF, 0))
+        stream = self._down if sends else self._up  # 0: until it is at least the value, modulo 2^32
+        check(self._driver.cuStreamWaitValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def set_counter(self, sends: bool, counter: int, value: int) -> None:
-        address = counter + self._to_device
-        self._check(self._driver.cuStreamWriteValue32_v2(self._raw[sends], address, value & 0xFFFFFFFF, 0))
+        stream = self._down if sends else self._up
+        check(self._driver.cuStreamWriteValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def end(self, kept: Any) -> "_UnderWay":
-        return _UnderWay([stream.record_event() for stream in self._streams.values()], kept)
+        return _UnderWay(self, (self._recorded(self._down), self._recorded(self._up)), kept)
+
+    def let_wait(self, events: tuple[int, ...]) -> None:
+        """Let the current stream wait for events, which are free then."""
+        current = torch._C._cuda_getCurrentRawStream(self._device)
+        for event in events:
+            check(self._driver.cuStreamWaitEvent(current, event, 0))
+            self.events.append(event)
+
+
+def check(failed: int) -> None:
+    """Raise HostMemoryError where a call of the driver has failed."""
+    if failed:
+        raise HostMemoryError(f"a call of the CUDA driver failed with error {failed}")
 
 
 class _UnderWay:
     """The copies of one exchange."""
 
-    def __init__(self, events: list[torch.cuda.Event], kept: Any) -> None:
-        self._events, self._kept = events, kept
+    def __init__(self, engines: CopyEngines, events: tuple[int, ...], kept: Any) -> None:
+        self._engines, self._events, self._kept = engines, events, kept
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        for event in self._events:
-            torch.cuda.current_stream().wait_event(event)
-        self._events, self._kept = [], None  # what is allocated in their place is used behind the events
+        events, self._events = self._events, ()
+        self._engines.let_wait(events)
+        self._kept = None  # what is allocated in its place is used behind the events
 
 
 class HostMemory:
     """Memory that the ranks of a group share, and their exchanges through it. Construction is collective.
 
-    It has ``SLOTS`` pieces of up to 4 MiB from each rank to each other: 32 MiB at 2 ranks, 192 at 4. As with
+    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8. As with
     NCCL, all ranks make the same exchanges in the same order. A rank that is gone leaves the others' streams
     waiting, until the launcher or NCCL's watchdog ends them.
 
@@ -173,7 +240,8 @@ class HostMemory:
         self.group, self.rank, self.world = group, group.rank(), group.size()
         pairs = self.world * (self.world - 1)
         self._rings = -(-2 * pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = self._rings + pairs * SLOTS * MOST
+        self._slot = largest(self.world)
+        size = self._rings + pairs * SLOTS * self._slot
         path, problem = None, None
         if self.rank == 0:
             path, problem = _create(size)
@@ -201,32 +269,37 @@ class HostMemory:
                 raise HostMemoryError(f"rank {rank}: {problem}")
         return [word for word, _ in views]
 
-    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Any:
-        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it: contiguous uint8.
+    def exchange(self, sends: Sequence[Part], receives: Sequence[Part], kept: Any) -> Any:
+        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it.
 
+        Args:
+            kept: what they are parts of.
         Returns: a handle, whose ``wait`` lets later work wait for it. What is sent must not change before.
         """
         streams, rank = self._streams, self.rank
-        receives[rank].copy_(sends[rank])
         streams.begin()
-        sizes = (tuple(part.numel() for part in parts) for parts in (sends, receives))
+        if sends[rank].size:
+            streams.copy_own(receives[rank].address, sends[rank].address, sends[rank].size)
+        sizes = (tuple(part.size for part in parts) for parts in (sends, receives))
         for step in steps(rank, *sizes):
-            parts, counts = (sends, self._sent) if step.sends else (receives, self._got)
-            pair = self._pair(rank, step.peer) if step.sends else self._pair(step.peer, rank)
-            count, full, empty = counts[step.peer], self._base + 2 * pair * _LINE, 0
+            sender, receiver = (rank, step.peer) if step.sends else (step.peer, rank)
+            pair = sender * (self.world - 1) + receiver - (receiver > sender)
+            counts, parts = (self._sent, sends) if step.sends else (self._got, receives)
+            count = counts[step.peer]
+            full = self._base + 2 * pair * _LINE
             empty = full + _LINE
-            host = self._base + self._rings + (pair * SLOTS + count % SLOTS) * MOST
-            if step.sends:
-                streams.await_counter(True, empty, count - SLOTS + 1)
-            else:
+            slot = self._base + self._rings + (pair * SLOTS + count % SLOTS) * self._slot
+            if not step.sends:
                 streams.await_counter(False, full, count + 1)
-            streams.copy(step.sends, host, parts[step.peer].data_ptr() + step.offset, step.size)
-            streams.set_counter(step.sends, full if step.sends else empty, count + 1)
+            elif step.number % SLOTS == 0:
+                streams.await_counter(True, empty, awaited(count, step))
+            streams.copy(step.sends, slot, parts[step.peer].address + step.offset, step.size)
             counts[step.peer] = count + 1
-        return streams.end((sends, receives))
-
-    def _pair(self, sender: int, receiver: int) -> int:
-        return sender * (self.world - 1) + receiver - (receiver > sender)
+            if step.sends:
+                streams.set_counter(True, full, count + 1)
+            elif tells(step):
+                streams.set_counter(False, empty, count + 1)
+        return streams.end(kept)
 
 
 def _create(size: int) -> tuple[str | None, str | None]:

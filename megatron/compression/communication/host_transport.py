@@ -1,11 +1,12 @@
 """Payloads through pinned host memory, for the ranks of one host without peer access."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from megatron.compression.communication.host_memory import HostMemory
+from megatron.compression.communication.host_memory import HostMemory, Part
 from megatron.compression.communication.transport import OnSend, TorchTransport
 
 
@@ -30,18 +31,20 @@ class HostTransport(TorchTransport):
         rows = rows.contiguous()
         received = rows.new_empty((sum(came), rows.shape[1]))
         self._report("all_to_all", rows.nbytes)
-        sent, got = (list(whole.split(list(sizes))) for whole, sizes in ((rows, to), (received, came)))
-        return received, self._exchange(sent, got)
+        size, parts = rows.shape[1] * rows.itemsize, []
+        for address, counts in ((rows.data_ptr(), to), (received.data_ptr(), came)):
+            ends = accumulate(counts, initial=0)
+            parts.append(
+                [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
+            )
+        return received, self.memory.exchange(*parts, (rows, received))
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
+        payload = payload.contiguous()
         gathered = payload.new_empty((self.world_size, payload.numel()))
         self._report("all_gather", gathered.numel())
-        return gathered, self._exchange([payload.contiguous()] * self.world_size, list(gathered))
-
-    def _exchange(self, sent: list[torch.Tensor], got: list[torch.Tensor]) -> Any:
-        return self.memory.exchange([_bytes(part) for part in sent], [_bytes(part) for part in got])
-
-
-def _bytes(part: torch.Tensor) -> torch.Tensor:
-    return part.reshape(-1).view(torch.uint8)
+        size, address = payload.nbytes, gathered.data_ptr()
+        into = [Part(address + rank * size, size) for rank in range(self.world_size)]
+        own = [Part(payload.data_ptr(), size)] * self.world_size
+        return gathered, self.memory.exchange(own, into, (payload, gathered))
