@@ -56,8 +56,9 @@ class CompressionConfig:
 
     transport: TransportChoice = "auto"
     """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the
-    memory of the ranks' GPUs, on one host with peer access; auto = symmetric where it can be had. The results
-    have the same bits."""
+    memory of the ranks' GPUs, on one host with peer access, for tensor and context parallelism; host = by
+    copy engines through the host's memory, what stays on one host; auto = symmetric where it can be had, host
+    on a host without peer access. The results have the same bits."""
 
     communicators: int = 0
     """Communicators over which torch.distributed carries each payload, a share on each: one alone does not
@@ -96,13 +97,16 @@ class CompressionConfig:
         activations = undecided or any(getattr(self, part).enabled for part in ACTIVATIONS)
         sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
         anything = self.enabled or undecided
+        rows = self.data_parallel.enabled or self.expert_parallel.enabled  # which no fused kernel sends
+        carried = sites or (rows and self.transport != "symmetric")
+        carriers = layers if self.transport == "symmetric" else f"{layers}, --ep- or --dp-compression"
         evaluated = "--taco, --pp-compression or --ep-compression"
         for given, needed, flag, fix in (
             (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
             (self.error_bound, sites, "--compression-error-bound", layers),
             (self.start_iteration, anything, "--compression-start-iteration", tensors),
-            (self.transport != "auto", sites, "--compression-transport", layers),
+            (self.transport != "auto", carried, f"--compression-transport {self.transport}", carriers),
             (self.communicators, anything, "--compression-communicators", tensors),
         ):
             if given and not needed:

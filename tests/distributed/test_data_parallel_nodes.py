@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import find_topology, nodes_of
+from megatron.compression.communication.transports import Transports
 from tests.distributed.data_parallel_feedback import conservation_worker, non_finite_worker
 from tests.distributed.data_parallel_state import state_worker
 from tests.distributed.spawn import spawn
@@ -48,7 +49,7 @@ def uneven_nodes_worker(rank: int) -> None:
 
 def communicators_worker(rank: int) -> None:
     """With two hops too, each exchange that crosses nodes has its communicators: gradients' and weights'."""
-    topology = find_topology(dist.group.WORLD, 2, communicators=3)
+    topology = find_topology(dist.group.WORLD, 2, Transports("collective", communicators=3))
     assert topology.describe_communicators() == ", 3 communicators"
     for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
         transport = topology.transport(Ledger(), "dp.weight", link)

@@ -39,6 +39,7 @@ def make_sync(
     """A sync over a made-up bucket, and its ledger and monitor."""
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.topology import find_topology
+    from megatron.compression.communication.transports import Transports
     from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.data_parallel.error_feedback import ErrorFeedback
     from megatron.compression.tagc import layers, sync
@@ -51,7 +52,8 @@ def make_sync(
         spans.append(ParameterSpan(name, parameter, start, start + parameter.numel()))
         start += parameter.numel()
     flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype, device=DEVICE)
-    topology = find_topology(dist.group.WORLD, node_size, communicators=2 if node_size else 1)
+    transports = Transports("collective", communicators=2 if node_size else 1)
+    topology = find_topology(dist.group.WORLD, node_size, transports)
     bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
     return sync.TagcGradientSync(bucket, settings_of(cell_bits, wire), ErrorFeedback, TagcMonitor())
 

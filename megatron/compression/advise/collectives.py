@@ -59,9 +59,9 @@ def compressed(
         latency = group.slowest.curve("all_reduce")[0][1] * 0.6
         return Cost((latency + work) / 1e3 + sent / group.slowest.bandwidth, 0.0, sent, overlaps=False)
     share = communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
-    copied = group.nodes == 1 and group.slowest.copied
-    way = " copied" * copied
-    link = sum(_link_time(group, name + way, n, share) for name, n in zip(exchanges, payloads, strict=True))
+    copied = _copied(group)
+    names = [_carried(name, copied) for name in exchanges]
+    link = sum(_link_time(group, name, n, share) for name, n in zip(names, payloads, strict=True))
     own = values / ranks
     kernels = _kernel(constants, first, "encode", values if scatters else own)
     if scatters:
@@ -78,13 +78,13 @@ def gradients(
     constants, (intra, inter) = group.cluster.constants, codec.hops
     cluster, share = group.cluster, communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
     hops, kernels, sent = [0.0], 0.0, 0.0
-    for codec, link_of, ranks, part in (
-        (intra, cluster.intra, group.local, values),
-        (inter, cluster.inter, group.nodes, values // group.local),
+    for codec, link_of, ranks, part, name in (
+        (intra, cluster.intra, group.local, values, _carried("all_to_all", cluster.intra.copied)),
+        (inter, cluster.inter, group.nodes, values // group.local, "all_to_all"),
     ):
         if ranks > 1:
             bytes_of_hop = _sent("all_to_all", payload(codec, part, value_bytes), ranks)
-            hops.append(link_of.milliseconds("all_to_all", bytes_of_hop, ranks, share))
+            hops.append(link_of.milliseconds(name, bytes_of_hop, ranks, share))
             kernels += _kernel(constants, codec, "encode", part) + _kernel(constants, codec, "sum", part)
             sent += bytes_of_hop
     link = (
@@ -94,7 +94,7 @@ def gradients(
         last = inter if group.nodes > 1 else intra
         gather = gathered(group, values, last, share, value_bytes)
         link, kernels, sent = link + gather.link, kernels + gather.kernels, sent + gather.sent
-    return Cost(link, kernels, sent)
+    return Cost(link, kernels, sent, copied=_copied(group))
 
 
 def gathered(group: Group, values: int, codec: Codec, communicators: int = 0, value_bytes: int = 2) -> Cost:
@@ -103,8 +103,9 @@ def gathered(group: Group, values: int, codec: Codec, communicators: int = 0, va
     nbytes, constants = payload(codec, values, value_bytes), group.cluster.constants
     kernels = _kernel(constants, codec, "encode", values / group.ranks)
     kernels += _kernel(constants, codec, "decode", values)
-    link = _link_time(group, "all_gather", nbytes, share)
-    return Cost(link, kernels, _sent("all_gather", nbytes, group.ranks))
+    copied = _copied(group)
+    link = _link_time(group, _carried("all_gather", copied), nbytes, share)
+    return Cost(link, kernels, _sent("all_gather", nbytes, group.ranks), copied=copied)
 
 
 def message(group: Group, shape: tuple[int, int, int], value_bytes: int, codec: Codec | None) -> Cost:
@@ -126,6 +127,16 @@ def payload(codec: Codec, values: int, value_bytes: int = 2) -> int:
     shape = (1024, 1, 1024) if codec.sees_shape else (2**20,)
     dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
     return codec.message_bytes(shape, dtype) * values // 2**20
+
+
+def _copied(group: Group) -> bool:
+    """Whether copy engines carry all of a group's payloads: they do not leave a node."""
+    return group.nodes == 1 and group.cluster.intra.copied
+
+
+def _carried(operation: str, copied: bool) -> str:
+    """The operation's curve."""
+    return f"{operation} copied" if copied else operation
 
 
 def _sent(operation: str, nbytes: float, ranks: int) -> float:

@@ -268,6 +268,6 @@ class _Iteration:
         """All buckets but the last have so much work to run behind."""
         hides = min(one.link * (buckets - 1), behind)
         self.sent[traffic] += one.sent * buckets
-        self.phases["DP"] += one.link * buckets - hides * (1 - group.slowest.overlap_loss)
+        self.phases["DP"] += one.link * buckets - hides * (1 - group.slowest.overlap_loss * (not one.copied))
         self.phases["codecs"] += one.kernels * buckets
         self.hidden["DP"] += hides

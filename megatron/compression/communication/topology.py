@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron.compression.communication.groups import new_groups
+from megatron.compression.communication.host_memory import HostMemory
+from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import Ledger, bytes_sent
-from megatron.compression.communication.transport import TorchTransport
-from megatron.compression.communication.transports import TCP_COMMUNICATORS, over_tcp
+from megatron.compression.communication.transport import OnSend, TorchTransport
+from megatron.compression.communication.transports import TCP_COMMUNICATORS, Transports, over_tcp
 
 INTRA, INTER = "intra", "inter"
 
@@ -46,6 +48,11 @@ class Topology:
     """Further groups with the ranks of ``group``, to share the payloads that go to all of them."""
     more_inter: tuple[dist.ProcessGroup, ...] = ()
     """Further groups with the ranks of ``inter``, as many."""
+    memory: HostMemory | None = None
+    """Carries the payloads that stay inside a node: ``intra``'s, or with one node ``group``'s. None: they
+    travel over torch.distributed, as what crosses nodes always does."""
+    way: str = ""
+    """How payloads travel inside a node, for the log; empty where none does."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
 
@@ -111,17 +118,26 @@ class Topology:
     def transport(self, ledger: Ledger, traffic: str, link: str | None = None) -> TorchTransport:
         """Payload exchanges counted as compressed: over the whole group, or its ``intra`` or ``inter``
         ranks."""
-        group = {None: self.group, INTRA: self.intra, INTER: self.inter}[link]
 
         def count(operation: str, sent: int) -> None:
             for part, size in self.split(operation, sent).items() if link is None else ((link, sent),):
                 if size:
                     ledger.record(traffic, "compressed", operation, size, 0, part)
 
-        return TorchTransport(group, count, self.sharing(link))
+        return self.carrier(link, count)
+
+    def carrier(self, link: str | None = None, on_send: OnSend | None = None) -> TorchTransport:
+        """As ``transport``, with what counts the bytes."""
+        if self.memory is not None and link == (None if self.nodes == 1 else INTRA):
+            return HostTransport(self.memory, on_send)
+        group = {None: self.group, INTRA: self.intra, INTER: self.inter}[link]
+        return TorchTransport(group, on_send, self.sharing(link))
 
     def describe(self) -> str:
         """For the log."""
+        return self._shape() + self.describe_communicators() + self._ways()
+
+    def _shape(self) -> str:
         if not self.regular:
             return (
                 f"{self.world_size} ranks, unevenly spread over nodes: one exchange, as if each were a node"
@@ -129,19 +145,29 @@ class Topology:
         ranks = f"{self.local} rank{'s' if self.local > 1 else ''}"
         return f"{ranks} on one node" if self.nodes == 1 else f"{self.nodes} nodes of {ranks}"
 
+    def _ways(self) -> str:
+        inside, between = self.way, "between nodes payloads travel over torch.distributed"
+        if self.two_hops:
+            inside = f"inside a node {inside}"
+        return "".join(f"; {way}" for way in (inside, between * (self.nodes > 1)) if way)
+
     def describe_communicators(self) -> str:
         """For the log, empty where there is one."""
         return f", {1 + len(self.more)} communicators" if self.more else ""
 
 
-def find_topology(group: dist.ProcessGroup, node_size: int | None = None, communicators: int = 1) -> Topology:
+def find_topology(
+    group: dist.ProcessGroup, node_size: int | None = None, transports: Transports | None = None
+) -> Topology:
     """The topology of ``group``, with its process groups. Collective over all ranks of the job.
 
     Args:
         node_size: members that count as one node, in the group's order; None takes the real nodes.
-        communicators: how many share a payload that crosses nodes, or that of the only exchange; 0 decides
-            by the kind of link.
+        transports: the run's: how payloads travel inside a node, and how many communicators share one that
+            crosses nodes, or that of the only exchange. None: one communicator of torch.distributed.
+    Raises: TransportError: ``--compression-transport host``, and ranks of a node cannot share memory.
     """
+    transports = transports or Transports("collective", communicators=1)
     ranks = dist.get_process_group_ranks(group)
     node_of_rank = nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
     shape = group_by_node(node_of_rank)
@@ -149,12 +175,17 @@ def find_topology(group: dist.ProcessGroup, node_size: int | None = None, commun
     node, index = divmod(group.rank(), local)
     inside, between = ranks[node * local : (node + 1) * local], ranks[index::local]
     two_hops = nodes > 1 and local > 1
-    count = communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+    memory, way = transports.host_memory(group) if nodes == 1 and local > 1 else (None, "")
+    count = 1
+    if memory is None:
+        count = transports.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
     hops = [inside, between, *[between] * (count - 1)] if two_hops else []
     created = new_groups(hops + [ranks] * (count - 1))
     intra, inter = created[:2] if two_hops else (None, None)
+    if intra is not None:
+        memory, way = transports.host_memory(intra)
     more, more_inter = tuple(created[len(hops) :]), tuple(created[2 : len(hops)])
-    return Topology(group, nodes, local, intra, inter, more, more_inter, regular=shape is not None)
+    return Topology(group, nodes, local, intra, inter, more, more_inter, memory, way, shape is not None)
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[int]:

@@ -50,38 +50,52 @@ class Transports:
         for group in groups:
             if group in self._memory:
                 continue
-            self._memory[group] = None
-            line, reason = self._share_memory(group, fused)
+            line = self._share_memory(group, fused)
             if self._memory[group] is not None:
-                if self.communicators > 1:
-                    line += f"; --compression-communicators {self.communicators} has nothing to share there"
                 lines.append(line)
                 continue
-            if self.choice == "host" or (self.choice == "symmetric" and fused):
-                flag = f"--compression-transport {self.choice}"
-                raise TransportError(f"{flag} is not possible: {reason}; use auto")
             count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)
             shares = f", a share on each of {count} communicators" if count > 1 else ""
-            lines.append(f"payloads travel over torch.distributed ({reason}){shares}")
+            lines.append(line + shares)
         for group, more in zip(owners, new_groups(wanted), strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
 
-    def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> tuple[str, str]:
-        """Set up what memory the choice and the links allow; a line for the log, or why there is none.
+    def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
+        """Decide for a group that has no fused kernels, by the same rule, and cares for its communicators
+        itself. Collective over the group, once.
 
-        The same on every rank of the group.
+        Returns: what carries the payloads, None: torch.distributed; and a line for the log.
+        Raises: TransportError: host memory was asked for and cannot be had.
         """
+        line = self._share_memory(group, fused=False)
+        memory = self._memory[group]
+        return (memory if isinstance(memory, HostMemory) else None), line
+
+    def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> str:
+        """Set up what memory the choice and the links allow; a line for the log, the same on every rank of
+        the group, or TransportError on all."""
+        self._memory[group], how = self._memory_of(group, fused)
+        if self._memory[group] is not None:
+            if self.communicators > 1:
+                how += f"; --compression-communicators {self.communicators} has nothing to share there"
+            return f"payloads travel {how}"
+        if self.choice == "host" or (self.choice == "symmetric" and fused):
+            raise TransportError(f"--compression-transport {self.choice} is not possible: {how}; use auto")
+        return f"payloads travel over torch.distributed ({how})"
+
+    def _memory_of(self, group: dist.ProcessGroup, fused: bool) -> tuple[object | None, str]:
+        """The memory and how payloads travel by it, or None and why."""
         if self.choice == "collective":
-            return "", "--compression-transport collective"
+            return None, "--compression-transport collective"
         if not torch.cuda.is_available():
-            return "", "no CUDA device"
+            return None, "no CUDA device"
         from taco_kernels import symmetric_memory
 
         if reason := symmetric_memory.apart_reason(group):
-            return "", reason
+            return None, reason
         refused = "NCCL_P2P_DISABLE=1 asks for no peer access"
         reason = refused if os.environ.get("NCCL_P2P_DISABLE") == "1" else None
         reason = reason or symmetric_memory.strangers_reason(group)
@@ -90,19 +104,21 @@ class Transports:
             reason = "no fused kernels for these messages"
         if reason is None and self.choice != "host":
             try:
-                self._memory[group] = symmetric_memory.SymmetricGroup(group)
+                memory = symmetric_memory.SymmetricGroup(group)
             except symmetric_memory.SymmetricMemoryError as error:
-                return "", str(error)
-            return f"payloads travel over symmetric memory between {group.size()} ranks of one host", ""
+                return None, str(error)
+            return memory, f"over symmetric memory between {group.size()} ranks of one host"
         if self.choice == "symmetric" or (self.choice == "auto" and not no_peers):
-            return "", str(reason)
+            return None, str(reason)
         if self.choice == "auto" and os.environ.get("NCCL_SHM_DISABLE") == "1":
-            return "", f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
+            return None, f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
+        wanted = self.choice == "host"
         try:
-            self._memory[group] = HostMemory(group)
+            host_memory = HostMemory(group)
         except HostMemoryError as error:
-            return "", f"{reason}; no host memory to share: {error}"
-        return f"payloads travel through host memory between {group.size()} ranks ({reason})", ""
+            return None, ("" if wanted else f"{reason}; ") + f"no host memory to share: {error}"
+        why = "--compression-transport host" if wanted else reason
+        return host_memory, f"through host memory between {group.size()} ranks ({why})"
 
     def transport(
         self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True

@@ -40,7 +40,7 @@ class Gradients:
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached: what checkpoints carry the state of."""
-        self._communicators = run.transports.communicators
+        self._transports = run.transports
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._state: GradientState | None = None
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
@@ -166,10 +166,9 @@ class Gradients:
         """
         if ranks not in self._topologies:
             size = self.config.node_size
-            topology = find_topology(ranks, size and max(1, int(size * part)), self._communicators)
+            topology = find_topology(ranks, size and max(1, int(size * part)), self._transports)
             self._topologies[ranks] = topology
-            line = topology.describe() + topology.describe_communicators()
-            _print_once(f"compression: {whose} data-parallel group is {line}")
+            _print_once(f"compression: {whose} data-parallel group is {topology.describe()}")
         return self._topologies[ranks]
 
 

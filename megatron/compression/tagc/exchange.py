@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.topology import INTER, INTRA
-from megatron.compression.communication.transport import shared_between
+from megatron.compression.communication.transport import TorchTransport, shared_between
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket
 
@@ -22,19 +22,18 @@ def start_to_owners(
     the same size from every rank.
     """
     topology = bucket.topology
-    group = {None: topology.group, INTRA: topology.intra, INTER: topology.inter}[link]
-    more = topology.sharing(link)
-    sizes, rank = [payload.numel() for payload in payloads], group.rank()
-    received = payloads[0].new_empty((group.size(), sizes[rank]))
-    if not more:
-        work = _exchange(received, payloads, rank, group)
+    transport = topology.carrier(link)
+    sizes, rank = [payload.numel() for payload in payloads], transport.group.rank()
+    if len(transport.groups) == 1:
+        received, work = _exchange(payloads, rank, transport)
     else:  # every communicator takes its share of each payload
-        shares = [payload.tensor_split(1 + len(more)) for payload in payloads]
+        received = payloads[0].new_empty((transport.world_size, sizes[rank]))
+        shares = [payload.tensor_split(len(transport.groups)) for payload in payloads]
         parts, works = [], []
-        for number, communicator in enumerate((group, *more)):
-            pieces = [share[number] for share in shares]
-            parts.append(received.new_empty((group.size(), pieces[rank].numel())))
-            works.append(_exchange(parts[-1], pieces, rank, communicator))
+        for number, group in enumerate(transport.groups):
+            part, work = _exchange([share[number] for share in shares], rank, TorchTransport(group))
+            parts.append(part)
+            works.append(work)
         work = shared_between(received, parts, works)
     compressed = [size - exact for size, exact in zip(sizes, exact_bytes, strict=True)]
     for kind, parts in (("compressed", compressed), ("excluded", exact_bytes)):
@@ -50,13 +49,11 @@ def start_to_owners(
     return received, work
 
 
-def _exchange(received: torch.Tensor, payloads: list[torch.Tensor], rank: int, group) -> dist.Work:
-    """All-to-all of payloads of different sizes; ``rank`` is this one's in ``group``."""
-    return dist.all_to_all_single(
-        received.view(-1),
-        torch.cat(payloads),
-        output_split_sizes=[payloads[rank].numel()] * group.size(),
-        input_split_sizes=[payload.numel() for payload in payloads],
-        group=group,
-        async_op=True,
-    )
+def _exchange(
+    payloads: list[torch.Tensor], rank: int, transport: TorchTransport
+) -> tuple[torch.Tensor, Work | dist.Work]:
+    """All-to-all of payloads of different sizes; ``rank`` is this one's. Uint8 ``[W, own bytes]``."""
+    sizes = [payload.numel() for payload in payloads]
+    came = [sizes[rank]] * transport.world_size
+    received, work = transport.all_to_all_rows(torch.cat(payloads)[:, None], sizes, came)
+    return received.view(transport.world_size, sizes[rank]), work
