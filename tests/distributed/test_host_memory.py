@@ -5,11 +5,16 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import Policy
 from megatron.compression.communication.host_memory import (
     SLOTS,
     HostMemory,
@@ -20,6 +25,15 @@ from megatron.compression.communication.host_memory import (
     tells,
 )
 from megatron.compression.communication.host_transport import HostTransport
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Rule
+from megatron.compression.communication.topology import Topology, find_topology
+from megatron.compression.communication.transports import TransportError, Transports
+from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
+from megatron.compression.data_parallel.compressor import GradientBucket
+from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.weights import BucketWeights
+from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
 
 
@@ -148,3 +162,113 @@ def test_steps_in_order(sizes: tuple[int, ...]) -> None:
             left[rank] = others
         assert sum(map(len, left)) < before, left
     assert sent == got == told
+
+
+@contextmanager
+def no_peers(streams: Callable = Threads) -> Iterator[None]:
+    """As on a host with two GPUs that have no peer access, with threads in place of copy engines."""
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("taco_kernels.symmetric_memory.apart_reason", lambda group: None),
+        mock.patch("taco_kernels.symmetric_memory.strangers_reason", lambda group: "no peer access"),
+        mock.patch.object(HostMemory.__init__, "__defaults__", (streams,)),
+    ):
+        yield
+
+
+def summed(topology: Topology, spec: str, sharded: bool, feedback: bool) -> tuple[list, list[dict]]:
+    """What three buckets under way at once hold after each of two steps, and the ledger."""
+    ledger, device, found, syncs = Ledger(), test_tagc.DEVICE, [], []
+    for numel in (3 * 40_000, 20_004, 4 * 4096):
+        flat = torch.zeros(numel - (0 if sharded else 3), device=device)
+        bucket = GradientBucket(flat, (), 0.25, sharded, topology, ledger)
+        syncs.append(CodecGradientSync(bucket, parse_codec(spec), ErrorFeedback() if feedback else None))
+    for step in range(2):
+        works = []
+        for number, sync in enumerate(syncs):
+            generator = torch.Generator().manual_seed(100 * topology.rank + 10 * number + step)
+            sync.bucket.gradients.copy_(torch.randn(sync.bucket.numel, generator=generator))
+            works.append(sync.start())
+            if number:
+                works[number - 1].advance()  # as a later bucket's hook does
+        for sync, work in zip(syncs, works, strict=True):
+            work.wait()
+            found.append((sync.bucket.shard if sharded else sync.bucket.gradients).clone())
+    return found, ledger.rows()
+
+
+def gathered(topology: Topology) -> tuple[list, list[dict]]:
+    """Weights behind two optimizer steps, and the ledger."""
+    ledger = Ledger()
+    weights = torch.randn(topology.world_size * 9000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rules = {"dp.weight": Rule(parse_codec("sdp4bit:intra=4"))}
+    held = BucketWeights(weights.to(test_tagc.DEVICE), Policy(rules, ledger), topology, ledger)
+    for _ in range(2):
+        held.decide()
+        held.update([(0, held.shard.float() * 1.01)])
+        held.start().wait()
+    return [held.weights], ledger.rows()
+
+
+def sparse(topology: Topology, sharded: bool) -> tuple[list, list[dict]]:
+    """TAGC's sum, whose payloads differ in size from rank to rank, and the ledger."""
+    sync = test_tagc.make_sync(sharded, torch.float32, wire="packed", topology=topology)
+    test_tagc.fill(sync, 0, topology.rank)
+    sync.start().wait()
+    return [sync.bucket.shard if sharded else sync.bucket.gradients], sync.bucket.ledger.rows()
+
+
+def check_the_same(by_copies: Topology, by_torch: Topology) -> None:
+    """Bits and bytes of everything that data parallelism sends, whatever carries it."""
+    assert by_copies.memory is not None and by_torch.memory is None
+    calls = [
+        (summed, "sdp4bit", True, False),
+        (summed, "sdp4bit", False, True),
+        (summed, "lossless", True, False),
+        (summed, "identity", False, False),
+        (gathered,),
+        (sparse, True),
+        (sparse, False),
+    ]
+    for call, *settings in calls:
+        (found, rows), (expected, expected_rows) = (call(one, *settings) for one in (by_copies, by_torch))
+        assert all(map(torch.equal, found, expected)) and bool(found[0].any()), (call, settings)
+        assert rows == expected_rows, (call, settings)
+
+
+def data_parallel_worker(rank: int, world: int) -> list[str]:
+    lines = []
+    for node_size in (None, 2):
+        with no_peers():
+            topology = find_topology(dist.group.WORLD, node_size, Transports(communicators=3))
+        hops = {
+            link: type(topology.carrier(link)) for link in (None, "intra", "inter")[: 3 if node_size else 1]
+        }
+        assert [link for link, kind in hops.items() if kind is HostTransport] == [
+            "intra" if node_size else None
+        ]
+        shared = {link: len(topology.carrier(link).groups) for link in hops}
+        assert shared == ({None: 3, "intra": 1, "inter": 3} if node_size else {None: 1})
+        check_the_same(topology, find_topology(dist.group.WORLD, node_size))
+        lines.append(topology.describe())
+    with no_peers(refusing):
+        with pytest.raises(TransportError, match="transport host is not possible: no host memory to share"):
+            find_topology(dist.group.WORLD, None, Transports("host"))
+        far = find_topology(dist.group.WORLD, 1, Transports("host"))
+    assert far.memory is None and not far.way
+    return [*lines, far.describe()]
+
+
+def test_data_parallel_payloads() -> None:
+    """Gradients, weights and TAGC, over one node and over two: the bits and bytes of torch.distributed; what
+    crosses nodes stays with it."""
+    here = "payloads travel through host memory between {} ranks (no peer access); "
+    here += "--compression-communicators 3 has nothing to share there"
+    far = "between nodes over torch.distributed"
+    assert set(map(tuple, spawn(data_parallel_worker, 4))) == {
+        (
+            f"4 ranks on one node; {here.format(4)}",
+            f"2 nodes of 2 ranks, 3 communicators; inside a node {here.format(2)}; {far}",
+            "4 nodes of 1 rank; payloads travel over torch.distributed",
+        )
+    }

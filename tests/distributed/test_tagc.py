@@ -34,9 +34,14 @@ def settings_of(cell_bits: int = 16, wire: str = "sketch"):
 
 
 def make_sync(
-    sharded: bool, dtype: torch.dtype, cell_bits: int = 16, node_size: int | None = None, wire: str = "sketch"
+    sharded: bool,
+    dtype: torch.dtype,
+    cell_bits: int = 16,
+    node_size: int | None = None,
+    wire: str = "sketch",
+    topology=None,
 ):
-    """A sync over a made-up bucket, and its ledger and monitor."""
+    """A sync over a made-up bucket, and its ledger and monitor; by default over torch.distributed."""
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transports import Transports
@@ -53,7 +58,7 @@ def make_sync(
         start += parameter.numel()
     flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype, device=DEVICE)
     transports = Transports("collective", communicators=2 if node_size else 1)
-    topology = find_topology(dist.group.WORLD, node_size, transports)
+    topology = topology or find_topology(dist.group.WORLD, node_size, transports)
     bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
     return sync.TagcGradientSync(bucket, settings_of(cell_bits, wire), ErrorFeedback, TagcMonitor())
 

@@ -8,9 +8,11 @@ from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.all_reduce import all_reduce
 from megatron.compression.communication.host_memory import CopyEngines
 from megatron.compression.communication.host_transport import HostTransport
+from megatron.compression.communication.topology import find_topology
 from megatron.compression.communication.transports import Transports
+from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
-from tests.distributed.test_host_memory import exchanges_worker
+from tests.distributed.test_host_memory import check_the_same, exchanges_worker
 from tests.gpu.devices import DEVICES
 
 WORLD_SIZES = [
@@ -51,3 +53,24 @@ def test_sums_have_the_same_bits() -> None:
     """Whatever carries the payloads."""
     for same in spawn(sums_worker, 2, backend="nccl"):
         assert all(same)
+
+
+def data_parallel_worker(rank: int, world_size: int) -> None:
+    test_tagc.DEVICE = f"cuda:{torch.cuda.current_device()}"
+    for node_size in (None, 2) if world_size > 2 else (None,):
+        by_copies, by_nccl = (
+            find_topology(dist.group.WORLD, node_size, Transports(choice))
+            for choice in ("host", "collective")
+        )
+        assert "through host memory" in by_copies.describe()
+        for _ in range(3):  # the rings go round
+            check_the_same(by_copies, by_nccl)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
+    """Gradients by SDP4Bit and others, several buckets under way, weights, and TAGC; over one node, and over
+    two of two devices."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices, none of them shared")
+    spawn(data_parallel_worker, world_size, backend="nccl")

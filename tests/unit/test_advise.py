@@ -141,6 +141,31 @@ def test_settings_that_change_a_message_change_its_time():
     assert fused.sent == apart.sent
 
 
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_gradients_and_weights_through_host_memory(distributed_optimizer):
+    """On one node by the copies' curves, beside which GEMMs are not slowed; over two the first hop alone."""
+    slow, fast = H200.links["pcie"], H200.links["pcie"].faster(2)
+    copies = {f"{name} copied": fast.curve(name) for name in ("all_to_all", "all_gather")}
+    intra = replace(slow, curves={**slow.curves, **copies})
+
+    def found(nodes: int, link: Link, transport: str = "auto"):
+        config = CompressionConfig(
+            data_parallel=DataParallelConfig(compression="sdp4bit"), transport=transport
+        )
+        gpus = 4 * nodes
+        layout = replace(LAYOUTS["dp"], data=gpus, distributed_optimizer=distributed_optimizer)
+        return predict(GPT, layout, replace(cluster(gpus, link), gpus_per_node=4), config)
+
+    for nodes in (1, 2):
+        before, copied = found(nodes, slow), found(nodes, intra)
+        assert copied.phases["DP"] < before.phases["DP"]
+        assert found(nodes, intra, "collective") == before
+        assert copied.sent == before.sent and copied.phases["codecs"] == before.phases["codecs"]
+    one = found(1, intra)
+    assert one == found(1, replace(intra, overlap_loss=0.9))
+    assert found(1, slow) != found(1, replace(slow, overlap_loss=0.9)) and one.hidden["DP"] > 0
+
+
 def test_more_gpus_in_a_group_take_longer():
     """Latency and two hops: the same bytes over more ranks, more nodes, and a curve between its points."""
     times = [FAST.milliseconds("all_reduce", 1e6, ranks) for ranks in (2, 4, 64, 4096)]

@@ -13,6 +13,7 @@ from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.config import changed_settings
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.by_site import parse_layers
@@ -187,6 +188,18 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
     """A flag that would silently do nothing."""
     with pytest.raises(CompressionConfigError, match="given, but nothing uses it; add --taco"):
         _config(*flags.split())
+
+
+@pytest.mark.parametrize("transport", ["collective", "host"])
+def test_transports_of_what_has_no_fused_kernels(transport: str) -> None:
+    """Data and expert parallelism have no use for symmetric memory."""
+    for part in (
+        {"data_parallel": DataParallelConfig(compression="sdp4bit")},
+        {"expert_parallel": ExpertParallelConfig(compression="int8")},
+    ):
+        assert CompressionConfig(transport=transport, **part).enabled
+        with pytest.raises(CompressionConfigError, match="transport symmetric given, but nothing uses it"):
+            CompressionConfig(transport="symmetric", **part)
 
 
 @pytest.mark.parametrize(

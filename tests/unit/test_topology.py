@@ -1,7 +1,10 @@
-"""Which ranks share a node, and what of a collective crosses nodes."""
+"""Which ranks share a node, what of a collective crosses nodes, and what carries the rest."""
+
+from unittest import mock
 
 import pytest
 
+from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import (
     Topology,
@@ -9,6 +12,7 @@ from megatron.compression.communication.topology import (
     nodes_by_size,
     nodes_by_views,
 )
+from megatron.compression.communication.transports import TransportError, Transports
 
 
 @pytest.mark.parametrize(
@@ -84,3 +88,45 @@ def test_an_uncompressed_collective_is_counted_by_link() -> None:
     Topology(None, 2, 3).record_uncompressed(ledger, "dp.gradient", "off", "reduce_scatter", 1200)
     sent = {row["link"]: row["sent_bytes"] for row in ledger.rows()}
     assert sent == {"intra": 667, "inter": 333}
+
+
+NO_PEERS = "no peer access"
+
+
+@pytest.mark.parametrize(
+    ("choice", "disabled", "apart", "strangers", "through_host", "words"),
+    [
+        ("auto", "", None, NO_PEERS, True, f"through host memory between 2 ranks ({NO_PEERS})"),
+        ("auto", "P2P", None, None, True, "NCCL_P2P_DISABLE=1 asks for no peer access"),
+        ("auto", "P2P SHM", None, None, False, "NCCL_SHM_DISABLE=1 for none through host memory"),
+        ("auto", "", None, None, False, "torch.distributed (no fused kernels"),  # the link is faster
+        ("auto", "", "several hosts", NO_PEERS, False, "torch.distributed (several hosts)"),
+        ("collective", "", None, NO_PEERS, False, "torch.distributed (--compression-transport collective)"),
+        ("symmetric", "", None, NO_PEERS, False, f"torch.distributed ({NO_PEERS})"),
+        ("host", "SHM", None, None, True, "(--compression-transport host)"),
+        ("host", "", "several hosts", None, None, "host is not possible: several hosts; use auto"),
+    ],
+)
+def test_what_carries_payloads_inside_a_host(
+    choice, disabled, apart, strangers, through_host, words, monkeypatch
+) -> None:
+    """Data parallelism's, by the rule of all groups without fused kernels."""
+    for way in ("P2P", "SHM"):
+        monkeypatch.setenv(f"NCCL_{way}_DISABLE", "1" if way in disabled else "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("taco_kernels.symmetric_memory.apart_reason", lambda group: apart)
+    monkeypatch.setattr("taco_kernels.symmetric_memory.strangers_reason", lambda group: strangers)
+    monkeypatch.setattr(HostMemory, "__init__", lambda self, group: None)
+    group, transports = mock.Mock(**{"size.return_value": 2}), Transports(choice)
+    if through_host is None:
+        with pytest.raises(TransportError, match=words):
+            transports.host_memory(group)
+        return
+    memory, line = transports.host_memory(group)
+    assert isinstance(memory, HostMemory) == through_host and words in line
+
+
+def test_without_a_cuda_device_nothing_changes() -> None:
+    with mock.patch("torch.cuda.is_available", lambda: False):
+        memory, line = Transports().host_memory(mock.Mock())
+    assert memory is None and line == "payloads travel over torch.distributed (no CUDA device)"

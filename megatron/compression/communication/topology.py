@@ -52,7 +52,7 @@ class Topology:
     """Carries the payloads that stay inside a node: ``intra``'s, or with one node ``group``'s. None: they
     travel over torch.distributed, as what crosses nodes always does."""
     way: str = ""
-    """How payloads travel inside a node, for the log; empty where none does."""
+    """How payloads travel inside a node and why, for the log."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
 
@@ -146,10 +146,12 @@ class Topology:
         return f"{ranks} on one node" if self.nodes == 1 else f"{self.nodes} nodes of {ranks}"
 
     def _ways(self) -> str:
-        inside, between = self.way, "between nodes payloads travel over torch.distributed"
-        if self.two_hops:
-            inside = f"inside a node {inside}"
-        return "".join(f"; {way}" for way in (inside, between * (self.nodes > 1)) if way)
+        if self.world_size == 1:
+            return ""
+        way = self.way or "payloads travel over torch.distributed"
+        if self.memory is None or self.nodes == 1:
+            return f"; {way}"
+        return f"; inside a node {way}; between nodes over torch.distributed"
 
     def describe_communicators(self) -> str:
         """For the log, empty where there is one."""
