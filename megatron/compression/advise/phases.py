@@ -141,7 +141,8 @@ class _Iteration:
         dimension, times = traffic[:2].upper(), count * self.rounds
         self.sent[traffic] += cost.sent * times
         hides = min(cost.link, behind) if cost.overlaps else 0.0
-        exposed = cost.link - hides * (1 - group.slowest.overlap_loss * (not cost.copied))
+        link = group.slowest
+        exposed = cost.link - hides * (1 - (link.copied_loss if cost.copied else link.overlap_loss))
         self.hidden[dimension] += hides * times
         self.phases[dimension] += exposed * times
         self.phases["codecs"] += cost.kernels * times
