@@ -143,10 +143,9 @@ def test_settings_that_change_a_message_change_its_time():
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
 def test_gradients_and_weights_through_host_memory(distributed_optimizer):
-    """On one node by the copies' curves, beside which GEMMs are not slowed; over two the first hop alone."""
-    slow, fast = H200.links["pcie"], H200.links["pcie"].faster(2)
-    copies = {f"{name} copied": fast.curve(name) for name in ("all_to_all", "all_gather")}
-    intra = replace(slow, curves={**slow.curves, **copies})
+    """On one node by the copies' curves and their overlap loss; over two the first hop's curve alone."""
+    intra = H200.links["pcie"]
+    slow = replace(intra, curves={name: one for name, one in intra.curves.items() if "copied" not in name})
 
     def found(nodes: int, link: Link, transport: str = "auto"):
         config = CompressionConfig(
@@ -162,8 +161,8 @@ def test_gradients_and_weights_through_host_memory(distributed_optimizer):
         assert found(nodes, intra, "collective") == before
         assert copied.sent == before.sent and copied.phases["codecs"] == before.phases["codecs"]
     one = found(1, intra)
-    assert one == found(1, replace(intra, overlap_loss=0.9))
-    assert found(1, slow) != found(1, replace(slow, overlap_loss=0.9)) and one.hidden["DP"] > 0
+    assert one == found(1, replace(intra, overlap_loss=0.9)) != found(1, replace(intra, copied_loss=0.9))
+    assert found(1, slow) != found(1, replace(slow, overlap_loss=0.9))
 
 
 def test_more_gpus_in_a_group_take_longer():
@@ -185,7 +184,7 @@ GOLDEN = {
     ("vpp", False): 392.6840354009572,
     ("cp", True): 149.577599785354,
     ("cp", False): 135.55372847240068,
-    ("experts", True): 277.5782200323647,
+    ("experts", True): 280.54513823025945,
 }
 """By layout, and whether nothing is compressed."""
 

@@ -83,7 +83,7 @@ def test_neither_needs_activations() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of identity, int4"),
+        ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of bf16, identity"),
         ({"compression": "examples.nothing:At"}, "--dp-compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
         ({"compression": "int6:group=100"}, "--dp-compression: int6:group=100"),

@@ -32,6 +32,8 @@ class Link:
     """Compressed payloads take two communicators by default."""
     overlap_loss: float = 0.1
     """How much of the shorter one comes back where a message and a GEMM run at once."""
+    copied_loss: float = 0.0
+    """The same where copy engines carry the message."""
 
     @classmethod
     def of(cls, bandwidth: float, latency: float, **flags: bool) -> "Link":
@@ -76,7 +78,7 @@ class Link:
 
     @property
     def copied(self) -> bool:
-        """Payloads go through host memory (``--compression-transport host``), which slows no GEMM."""
+        """Payloads go through host memory (``--compression-transport host``)."""
         return "all_to_all copied" in self.curves
 
     @property

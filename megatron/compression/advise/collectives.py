@@ -25,7 +25,7 @@ class Cost:
     overlaps: bool = True
     """Whether GEMMs can run meanwhile; a fused collective takes all multiprocessors."""
     copied: bool = False
-    """By copy engines, beside which GEMMs are as fast as alone."""
+    """By copy engines, which take no multiprocessor."""
 
 
 def uncompressed(group: Group, operation: str, nbytes: int, communicators: int = 1) -> Cost:

@@ -141,7 +141,7 @@ class _Iteration:
         dimension, times = traffic[:2].upper(), count * self.rounds
         self.sent[traffic] += cost.sent * times
         hides = min(cost.link, behind) if cost.overlaps else 0.0
-        exposed = cost.link - hides * (1 - group.slowest.overlap_loss * (not cost.copied))
+        exposed = cost.link - hides * (1 - _overlap_loss(group, cost))
         self.hidden[dimension] += hides * times
         self.phases[dimension] += exposed * times
         self.phases["codecs"] += cost.kernels * times
@@ -268,6 +268,11 @@ class _Iteration:
         """All buckets but the last have so much work to run behind."""
         hides = min(one.link * (buckets - 1), behind)
         self.sent[traffic] += one.sent * buckets
-        self.phases["DP"] += one.link * buckets - hides * (1 - group.slowest.overlap_loss * (not one.copied))
+        self.phases["DP"] += one.link * buckets - hides * (1 - _overlap_loss(group, one))
         self.phases["codecs"] += one.kernels * buckets
         self.hidden["DP"] += hides
+
+
+def _overlap_loss(group: Group, cost: Cost) -> float:
+    """How much comes back of what hides such a message."""
+    return group.slowest.copied_loss if cost.copied else group.slowest.overlap_loss

@@ -11,6 +11,7 @@ from megatron.compression.advise.shapes import Layout, Model
 RESIDUAL = 22.0  # two norms, two residual additions with bias
 INNER = 6.0  # queries, keys, values and attention's output: layouts, positions
 ACTIVATION = 8.0  # bias and activation function of the MLP
+ROUTED = 14.0  # a token's copies for experts: sorted before and behind each all-to-all, weighted, added up
 LOGITS_BYTES = 40.0  # of the vocabulary-parallel cross entropy, fp32
 ADDED_BYTES = 10.0  # a 16-bit gradient read, an fp32 main_grad read and written
 
@@ -69,6 +70,7 @@ def layers_work(model: Model, layout: Layout, constants: Constants) -> Work:
     accesses = RESIDUAL * model.hidden / split * layers
     accesses += INNER * 2 * (model.heads + model.groups) * model.head_dim / layout.tensor * layers
     accesses += ACTIVATION * width * (1.5 if model.gated else 1)
+    accesses += ROUTED * model.top_k * model.hidden / split * sparse
     moved = elementwise_ms(constants, tokens * accesses * layout.value_bytes)
     added = added_ms(model, layout, constants, memory.layer_weights(model, layout) * layers)
     forward = product + attention + moved / 3
