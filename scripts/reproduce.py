@@ -172,6 +172,38 @@ PAPERS = (
         "CAAT-Net, Llama of 1B and 7B at TP 8: no significant drop in accuracy at p = 0.5",
     ),
 )
+HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
+LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py compares what they write
+    *(
+        (
+            *("large", 4, 12, f"large_{regime}{name}"),
+            f"{END_TO_END}{more} --regimes {regime} --communicators {2 if regime == 'ethernet' else 1}"
+            f" --iterations {6 if regime == 'ethernet' else 9} --codecs none taco int8 int6 none"
+            f' "taco {HALVES}" "int6 {HALVES}" "int6 {CHUNKS}" "lossless" "none --compression auto"'
+            f" --json {{output}}/large_{regime}{name}.json",
+        )
+        for regime in ("nvlink", "pcie", "ethernet")
+        for name, more in (("", ""), ("_sp", " --sequence-parallel"))
+    ),
+    (
+        *("large", 4, 8, "large_models"),
+        f'{END_TO_END} --regimes nvlink pcie --iterations 9 --codecs none "int6 --ladder-residual"'
+        ' "int6 --caat-net-sync-fraction 0.5" none --json {output}/large_models.json',
+    ),
+    (
+        *("large", 8, 10, "large_3d"),
+        "scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2"
+        ' --data-parallel 2 --sequence-parallel --codecs none "none --compression-3d"'
+        ' "none --compression auto" none --json {output}/large_3d.json',
+    ),
+    (
+        *("large", 8, 15, "large_3d_losses"),
+        "scripts/losses.py --data-parallel 8 --model 111m --iterations 300 --time-limit 840"
+        ' --codecs none "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
+        " --output {output}/large_3d_losses --tensor-model-parallel-size 2"
+        " --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+)
 COMMANDS = tuple(
     Command(*row)
     for row in (
@@ -230,6 +262,7 @@ COMMANDS = tuple(
             "-m scripts.accuracy.run --work-dir {output}/accuracy --plan campaign --minutes 30"
             " --out {output}",
         ),
+        *LARGE,
         *PAPERS,
     )
 )
