@@ -179,7 +179,7 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
 def summed(topology: Topology, spec: str, sharded: bool, feedback: bool) -> tuple[list, list[dict]]:
     """What three buckets under way at once hold after each of two steps, and the ledger."""
     ledger, device, found, syncs = Ledger(), test_tagc.DEVICE, [], []
-    for numel in (3 * 40_000, 20_004, 4 * 4096):
+    for numel in (120_064, 20_480, 4 * 4096):
         flat = torch.zeros(numel - (0 if sharded else 3), device=device)
         bucket = GradientBucket(flat, (), 0.25, sharded, topology, ledger)
         syncs.append(CodecGradientSync(bucket, parse_codec(spec), ErrorFeedback() if feedback else None))
@@ -200,7 +200,7 @@ def summed(topology: Topology, spec: str, sharded: bool, feedback: bool) -> tupl
 def gathered(topology: Topology) -> tuple[list, list[dict]]:
     """Weights behind two optimizer steps, and the ledger."""
     ledger = Ledger()
-    weights = torch.randn(topology.world_size * 9000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights = torch.randn(topology.world_size * 9088, generator=torch.Generator().manual_seed(1)).bfloat16()
     rules = {"dp.weight": Rule(parse_codec("sdp4bit:intra=4"))}
     held = BucketWeights(weights.to(test_tagc.DEVICE), Policy(rules, ledger), topology, ledger)
     for _ in range(2):

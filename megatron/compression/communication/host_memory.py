@@ -167,7 +167,7 @@ class CopyEngines:
         if not self.events:
             made = ctypes.c_void_p()
             check(self._driver.cuEventCreate(ctypes.byref(made), 2))  # without times
-            self.events.append(made.value)
+            self.events.append(made.value or 0)
         event = self.events.pop()
         check(self._driver.cuEventRecord(event, stream))
         return event

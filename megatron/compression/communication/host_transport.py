@@ -37,7 +37,8 @@ class HostTransport(TorchTransport):
             parts.append(
                 [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
             )
-        return received, self.memory.exchange(*parts, (rows, received))
+        sends, receives = parts
+        return received, self.memory.exchange(sends, receives, (rows, received))
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
