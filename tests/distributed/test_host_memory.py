@@ -35,6 +35,7 @@ from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.weights import BucketWeights
 from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
+from tests.distributed.tiny_ddp import Setup, start, train
 
 
 class Threads:
@@ -236,6 +237,15 @@ def check_the_same(by_copies: Topology, by_torch: Topology) -> None:
         assert rows == expected_rows, (call, settings)
 
 
+def trained(rank: int, transport: str) -> str:
+    """Hash of the weights behind some iterations, of which backward hooks start exchanges."""
+    setup = Setup({"compression": "sdp4bit"}, transport=transport, micro_batches=2)
+    training, _ = train(rank, setup, 5)
+    assert (training.groups[0].topology.memory is not None) == (transport == "host")
+    assert training.kinds("dp.weight") >= {"compressed"} <= training.kinds()
+    return training.digest()
+
+
 def data_parallel_worker(rank: int, world: int) -> list[str]:
     lines = []
     for node_size in (None, 2):
@@ -256,12 +266,17 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
             find_topology(dist.group.WORLD, None, Transports("host"))
         far = find_topology(dist.group.WORLD, 1, Transports("host"))
     assert far.memory is None and not far.way
+    start(rank)
+    by_threads = mock.Mock(side_effect=lambda group, fused: (HostMemory(group, Threads), "by threads"))
+    with mock.patch.object(Transports, "_memory_of", by_threads):
+        weights = trained(rank, "host")
+    assert weights == trained(rank, "collective") and by_threads.call_count == 1
     return [*lines, far.describe()]
 
 
 def test_data_parallel_payloads() -> None:
-    """Gradients, weights and TAGC, over one node and over two: the bits and bytes of torch.distributed; what
-    crosses nodes stays with it."""
+    """Gradients, weights and TAGC, over one node and over two, and a training: the bits and bytes of
+    torch.distributed; what crosses nodes stays with it."""
     here = "payloads travel through host memory between {} ranks (no peer access); "
     here += "--compression-communicators 3 has nothing to share there"
     far = "between nodes over torch.distributed"

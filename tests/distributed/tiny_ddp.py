@@ -29,6 +29,7 @@ class Setup:
     """The first iteration that compresses."""
     communicators: int = 0
     """That share a payload."""
+    transport: str = "auto"
     dtype: torch.dtype = torch.bfloat16
     distributed_optimizer: bool = True
     overlap: bool = True
@@ -53,7 +54,7 @@ class Training:
         self.rank, self.setup, self.iteration = rank, setup, 0
         config, ledger = DataParallelConfig(**setup.settings), Ledger()
         policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
-        self.run = Run(policy, ledger, transports=Transports(communicators=setup.communicators))
+        self.run = Run(policy, ledger, transports=Transports(setup.transport, setup.communicators))
         self.gradients = Gradients(config, self.run)
         self.model = build_model(rank, setup.dtype, setup.fusion)
         ddp = DistributedDataParallelConfig(

@@ -12,7 +12,8 @@ from megatron.compression.communication.topology import find_topology
 from megatron.compression.communication.transports import Transports
 from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
-from tests.distributed.test_host_memory import check_the_same, exchanges_worker
+from tests.distributed.test_host_memory import check_the_same, exchanges_worker, trained
+from tests.distributed.tiny_ddp import start
 from tests.gpu.devices import DEVICES
 
 WORLD_SIZES = [
@@ -65,12 +66,14 @@ def data_parallel_worker(rank: int, world_size: int) -> None:
         assert "through host memory" in by_copies.describe()
         for _ in range(3):  # the rings go round
             check_the_same(by_copies, by_nccl)
+    start(rank)
+    assert trained(rank, "host") == trained(rank, "collective")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
     """Gradients by SDP4Bit and others, several buckets under way, weights, and TAGC; over one node, and over
-    two of two devices."""
+    two of two devices; and a training, whose hooks run in autograd's thread."""
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices, none of them shared")
     spawn(data_parallel_worker, world_size, backend="nccl")
