@@ -99,7 +99,7 @@ class CompressionConfig:
         anything = self.enabled or undecided
         rows = self.data_parallel.enabled or self.expert_parallel.enabled  # which no fused kernel sends
         carried = sites or (rows and self.transport != "symmetric")
-        carriers = layers if self.transport == "symmetric" else f"{layers}, --ep- or --dp-compression"
+        carriers = layers if self.transport == "symmetric" else "--taco, --cp-, --ep- or --dp-compression"
         evaluated = "--taco, --pp-compression or --ep-compression"
         for given, needed, flag, fix in (
             (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
