@@ -1,12 +1,16 @@
 """Exchanges through shared host memory, with threads in place of copy engines: the protocol of rings."""
 
 import ctypes
+import glob
+import os
 import queue
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Policy
+from megatron.compression.communication import Policy, host_memory, transports
 from megatron.compression.communication.host_memory import (
     SLOTS,
     HostMemory,
@@ -77,6 +81,9 @@ class Threads:
     def end(self, kept: object) -> "Ended":
         return Ended(self._queues, kept)
 
+    def close(self) -> None:
+        """Nothing is registered."""
+
 
 class Ended:
     """Waits for both threads."""
@@ -91,7 +98,15 @@ class Ended:
 
 
 def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str = "cpu") -> None:
+    if device == "cpu":
+        host_memory._FOLDER = tempfile.gettempdir()  # /dev/shm may be small
     memory = HostMemory(dist.group.WORLD, streams)
+    began = 2**32 - 30  # counters wrap on the way
+    memory._sent, memory._got = [began] * world, [began] * world
+    for pair in range(world * (world - 1)):
+        for counter in (2 * pair, 2 * pair + 1):
+            ctypes.c_uint32.from_address(memory._base + counter * host_memory._LINE).value = began
+    dist.barrier()
     sent: list[tuple[str, int]] = []
     transport = HostTransport(memory, lambda *what: sent.append(what))
     generator, sizes = torch.Generator().manual_seed(rank), random.Random(0)
@@ -116,6 +131,9 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
                 assert torch.equal(got, wanted)
             under_way.clear()
     assert {name for name, _ in sent} == {"all_to_all", "all_gather"}
+    assert all(count > 2**32 for rank, count in enumerate(memory._sent) if rank != memory.rank)
+    with pytest.raises(ValueError, match="splits"):
+        transport.all_to_all_rows(own.view(-1, 1), [len(own) + 1] * world, [1] * world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -124,21 +142,91 @@ def test_exchanges(world: int) -> None:
     spawn(exchanges_worker, world)
 
 
-def refusing(base: int, size: int) -> Threads:
-    if dist.get_rank() == 1:
-        raise HostMemoryError("no such driver")
-    return Threads(base, size)
+closed: list[int] = []
 
 
-def refused_worker(rank: int, world: int) -> str:
-    with pytest.raises(HostMemoryError) as caught:
-        HostMemory(dist.group.WORLD, refusing)
-    return str(caught.value)
+class Refusing(Threads):
+    """Of the second rank, as a driver may be."""
+
+    def __init__(self, base: int, size: int) -> None:
+        if dist.get_rank() == 1:
+            raise TypeError("no such driver")
+        super().__init__(base, size)
+
+    def close(self) -> None:
+        closed.append(dist.get_rank())
 
 
-def test_all_ranks_learn_of_a_problem() -> None:
-    """Nobody goes on alone."""
-    assert spawn(refused_worker, 2) == ["rank 1: no such driver"] * 2
+def elsewhere(rank: int, path: str) -> None:
+    """As if the second rank were in another container."""
+    opened = open
+    host_memory.open = lambda name, mode: opened(path if rank == 1 else name, mode)
+
+
+def refused_worker(rank: int, world: int, folder: str) -> list[str]:
+    host_memory._FOLDER, reasons = folder, []
+
+    def refused(streams: type = Threads) -> None:
+        with pytest.raises(HostMemoryError) as caught:
+            HostMemory(dist.group.WORLD, streams)
+        reasons.append(str(caught.value))
+        assert rank or not glob.glob(f"{folder}/*")  # rank 0 has made it
+
+    refused(Refusing)
+    assert closed == [0] * (rank == 0)
+    elsewhere(rank, "/nowhere")
+    refused()
+    elsewhere(rank, os.devnull)  # a file of another size
+    refused()
+    del host_memory.open
+    room, of_folder = os.statvfs(folder), os.statvfs
+    blocks = (100 << 20) // room.f_frsize
+    os.statvfs = lambda path: os.statvfs_result((*room[:3], blocks, blocks, *room[5:]))
+    refused()
+    os.statvfs = lambda path: room
+    os.posix_fallocate = lambda *file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    refused()
+    host_memory._FOLDER = f"{folder}/missing"
+    os.statvfs = of_folder
+    refused()
+    return reasons
+
+
+def test_all_ranks_learn_of_a_problem(tmp_path: Path) -> None:
+    """Nobody goes on alone, whatever fails and where; no file stays."""
+    first, second = spawn(refused_worker, 2, str(tmp_path))
+    assert first == second
+    expected = ("rank 1: no such driver", "/nowhere", "rank 1: ", "65 MiB", "No space left", "missing")
+    for reason, part in zip(first, expected, strict=True):
+        assert part in reason
+
+
+def decisions_worker(rank: int, world: int) -> list[str]:
+    from taco_kernels import symmetric_memory
+
+    torch.cuda.is_available = lambda: True
+    symmetric_memory.apart_reason = symmetric_memory.strangers_reason = lambda group: None
+    HostMemory.__init__.__defaults__ = (Threads,)
+    lines = []
+    for choice, disabled in (("host", ""), ("auto", "P2P"), ("auto", "P2P SHM"), ("host", "P2P SHM")):
+        for way in disabled.split():
+            os.environ[f"NCCL_{way}_DISABLE"] = str(int(rank == 1))  # not on all ranks
+        decided = transports.Transports(choice, communicators=1)
+        lines += decided.prepare([dist.group.WORLD])
+        shared = isinstance(decided.transport(dist.group.WORLD), HostTransport)
+        assert shared == ("host memory between" in lines[-1])
+    return lines
+
+
+def test_decisions() -> None:
+    """Which way is taken, and the reason in the log, are the same on all ranks."""
+    first, second = spawn(decisions_worker, 2)
+    assert first == second
+    asked, auto, tcp, host = first
+    assert asked.endswith("through host memory between 2 ranks (as --compression-transport host asks)")
+    assert auto.endswith("through host memory between 2 ranks (NCCL_P2P_DISABLE=1 asks for no peer access)")
+    assert "over torch.distributed" in tcp and "NCCL_SHM_DISABLE=1" in tcp
+    assert "through host memory" in host
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 90 << 20), (2**20, 2**20, 2**20), (0, 0, 0)])
@@ -247,7 +335,7 @@ def trained(rank: int, transport: str) -> str:
 
 
 def data_parallel_worker(rank: int, world: int) -> list[str]:
-    lines = []
+    host_memory._FOLDER, lines = tempfile.gettempdir(), []
     for node_size in (None, 2):
         with no_peers():
             topology = find_topology(dist.group.WORLD, node_size, Transports(communicators=3))
@@ -261,7 +349,7 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
         assert shared == ({None: 3, "intra": 1, "inter": 3} if node_size else {None: 1})
         check_the_same(topology, find_topology(dist.group.WORLD, node_size))
         lines.append(topology.describe())
-    with no_peers(refusing):
+    with no_peers(Refusing):
         with pytest.raises(TransportError, match="transport host is not possible: no host memory to share"):
             find_topology(dist.group.WORLD, None, Transports("host"))
         far = find_topology(dist.group.WORLD, 1, Transports("host"))

@@ -1,12 +1,14 @@
 """Exchanges through pinned host memory by copy engines, as torch.distributed has them."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.all_reduce import all_reduce
-from megatron.compression.communication.host_memory import CopyEngines
+from megatron.compression.communication.host_memory import CopyEngines, HostMemory, HostMemoryError
 from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.topology import find_topology
 from megatron.compression.communication.transports import Transports
@@ -77,3 +79,70 @@ def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices, none of them shared")
     spawn(data_parallel_worker, world_size, backend="nccl")
+
+
+def corners_worker(rank: int, world_size: int) -> None:
+    transport = HostTransport(HostMemory(dist.group.WORLD))
+    payload = torch.full((8 << 20,), rank + 1, dtype=torch.uint8, device="cuda")
+
+    def in_a_new_thread() -> None:  # which has no context on device 0
+        torch.cuda.set_device(rank)
+        gathered, work = transport.all_gather(payload)
+        work.wait()
+        same.append(bool((gathered.float().mean(dim=1).cpu() == torch.arange(1.0, world_size + 1)).all()))
+
+    same: list[bool] = []
+    thread = threading.Thread(target=in_a_new_thread)
+    thread.start()
+    thread.join()
+    assert same == [True]
+    for _ in range(20):
+        transport.all_gather(payload)  # nobody waits, so its memory is free at once
+        assert (torch.full((world_size, 8 << 20), 77, dtype=torch.uint8, device="cuda") == 77).all()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)
+        late = payload * 3
+        gathered, work = transport.all_gather(late)
+        work.wait()
+        total = gathered[:, -1].sum()
+    torch.cuda.current_stream().wait_stream(side)
+    assert total == 3 * sum(range(1, world_size + 1))
+    with (
+        pytest.raises(HostMemoryError, match="CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        transport.all_gather(payload)
+    gathered, work = transport.all_gather(payload)  # the ranks are in step as before
+    work.wait()
+    assert gathered[:, -1].sum() == sum(range(1, world_size + 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices, not one shared")
+def test_corners() -> None:
+    """A thread without a context, handles that are dropped, side streams, and captures, which are refused."""
+    spawn(corners_worker, 2, backend="nccl")
+
+
+def refused_worker(rank: int, world_size: int) -> None:
+    def refusing(base: int, size: int) -> CopyEngines:
+        engines = CopyEngines(base, size)
+        with pytest.raises(HostMemoryError, match="cuMemHostRegister failed"):
+            CopyEngines(base, size)  # twice
+        if rank == 1:
+            engines.close()
+            raise HostMemoryError("refused")
+        return engines
+
+    for _ in range(3):  # it has been given back, wherever it is mapped next
+        with pytest.raises(HostMemoryError, match="rank 1: refused"):
+            HostMemory(dist.group.WORLD, refusing)
+    dist.all_reduce(torch.ones(1 << 24, device="cuda"))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices, not one shared")
+def test_refusal_leaves_the_device_as_it_was() -> None:
+    """NCCL carries payloads then: no error of CUDA's may be left behind."""
+    spawn(refused_worker, 2, backend="nccl")

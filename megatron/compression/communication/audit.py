@@ -42,7 +42,7 @@ class BackendAudit:
     """Counts what this process gives to torch.distributed in one iteration, and compares the ledger with it.
 
     It wraps the methods of ``ProcessGroup`` for as long; a call costs a few microseconds. Not seen: what
-    passes torch.distributed by (symmetric memory, Transformer Engine's user buffers).
+    passes torch.distributed by (symmetric and host memory, Transformer Engine's user buffers).
 
         audit = BackendAudit(ledger, groups)
         audit.start_with_first_forward(chunks)      # what sets a run up is not an iteration's traffic

@@ -5,11 +5,13 @@ it shares with the receiver, who copies them out, and each lets its stream wait 
 both directions of a PCIe link are in use at once, and no multiprocessor is taken from computation.
 """
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +27,8 @@ SLOTS = 4
 _LINE = 64
 """Bytes between counters: those of different ranks share no cache line."""
 _FOLDER = "/dev/shm"
+_mapped: list[mmap.mmap] = []
+"""For as long as the process lives: CUDA knows the addresses, and copies may be under way."""
 
 
 class HostMemoryError(RuntimeError):
@@ -75,12 +79,12 @@ def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, 
 
 def _piece(size: int, world: int) -> int:
     """Bytes of a piece; known to both ends, who know what passes between them and no more."""
-    return min(largest(world), max(LEAST, -(-size * (world - 1) // PIECES)))
+    return min(largest(world), max(LEAST, -(-size * (world - 1) // (PIECES * _LINE)) * _LINE))
 
 
 def largest(world: int) -> int:
-    """Bytes of a slot."""
-    return max((16 << 20) // world, LEAST)
+    """Bytes of a slot: whole pages, whatever the number of ranks."""
+    return max((16 << 20) // world // mmap.PAGESIZE * mmap.PAGESIZE, LEAST)
 
 
 def awaited(count: int, step: Step) -> int:
@@ -120,6 +124,9 @@ class Streams(Protocol):
     def end(self, kept: Any) -> Any:
         """A handle whose ``wait`` lets later work wait for both queues; ``kept`` is kept alive until then."""
 
+    def close(self) -> None:
+        """Give the memory back, which has not been used."""
+
 
 class CopyEngines:
     """Two CUDA streams of copies, with waits for values in memory. By the driver's own functions: an exchange
@@ -129,13 +136,15 @@ class CopyEngines:
     """
 
     def __init__(self, pinned: int, size: int) -> None:
-        failed = int(torch.cuda.cudart().cudaHostRegister(pinned, size, 3))  # portable and mapped
-        if failed:
-            raise HostMemoryError(f"cudaHostRegister failed with error {failed}")
+        torch.cuda.synchronize()  # this thread has the device's context from here on
         self._device = torch.cuda.current_device()
         self._driver = driver = ctypes.CDLL("libcuda.so.1")
         handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
         for name, *arguments in (
+            ("cuCtxGetCurrent", ctypes.POINTER(handle)),
+            ("cuCtxSetCurrent", handle),
+            ("cuMemHostRegister_v2", handle, ctypes.c_size_t, number),
+            ("cuMemHostUnregister", handle),
             ("cuMemcpyDtoHAsync_v2", handle, address, ctypes.c_size_t, handle),
             ("cuMemcpyHtoDAsync_v2", address, handle, ctypes.c_size_t, handle),
             ("cuMemcpyDtoDAsync_v2", address, address, ctypes.c_size_t, handle),
@@ -149,19 +158,45 @@ class CopyEngines:
             if not hasattr(driver, name):
                 raise HostMemoryError(f"the driver has no {name}")
             getattr(driver, name).argtypes = arguments
-        mapped = address()
-        check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
-        self._to_device = mapped.value - pinned
+        self._context, self._threads = handle(), threading.local()
+        check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         self._up, self._down = (stream.cuda_stream for stream in self._streams)
         self.events: list[int] = []
         """Those that nobody waits for."""
+        # Not by cudaHostRegister, whose failure torch would find behind its next kernel.
+        if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
+            raise HostMemoryError(f"cuMemHostRegister failed with error {failed}")
+        self._pinned, mapped = pinned, address()
+        try:
+            check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
+            self._to_device = mapped.value - pinned
+            for sends in (True, False):  # where the device has no such waits, this says so
+                self.await_counter(sends, pinned, 0)
+        except HostMemoryError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
-        event = self._recorded(torch._C._cuda_getCurrentRawStream(self._device))
+        if torch._C._cuda_isCurrentStreamCapturing():
+            raise HostMemoryError(
+                "an exchange through host memory cannot be part of a CUDA graph: its replays would count on; "
+                "use --compression-transport collective"
+            )
+        event = self._recorded(self._current())
         for stream in (self._up, self._down):
             check(self._driver.cuStreamWaitEvent(stream, event, 0))
         self.events.append(event)
+
+    def _current(self) -> int:
+        """The calling thread's stream. A new thread (autograd's) has no context before torch needs one."""
+        if not hasattr(self._threads, "ready"):
+            check(self._driver.cuCtxSetCurrent(self._context))
+            self._threads.ready = True
+        return torch._C._cuda_getCurrentRawStream(self._device)
 
     def _recorded(self, stream: int) -> int:
         if not self.events:
@@ -194,7 +229,7 @@ class CopyEngines:
 
     def let_wait(self, events: tuple[int, ...]) -> None:
         """Let the current stream wait for events, which are free then."""
-        current = torch._C._cuda_getCurrentRawStream(self._device)
+        current = self._current()
         for event in events:
             check(self._driver.cuStreamWaitEvent(current, event, 0))
             self.events.append(event)
@@ -218,13 +253,18 @@ class _UnderWay:
         self._engines.let_wait(events)
         self._kept = None  # what is allocated in its place is used behind the events
 
+    def __del__(self) -> None:
+        if self._events:  # nobody has waited, but memory that is copied into must not be another's
+            with contextlib.suppress(HostMemoryError):  # at the process's end
+                self.wait()
+
 
 class HostMemory:
     """Memory that the ranks of a group share, and their exchanges through it. Construction is collective.
 
-    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8. As with
-    NCCL, all ranks make the same exchanges in the same order. A rank that is gone leaves the others' streams
-    waiting, until the launcher or NCCL's watchdog ends them.
+    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8, for the
+    rest of the process. As with NCCL, all ranks make the same exchanges in the same order. A rank that is
+    gone leaves the others' streams waiting, until the launcher or NCCL's watchdog ends them.
 
     Args:
         group: ranks of one host.
@@ -242,23 +282,32 @@ class HostMemory:
         self._rings = -(-2 * pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slot = largest(self.world)
         size = self._rings + pairs * SLOTS * self._slot
-        path, problem = None, None
-        if self.rank == 0:
-            path, problem = _create(size)
-        path = self._told(path, problem)[0]
+        self._streams: Any = None
+        path, problem = _create(size) if self.rank == 0 else (None, None)
+        try:
+            self._told(None, self._map(self._told(path, problem)[0], size, streams))
+        except BaseException:
+            if self._streams is not None:
+                self._streams.close()  # else other memory may come to lie at pinned addresses
+            raise
+        finally:
+            if path is not None:
+                os.unlink(path)
+        _mapped.append(self._memory)
+        self._sent, self._got = [0] * self.world, [0] * self.world
+
+    def _map(self, path: str, size: int, streams: Callable[[int, int], Streams]) -> str | None:
+        """Map a file and make the streams; why it cannot be done, or None."""
         try:
             with open(path, "r+b") as file:
+                own = (self.world - 1) * SLOTS * self._slot  # touched first by the sender: near to its device
+                os.posix_fallocate(file.fileno(), self._rings + self.rank * own, own)
                 self._memory = mmap.mmap(file.fileno(), size)
             self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._streams = streams(self._base, size)
-        except (OSError, HostMemoryError) as error:  # other containers of a host have other folders
-            problem = str(error)
-        try:
-            self._told(None, problem)
-        finally:
-            if self.rank == 0:
-                os.unlink(path)
-        self._sent, self._got = [0] * self.world, [0] * self.world
+        except Exception as error:  # of any kind: the other ranks wait to be told
+            return str(error) or repr(error)  # other containers of a host have other folders
+        return None
 
     def _told(self, word: str | None, problem: str | None) -> list:
         """Every rank's word, or HostMemoryError on all if one has a problem. Collective."""
@@ -304,15 +353,20 @@ class HostMemory:
 
 def _create(size: int) -> tuple[str | None, str | None]:
     """A new file of zeros and its path, or the reason why there is none."""
+    wanted = f"{-(-size >> 20)} MiB of {_FOLDER}"
     try:
+        room = os.statvfs(_FOLDER)
+        free = room.f_bavail * room.f_frsize
+        if room.f_blocks and free < 2 * size:  # no blocks: without a limit
+            return None, (
+                f"{wanted} and as many for NCCL and data loaders are needed, {free >> 20} are free; give a "
+                "container more (--shm-size)"
+            )
         number, path = tempfile.mkstemp(prefix="megatron-taco-", dir=_FOLDER)
     except OSError as error:
         return None, str(error)
     try:
-        os.posix_fallocate(number, 0, size)  # else a full folder would be found by a signal
-    except OSError as error:
-        os.unlink(path)
-        return None, f"{size >> 20} MiB of {_FOLDER}: {error.strerror}; give a container more (--shm-size)"
+        os.ftruncate(number, size)
     finally:
         os.close(number)
     return path, None

@@ -28,16 +28,12 @@ class HostTransport(TorchTransport):
         """As over torch.distributed."""
         even = [len(rows) // self.world_size] * self.world_size
         to, came = to or even, came or even
+        if sum(to) != len(rows) or not len(to) == len(came) == self.world_size:
+            raise ValueError(f"splits {to} and {came} of {len(rows)} rows, {self.world_size} ranks")
         rows = rows.contiguous()
         received = rows.new_empty((sum(came), rows.shape[1]))
         self._report("all_to_all", rows.nbytes)
-        size, parts = rows.shape[1] * rows.itemsize, []
-        for address, counts in ((rows.data_ptr(), to), (received.data_ptr(), came)):
-            ends = accumulate(counts, initial=0)
-            parts.append(
-                [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
-            )
-        sends, receives = parts
+        sends, receives = _parts(rows, to), _parts(received, came)
         return received, self.memory.exchange(sends, receives, (rows, received))
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -49,3 +45,10 @@ class HostTransport(TorchTransport):
         into = [Part(address + rank * size, size) for rank in range(self.world_size)]
         own = [Part(payload.data_ptr(), size)] * self.world_size
         return gathered, self.memory.exchange(own, into, (payload, gathered))
+
+
+def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[Part]:
+    """Where each rank's rows lie."""
+    address, size = rows.data_ptr(), rows.shape[1] * rows.itemsize
+    ends = accumulate(counts, initial=0)
+    return [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]

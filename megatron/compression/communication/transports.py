@@ -96,8 +96,8 @@ class Transports:
 
         if reason := symmetric_memory.apart_reason(group):
             return None, reason
-        refused = "NCCL_P2P_DISABLE=1 asks for no peer access"
-        reason = refused if os.environ.get("NCCL_P2P_DISABLE") == "1" else None
+        disabled = _disabled(group)
+        reason = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
         reason = reason or symmetric_memory.strangers_reason(group)
         no_peers = reason is not None
         if reason is None and not fused:
@@ -110,7 +110,7 @@ class Transports:
             return memory, f"over symmetric memory between {group.size()} ranks of one host"
         if self.choice == "symmetric" or (self.choice == "auto" and not no_peers):
             return None, str(reason)
-        if self.choice == "auto" and os.environ.get("NCCL_SHM_DISABLE") == "1":
+        if self.choice == "auto" and "SHM" in disabled:
             return None, f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
         wanted = self.choice == "host"
         try:
@@ -134,6 +134,14 @@ class Transports:
         if memory is None or not fused:
             return TorchTransport(group, on_send, self._more_groups.get(group, ()))
         return SymmetricTransport(memory, on_send)
+
+
+def _disabled(group: dist.ProcessGroup) -> set[str]:
+    """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
+    own = [way for way in ("P2P", "SHM") if os.environ.get(f"NCCL_{way}_DISABLE") == "1"]
+    views: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(views, own, group=group)
+    return {way for view in views for way in view}
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
