@@ -207,7 +207,7 @@ def decisions_worker(rank: int, world: int) -> list[str]:
     torch.cuda.is_available = lambda: True
     symmetric_memory.apart_reason = symmetric_memory.strangers_reason = lambda group: None
     HostMemory.__init__.__defaults__ = (Threads,)
-    lines = []
+    host_memory._FOLDER, lines = tempfile.gettempdir(), []
     for choice, disabled in (("host", ""), ("auto", "P2P"), ("auto", "P2P SHM"), ("host", "P2P SHM")):
         for way in disabled.split():
             os.environ[f"NCCL_{way}_DISABLE"] = str(int(rank == 1))  # not on all ranks
@@ -223,7 +223,7 @@ def test_decisions() -> None:
     first, second = spawn(decisions_worker, 2)
     assert first == second
     asked, auto, tcp, host = first
-    assert asked.endswith("through host memory between 2 ranks (as --compression-transport host asks)")
+    assert asked.endswith("through host memory between 2 ranks (--compression-transport host)")
     assert auto.endswith("through host memory between 2 ranks (NCCL_P2P_DISABLE=1 asks for no peer access)")
     assert "over torch.distributed" in tcp and "NCCL_SHM_DISABLE=1" in tcp
     assert "through host memory" in host
