@@ -333,7 +333,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if command.paper:
                 print(f"    paper: {command.paper}")
         return
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise _cli.UsageError(f"{sys.executable} has no torch: start with .venv/bin/python") from None
 
     gpus = options.gpus or min(4, torch.cuda.device_count())
     if not 1 <= gpus <= torch.cuda.device_count():

@@ -62,8 +62,8 @@ class TensorParallelConfig(Dimension):
 
     chunks: int = 1
     """Pieces of the sequence in which a row-parallel layer computes and sends its output, and a
-    column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 2 pays over
-    PCIe."""
+    column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 2 paid over
+    PCIe at TP 4."""
 
     overlap: Overlap = "weights"
     """What runs behind exchanges: weights = weight gradients, in the backward; halves = also the other half
