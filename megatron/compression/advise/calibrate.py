@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def collective(
     return call
 
 
+def copies(operation: str, nbytes: int, transport: HostTransport, device: torch.device) -> Callable:
+    """The same of a payload's exchange by copy engines."""
+    payload = torch.zeros(
+        transport.world_size, nbytes // transport.world_size, dtype=torch.uint8, device=device
+    )
+    if operation == "all_gather":
+        return lambda: transport.all_gather(payload[0])[1].wait()
+    return lambda: transport.all_to_all(payload)[1].wait()
+
+
+def curve(clock: Clock, operation: str, ranks: int, make: Callable[[int], Callable]) -> list[list[float]]:
+    """(bytes that a rank sends, microseconds) of the calls that ``make`` makes for some sizes."""
+    points = []
+    for mib in MIB if clock.cuda else MIB[:2]:
+        nbytes = int(mib * 2**20)
+        points.append([bytes_sent(operation, nbytes, ranks), round(clock.us(make(nbytes)), 1)])
+    return points
+
+
 def link(clock: Clock, transport: TorchTransport) -> dict:
     """The curves of the default group's link, by operation; with two communicators as well over TCP, and by
     copy engines where payloads take them."""
@@ -147,23 +167,13 @@ def link(clock: Clock, transport: TorchTransport) -> dict:
         for suffix, groups in (("", [world]), (" x2", [world, more])):
             if suffix and (more is None or operation == "send"):
                 continue
-            points = []
-            for mib in MIB if clock.cuda else MIB[:2]:
-                nbytes = int(mib * 2**20)
-                us = clock.us(collective(operation, nbytes, groups, clock.device))
-                points.append([bytes_sent(operation, nbytes, ranks), round(us, 1)])
-            result["curves"][operation + suffix] = points
+            make = partial(collective, operation, groups=groups, device=clock.device)
+            result["curves"][operation + suffix] = curve(clock, operation, ranks, make)
     if isinstance(transport, HostTransport):
+        result["copied"] = True
         for operation in ("all_to_all", "all_gather"):
-            points = []
-            for mib in MIB:
-                nbytes = int(mib * 2**20) // ranks * ranks
-                payload = torch.zeros(ranks, nbytes // ranks, dtype=torch.uint8, device=clock.device)
-                payload = payload if operation == "all_to_all" else payload[0]
-                start = getattr(transport, operation)
-                us = clock.us(lambda: start(payload)[1].wait())  # noqa: B023
-                points.append([bytes_sent(operation, nbytes, ranks), round(us, 1)])
-            result["curves"][f"{operation} copied"] = points
+            make = partial(copies, operation, transport=transport, device=clock.device)
+            result["curves"][f"{operation} copied"] = curve(clock, operation, ranks, make)
         payload = torch.zeros(ranks, 2**25 // ranks, dtype=torch.uint8, device=clock.device)
         result["copied_loss"] = round(overlap_loss(clock, lambda: transport.all_to_all(payload)[1]), 3)
     buffer = torch.zeros(2**25 if clock.cuda else 2**16, dtype=torch.bfloat16, device=clock.device)

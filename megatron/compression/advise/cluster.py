@@ -28,6 +28,8 @@ class Link:
     """Of the group that the curves were measured on."""
     fused: bool = False
     """Peers read each other's memory, so that codecs can travel in one kernel (symmetric memory)."""
+    copied: bool = False
+    """Inside a node copy engines carry payloads through host memory (``--compression-transport host``)."""
     tcp: bool = False
     """Compressed payloads take two communicators by default."""
     overlap_loss: float = 0.1
@@ -57,7 +59,9 @@ class Link:
         }
         return replace(self, curves=scaled)
 
-    def milliseconds(self, operation: str, sent: float, ranks: int, communicators: int = 1) -> float:
+    def milliseconds(
+        self, operation: str, sent: float, ranks: int, communicators: int = 1, copied: bool = False
+    ) -> float:
         """Of one collective in a group of ``ranks`` in which each sends ``sent`` bytes.
 
         Between measured sizes linear in the bytes, beyond the largest at its last slope; the latency, that is
@@ -65,21 +69,16 @@ class Link:
         """
         if ranks < 2 or sent <= 0:
             return 0.0
-        curve = self.curve(operation, communicators)
+        curve = self.curve(operation, communicators, copied)
         more = _rounds(operation, ranks) / _rounds(operation, self.ranks) - 1
         return (_interpolate(curve, sent) + curve[0][1] * max(more, 0.0)) / 1e3
 
-    def curve(self, operation: str, communicators: int = 1) -> Curve:
+    def curve(self, operation: str, communicators: int = 1, copied: bool = False) -> Curve:
         """The measured one; for what was not measured that of the nearest kind, by bytes sent."""
-        names = [f"{operation} x{communicators}", operation]
+        names = [f"{operation} copied" if copied else f"{operation} x{communicators}", operation]
         names += {"send": ["all_to_all"], "reduce_scatter": ["all_gather"]}.get(operation, [])
         names += ["all_reduce", *self.curves]
         return self.curves[next(name for name in names if name in self.curves)]
-
-    @property
-    def copied(self) -> bool:
-        """Payloads go through host memory (``--compression-transport host``)."""
-        return "all_to_all copied" in self.curves
 
     @property
     def bandwidth(self) -> float:
@@ -92,7 +91,7 @@ def _rounds(operation: str, ranks: int) -> float:
     """Messages one after the other: trees, pairs for all-to-all."""
     if operation == "send":
         return 1.0
-    return ranks - 1.0 if operation.startswith("all_to_all") else math.ceil(math.log2(ranks))
+    return ranks - 1.0 if operation == "all_to_all" else math.ceil(math.log2(ranks))
 
 
 def _interpolate(curve: Curve, x: float) -> float:

@@ -60,8 +60,7 @@ def compressed(
         return Cost((latency + work) / 1e3 + sent / group.slowest.bandwidth, 0.0, sent, overlaps=False)
     share = communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
     copied = _copied(group)
-    names = [_carried(name, copied) for name in exchanges]
-    link = sum(_link_time(group, name, n, share) for name, n in zip(names, payloads, strict=True))
+    link = sum(_link_time(group, name, n, share, copied) for name, n in zip(exchanges, payloads, strict=True))
     own = values / ranks
     kernels = _kernel(constants, first, "encode", values if scatters else own)
     if scatters:
@@ -78,13 +77,13 @@ def gradients(
     constants, (intra, inter) = group.cluster.constants, codec.hops
     cluster, share = group.cluster, communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
     hops, kernels, sent = [0.0], 0.0, 0.0
-    for codec, link_of, ranks, part, name in (
-        (intra, cluster.intra, group.local, values, _carried("all_to_all", cluster.intra.copied)),
-        (inter, cluster.inter, group.nodes, values // group.local, "all_to_all"),
+    for codec, link_of, ranks, part, copied in (
+        (intra, cluster.intra, group.local, values, cluster.intra.copied),
+        (inter, cluster.inter, group.nodes, values // group.local, False),
     ):
         if ranks > 1:
             bytes_of_hop = _sent("all_to_all", payload(codec, part, value_bytes), ranks)
-            hops.append(link_of.milliseconds(name, bytes_of_hop, ranks, share))
+            hops.append(link_of.milliseconds("all_to_all", bytes_of_hop, ranks, share, copied))
             kernels += _kernel(constants, codec, "encode", part) + _kernel(constants, codec, "sum", part)
             sent += bytes_of_hop
     link = (
@@ -104,7 +103,7 @@ def gathered(group: Group, values: int, codec: Codec, communicators: int = 0, va
     kernels = _kernel(constants, codec, "encode", values / group.ranks)
     kernels += _kernel(constants, codec, "decode", values)
     copied = _copied(group)
-    link = _link_time(group, _carried("all_gather", copied), nbytes, share)
+    link = _link_time(group, "all_gather", nbytes, share, copied)
     return Cost(link, kernels, _sent("all_gather", nbytes, group.ranks), copied=copied)
 
 
@@ -134,21 +133,19 @@ def _copied(group: Group) -> bool:
     return group.nodes == 1 and group.cluster.intra.copied
 
 
-def _carried(operation: str, copied: bool) -> str:
-    """The operation's curve."""
-    return f"{operation} copied" if copied else operation
-
-
 def _sent(operation: str, nbytes: float, ranks: int) -> float:
-    return bytes_sent(operation.removesuffix(" copied"), int(nbytes), ranks)
+    return bytes_sent(operation, int(nbytes), ranks)
 
 
-def _link_time(group: Group, operation: str, nbytes: float, communicators: int) -> float:
+def _link_time(
+    group: Group, operation: str, nbytes: float, communicators: int, copied: bool = False
+) -> float:
     """Inside a node a measured curve. Over nodes both hops are under way at once, and the slower one counts:
     each GPU's adapter carries its share of what the node sends."""
     cluster, local, nodes = group.cluster, group.local, group.nodes
     if nodes == 1:
-        return cluster.intra.milliseconds(operation, _sent(operation, nbytes, local), local, communicators)
+        sent = _sent(operation, nbytes, local)
+        return cluster.intra.milliseconds(operation, sent, local, communicators, copied)
     if operation == "all_to_all":
         inside, outside = (local - 1) / group.ranks * nbytes, (group.ranks - local) / group.ranks * nbytes
         between = cluster.inter.milliseconds(operation, outside, group.ranks - local + 1, communicators)

@@ -62,8 +62,7 @@ class _Iteration:
 
     def __init__(self, model: Model, layout: Layout, cluster: Cluster, config: CompressionConfig) -> None:
         if config.transport == "collective":
-            curves = {name: one for name, one in cluster.intra.curves.items() if "copied" not in name}
-            cluster = replace(cluster, intra=replace(cluster.intra, fused=False, curves=curves))
+            cluster = replace(cluster, intra=replace(cluster.intra, fused=False, copied=False))
         if config.caat_net.enabled:
             raise InputError("--caat-net-sync-fraction makes another model, which is not modelled; drop it")
         for asked, flag in (

@@ -47,9 +47,3 @@ class Bf16Codec(IdentityCodec):
     uncompressed collective sends, for links where payloads travel faster than NCCL's collectives."""
 
     sent: ClassVar[torch.dtype] = torch.bfloat16
-
-    def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        if len(payloads) == 2 and into == self:  # torch adds two bf16 values in fp32, too, and rounds once
-            first, second = (self.decode(rows, shape, self.sent) for rows in payloads)
-            return self.encode(first + second)
-        return super().decode_sum_encode(payloads, shape, into)

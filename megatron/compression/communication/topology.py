@@ -11,7 +11,7 @@ from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.transport import OnSend, TorchTransport
-from megatron.compression.communication.transports import TCP_COMMUNICATORS, Transports, over_tcp
+from megatron.compression.communication.transports import Transports
 
 INTRA, INTER = "intra", "inter"
 
@@ -178,9 +178,7 @@ def find_topology(
     inside, between = ranks[node * local : (node + 1) * local], ranks[index::local]
     two_hops = nodes > 1 and local > 1
     memory, way = transports.host_memory(group) if nodes == 1 and local > 1 else (None, "")
-    count = 1
-    if memory is None:
-        count = transports.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+    count = transports.count(group) if memory is None else 1
     hops = [inside, between, *[between] * (count - 1)] if two_hops else []
     created = new_groups(hops + [ranks] * (count - 1))
     intra, inter = created[:2] if two_hops else (None, None)

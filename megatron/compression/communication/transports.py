@@ -54,7 +54,7 @@ class Transports:
             if self._memory[group] is not None:
                 lines.append(line)
                 continue
-            count = self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+            count = self.count(group)
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)
             shares = f", a share on each of {count} communicators" if count > 1 else ""
@@ -62,6 +62,10 @@ class Transports:
         for group, more in zip(owners, new_groups(wanted), strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
+
+    def count(self, group: dist.ProcessGroup) -> int:
+        """How many communicators share a payload over torch.distributed. Collective over the group."""
+        return self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
 
     def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
         """Decide for a group that has no fused kernels, by the same rule, and cares for its communicators
