@@ -72,6 +72,8 @@ class Spec(Constants):
     """Most senders whose loads a sum has in flight together."""
     HARDWARE_FP8: tl.constexpr
     """The device converts fp32 to fp8 (sm_89 and later); else integer arithmetic does."""
+    CONVERTS_BY_HALF: tl.constexpr
+    """Triton's conversion of fp32 to fp8 rounds twice there (sm_89)."""
     MAGNITUDE_MAX: tl.constexpr
     """The device has max.xorsign.abs, of two 16-bit numbers at once (sm_86 and later)."""
     INTERPRET: tl.constexpr
@@ -114,6 +116,7 @@ def make_spec(
         STRIDE=config.wire_bytes(row * G),
         UNROLLED=4 if device.small else 8,
         HARDWARE_FP8=device.hardware_fp8,
+        CONVERTS_BY_HALF=device.capability == (8, 9),
         MAGNITUDE_MAX=device.capability >= (8, 6),
         INTERPRET=device.interpret,
     )

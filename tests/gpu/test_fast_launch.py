@@ -95,13 +95,18 @@ def test_codec(setting: int, numel: int, chunks: int, dtype: torch.dtype) -> Non
 def test_collectives(world_size: int, numel: int, chosen: tuple[int, ...]) -> None:
     """On two lanes, whose addresses are arguments too; tensors at odd addresses, and rows."""
     from taco_kernels.symmetric_memory import collectives
+    from taco_kernels.taco import launch
 
     config = CodecConfig("int6")
+
+    def all_gather(x: torch.Tensor, lane) -> torch.Tensor:
+        return collectives.all_gather_encoded(lane, launch.encode(x, config), x.shape, x.dtype, config)
+
     xs = views(numel, torch.bfloat16, torch.Generator("cuda").manual_seed(0))
     operations = (
         lambda x, lane: collectives.all_reduce(lane, x, config),
         lambda x, lane: collectives.reduce_scatter(lane, x, config),
-        lambda x, lane: collectives.all_gather(lane, x, config),
+        all_gather,
     )
     for _ in range(2):
         lanes = simulated_lanes(world_size, programs=24)
@@ -184,7 +189,7 @@ def test_side_stream() -> None:
     torch.cuda.synchronize()
     with only_fast_launches(), torch.cuda.stream(side):
         launch.encode(x, config)  # its memory is there for the next
-        torch.cuda._sleep(500_000_000)  # about a quarter of a second
+        torch.cuda._sleep(2_000_000_000)  # about a second
         x.copy_(new)
         late = launch.encode(x, config)
     early = launch.encode(new, config)  # on the default stream

@@ -34,7 +34,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
         (4, CodecConfig("int8", hadamard=False), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (2, CodecConfig("int5", 32, "signed"), (130, 640), torch.float16),
-        (4, CodecConfig("int5", scales="signed", grid="quadratic"), (129, 640), torch.bfloat16),
+        (4, CodecConfig("int5", scales="signed", grid="quadratic"), (132, 640), torch.bfloat16),
         (2, CodecConfig("int8", 256), (400, 777), torch.float16),
         (4, CodecConfig("int8"), (4, 5), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),

@@ -10,9 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
 from taco_kernels.common.device import Device
+from taco_kernels.common.rounding import nearest_fp8
 from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
+from taco_kernels.taco.spec import make_spec
 from taco_kernels.taco.tuning import tuning_for, tuning_in, tuning_of
 from tests.kernels.architectures import (
     ARCHITECTURES,
@@ -53,6 +59,25 @@ def test_it_launches_and_spills_nothing_in_a_loop(
     assert found
     for usage in found:
         assert usage.programs >= 1 and usage.registers <= 255 and usage.looped == 0, usage
+
+
+@triton.jit
+def codes_kernel(x, codes, C: tl.constexpr):
+    i = tl.arange(0, 128)
+    tl.store(codes + i, nearest_fp8(tl.load(x + i), C))
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.startswith("fp8")])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypatch) -> None:
+    """By one instruction or by integers: on sm_89 Triton's own conversion takes fp16 on the way."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spec = make_spec(CodecConfig(format), 1, device_of(architecture))
+    source = ASTSource(codes_kernel, {"x": "*fp32", "codes": "*u8", "C": "constexpr"}, constexprs={"C": spec})
+    ptx = triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["ptx"]
+    found = set(re.findall(r"cvt\.\S*f\d\S*", ptx))
+    kind = format.removeprefix("fp8-")
+    assert found == (set() if architecture < 89 else {f"cvt.rn.satfinite.{kind}x2.f32"})
 
 
 def test_spills_are_told_from_the_code() -> None:

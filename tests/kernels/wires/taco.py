@@ -39,7 +39,7 @@ def parts(wire: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.
     )
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
     return (
-        unpack([plane.reshape(groups, -1) for plane in planes], config.planes),
+        unpack([plane.reshape(groups, len(plane) // max(groups, 1)) for plane in planes], config.planes),
         scales.clone().view(dtype).float(),
         padding,
     )
