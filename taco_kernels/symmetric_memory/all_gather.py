@@ -28,14 +28,14 @@ def all_gather_kernel(
         if i < steps:
             first = (program + i * programs) * C.R
             slot = arrival(program, done + i, rank, E)
-            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, 0, E.W, E)
             copy_tile(x, table, slot, first, groups, rank, E.W, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             first = (program + (i - 1) * programs) * C.R
             matrix = load_matrix(from_wire, C)
-            wait(data, done + i, error, timeout, E.W, E)
+            wait(data, done + i, error, timeout, 0, E.W, E)
             for k in range(E.W):
                 piece = (rank + k) % E.W
                 slot = slot_of(memory, arrival(program, done + i - 1, piece, E))

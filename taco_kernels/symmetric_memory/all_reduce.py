@@ -50,14 +50,14 @@ def two_shot_kernel(
             first = (lane + i * lanes) * C.R
             slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
-            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, 0, E.W, E)
             for k in range(E.W // E.SPLITS):
                 piece = (split + i) % E.W if E.SPLITS > 1 else (rank + 1 + k) % E.W
                 h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
                 encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
         owned = (E.SPLITS == 1) | ((split + i - 1) % E.W == rank)
         if (i >= 1) & (i <= steps) & owned:
-            wait(data, done + i, error, timeout, E.W, E)
+            wait(data, done + i, error, timeout, 0, E.W, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
             slot = returned(program, done + i - 1, rank, E)
             for half in range(2):  # a whole tile of sums does not fit in the registers
@@ -70,10 +70,10 @@ def two_shot_kernel(
             first = (lane + (i - 2) * lanes) * C.R
             matrix = load_matrix(from_wire, C)
             if E.SPLITS == 1:
-                wait(acks, done + i - 1, error, timeout, E.W, E)
+                wait(acks, done + i - 1, error, timeout, 0, E.W, E)
             else:
-                owner = memory + ack_flag(program, (split + i - 2) % E.W, E)
-                wait(owner, done + i - 1, error, timeout, 1, E)
+                owner = (split + i - 2) % E.W
+                wait(memory + ack_flag(program, owner, E), done + i - 1, error, timeout, owner, 1, E)
             for k in range(E.W // E.SPLITS):
                 piece = (split + i - 2) % E.W if E.SPLITS > 1 else (rank + k) % E.W
                 slot = slot_of(memory, returned(program, done + i - 2, piece, E))

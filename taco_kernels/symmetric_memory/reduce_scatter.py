@@ -32,7 +32,7 @@ def reduce_scatter_kernel(
             first = (program + i * programs) * C.R
             slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
-            wait(acks, done + i + 1 - E.DEPTH, error, timeout, E.W, E)
+            wait(acks, done + i + 1 - E.DEPTH, error, timeout, 0, E.W, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
                 h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
@@ -41,7 +41,7 @@ def reduce_scatter_kernel(
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             first = (program + (i - 1) * programs) * C.R
-            wait(data, done + i, error, timeout, E.W, E)
+            wait(data, done + i, error, timeout, 0, E.W, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
             h = summed_tile(slots, E, C)
             if C.HADAMARD:

@@ -31,8 +31,8 @@ _PUBLISH = tl.constexpr(
 """
 )
 
-# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave 1 + t at $5,
-# which the host can read, and trap.
+# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave 1 + t + $7 at
+# $5, which the host can read, and trap.
 _WAIT = tl.constexpr(
     """
 {
@@ -56,6 +56,7 @@ again:
     setp.lt.u64 done, now, $6;
     @done bra again;
     add.u32 thread, thread, 1;
+    add.u32 thread, thread, $7;
     st.relaxed.sys.global.u32 [$5], thread;
     fence.acq_rel.sys;
     trap;
@@ -91,13 +92,22 @@ def publish(table, program, rank, sent, read, E: tl.constexpr):
 
 
 @triton.jit
-def wait(flags, value, error, timeout, COUNT: tl.constexpr, E: tl.constexpr):
-    """Until the program's flags from COUNT ranks, the first at address ``flags``, are at least ``value``."""
+def wait(flags, value, error, timeout, first, COUNT: tl.constexpr, E: tl.constexpr):
+    """Until the program's flags from COUNT ranks, the flag of rank ``first`` at address ``flags``, are at
+    least ``value``."""
     stride = tl.full((), E.PROGRAMS * 8, tl.int32)
     tl.inline_asm_elementwise(
         _WAIT,
-        "=r,l,r,l,r,l,l",
-        [flags, stride, value, tl.full((), COUNT, tl.int32), error, timeout],
+        "=r,l,r,l,r,l,l,r",
+        [
+            flags,
+            stride,
+            value,
+            tl.full((), COUNT, tl.int32),
+            error,
+            timeout,
+            tl.full((), 0, tl.int32) + first,
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

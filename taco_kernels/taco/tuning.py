@@ -14,6 +14,8 @@ TUNING = {
 }
 LEAST_TILE = 2048
 """Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
+MOST_RANKS = 16
+"""Of a collective, which has a chunk for each."""
 
 
 def tuning_of(operation: str, config: CodecConfig) -> Tuning:
@@ -98,11 +100,12 @@ def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) 
 def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
     """Of many chunks that are shorter than a tile, which is to hold one alone: a tile of theirs.
 
-    What of a tile lies behind its chunk is computed for nothing. Not timed.
+    What of a tile lies behind its chunk is computed for nothing. Not timed. The chunks of a collective keep
+    the tile that its fused kernels have: on smaller ones products may sum in another order.
     """
     chunk = groups * config.group_size
     tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
-    if chunks == 1 or tile >= tuning.tile:
+    if chunks <= MOST_RANKS or tile >= tuning.tile:
         return tuning
     programs = min(4, tuning.programs * tuning.tile // tile)
     return tuning._replace(tile=tile, programs=programs, registers=None)

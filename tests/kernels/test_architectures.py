@@ -4,6 +4,7 @@ A sample; ``python -m tests.kernels.architectures`` takes every setting.
 """
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -126,10 +127,28 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
     assert Device(4, (0, 0), True).point == 128
 
 
-def test_programs_that_wait_for_peers_are_resident() -> None:
+def test_programs_that_wait_for_peers_are_resident(settings, tmp_path, monkeypatch) -> None:
+    """As many as a lane starts, by what compiled kernels take."""
+    from taco_kernels.symmetric_memory import collectives
     from taco_kernels.symmetric_memory.group import resident_programs
 
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 2, 1]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config, h200 = CodecConfig("int8", 512, "signed"), device_of(90)
+    assert collectives.resident_of(collectives.two_shot_kernel, 264, config, h200) == 264
+    assert collectives.resident_of(collectives.reduce_scatter_kernel, 264, config, h200) == 132
+    for name, programs in (("all_reduce int8 128 dual", 2), ("reduce_scatter int8 512 signed", 1)):
+        for usage in usages(settings[f"symmetric_memory {name} bfloat16"], 90):
+            assert usage.programs >= programs and usage.spilled == 0, usage
+
+
+def test_chunks_of_a_collective_have_the_tile_of_its_fused_kernel() -> None:
+    """On a smaller one products may sum in another order, and a code may be another."""
+    device = device_of(90)
+    for config in (CodecConfig("int6"), CodecConfig("fp8-e4m3", 512), CodecConfig("int4", 32, "signed")):
+        for groups, chunks in product((1, 5, 16, 100), (1, 2, 8, 16)):
+            assert tuning_in("encode", config, device, groups, chunks).tile == tile_of(config, device)
+        assert tuning_in("encode", config, device, 5, 17).tile < tile_of(config, device)
 
 
 def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:

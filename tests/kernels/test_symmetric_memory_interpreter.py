@@ -69,12 +69,13 @@ def use_python_flags() -> None:
             flag(base + value(ring.data_flag(program, rank, E))).value = value(sent)
             flag(base + value(ring.ack_flag(program, rank, E))).value = value(read)
 
-    def wait(flags, target, error, timeout, COUNT, E) -> None:
+    def wait(flags, target, error, timeout, first, COUNT, E) -> None:
         deadline = time.monotonic() + value(timeout) / 1e9
         for rank in range(value(COUNT)):
             address = value(flags) + rank * E.PROGRAMS.value * 8
             while ctypes.c_int64.from_address(address).value < value(target):
-                assert time.monotonic() < deadline, f"waited for flag {rank} to be {value(target)}"
+                late = value(first) + rank
+                assert time.monotonic() < deadline, f"waited for rank {late}'s flag to be {value(target)}"
                 time.sleep(0)
 
     for module in (all_reduce, reduce_scatter, all_gather):

@@ -60,7 +60,7 @@ def check_format(format: str) -> None:
 
     for name, usual in tuning.TUNING.items():
         tuning.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
-    tuning.LEAST_TILE = 256  # and tiles of a chunk, where groups are short
+    tuning.LEAST_TILE, tuning.MOST_RANKS = 256, 1  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
