@@ -35,8 +35,9 @@ def round_up_fp16(x):
     return tl.where(half.to(tl.float32) < x, bits + 1, bits)
 
 
-# Divisions are products with a reciprocal and one step of Newton's. Not finite tiles: 0 for their minimum and
-# maximum makes zero point, step and factor 0; the step becomes NaN at the end.
+# Divisions are products with a reciprocal and one step of Newton's; of an fp16 step it is correctly rounded,
+# whatever the last bits of a GPU's approximation. Not finite tiles: 0 for their minimum and maximum makes
+# zero point, step and factor 0; the step becomes NaN at the end.
 GRID = tl.constexpr(
     """{
     .reg .pred p, q;
