@@ -5,6 +5,7 @@
     python scripts/losses.py --pipeline-parallel 4 --codecs none auto tah-quant "tah-quant:transform=none"
     python scripts/losses.py --tensor-parallel 4 --model 111m --codecs none int6 \\
         "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
+    python scripts/losses.py --expert-parallel 2 --codecs none int8 int6
 
 Each run is `torchrun pretrain_gpt.py`, on GPUs with the sources of the installed Python packages, on CPUs
 with Python's own, validated and in the end tested on files that it has not seen. The table compares each
@@ -64,8 +65,14 @@ PARALLEL = {
         1,
     ),
     "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
+    "expert": (
+        "--expert-model-parallel-size {ranks} --num-experts 8 --moe-router-topk 2 --disable-bias-linear"
+        " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
+        " --moe-aux-loss-coeff 0.01 --use-distributed-optimizer --micro-batch-size {batch}",
+        1,
+    ),
 }
-"""Flags of a dimension, and how many micro-batches make a batch (data parallelism: one a rank)."""
+"""Flags of a dimension, and how many micro-batches make a batch (data, expert parallelism: one a rank)."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -224,7 +231,7 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     flags, parts = PARALLEL[options.dimension]
     shape = SHAPES[common["model"]].split()
     batch = int(shape[shape.index("--global-batch-size") + 1])
-    micro = batch // (options.ranks if options.dimension == "data" else parts)
+    micro = batch // (options.ranks if options.dimension in ("data", "expert") else parts)
     micro = min(micro, MOST_TOKENS // int(shape[shape.index("--seq-length") + 1]))
     words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=micro).split()]
     words += ["--train-iters", common["iterations"], "--eval-interval", max(1, common["iterations"] // 4)]

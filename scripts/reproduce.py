@@ -37,13 +37,13 @@ class Command(NamedTuple):
 
     stage: str
     gpus: int
-    """Needed; with fewer it is reported as not run."""
+    """Needed; on fewer it is reported as not run."""
     minutes: float
     """Killed after that long."""
     name: str
     line: str
-    """What follows ``python``. ``{output}`` is the folder for results, ``{gpus}`` the number of ranks,
-    ``{ranks}`` the same but at least two."""
+    """What follows ``python``. ``{output}`` is the folder for results, ``{gpus}`` the number of GPUs but at
+    most four, ``{ranks}`` the same but at least two."""
     paper: str = ""
     """What the paper has here, and in what setting."""
 
@@ -176,19 +176,33 @@ HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
 LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py compares what they write
     *(
         (
-            *("large", 4, 12, f"large_{regime}{name}"),
-            f"{END_TO_END}{more} --regimes {regime} --communicators {2 if regime == 'ethernet' else 1}"
+            *("large", ranks, 8, f"large_collectives_{ranks}"),
+            f"{TORCHRUN.replace('{gpus}', str(ranks))} -m taco_kernels.benchmarks collectives"
+            f" --mib 1 4 16 64 256 --json {{output}}/large_collectives_{ranks}.json",
+        )
+        for ranks in (4, 8)
+    ),
+    *(
+        (
+            *("large", ranks, 12, f"large_{regime}{name}_tp{ranks}"),
+            f"scripts/bench_end_to_end.py --tensor-parallel {ranks}{more} --regimes {regime}"
+            f" --communicators {2 if regime == 'ethernet' else 1}"
             f" --iterations {6 if regime == 'ethernet' else 9} --codecs none taco int8 int6 none"
             f' "taco {HALVES}" "int6 {HALVES}" "int6 {CHUNKS}" "lossless" "none --compression auto"'
-            f" --json {{output}}/large_{regime}{name}.json",
+            f" --json {{output}}/large_{regime}{name}_tp{ranks}.json",
         )
+        for ranks in (4, 8)
         for regime in ("nvlink", "pcie", "ethernet")
         for name, more in (("", ""), ("_sp", " --sequence-parallel"))
     ),
-    (
-        *("large", 4, 8, "large_models"),
-        f'{END_TO_END} --regimes nvlink pcie --iterations 9 --codecs none "int6 --ladder-residual"'
-        ' "int6 --caat-net-sync-fraction 0.5" none --json {output}/large_models.json',
+    *(
+        (
+            *("large", ranks, 8, f"large_models_tp{ranks}"),
+            f"scripts/bench_end_to_end.py --tensor-parallel {ranks} --regimes nvlink pcie --iterations 9"
+            ' --codecs none "int6 --ladder-residual" "int6 --caat-net-sync-fraction 0.5" none'
+            f" --json {{output}}/large_models_tp{ranks}.json",
+        )
+        for ranks in (4, 8)
     ),
     (
         *("large", 8, 10, "large_3d"),
@@ -266,11 +280,14 @@ COMMANDS = tuple(
         *PAPERS,
     )
 )
+MOST_RANKS = 4
+"""Of a command that takes as many as there are GPUs: layers and heads of every shape divide by it."""
 STAGES = tuple(dict.fromkeys(command.stage for command in COMMANDS))
 
 
 def filled(command: Command, output: Path, gpus: int) -> str:
     """The command's line with its numbers of ranks and its folder."""
+    gpus = min(MOST_RANKS, gpus)
     return command.line.format(output=output, gpus=gpus, ranks=max(2, gpus))
 
 
@@ -322,14 +339,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _cli.Parser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print stages and commands, run nothing")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
-    parser.add_argument("--gpus", type=int, help="ranks of the stages with several (default: all, at most 4)")
+    parser.add_argument("--gpus", type=int, help="to use (default: all)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "reproduce", help="logs and JSON")
     options = parser.parse_args(argv)
     chosen = [command for command in COMMANDS if command.stage in options.only]
     if options.list:
         for command in chosen:
-            line = filled(command, options.output, options.gpus or 4)
-            print(f"{command.stage} (from {command.gpus} GPUs): python3 {line}")
+            line = filled(command, options.output, options.gpus or MOST_RANKS)
+            print(f"{command.stage} (GPUs: {command.gpus} or more): python3 {line}")
             if command.paper:
                 print(f"    paper: {command.paper}")
         return
@@ -338,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError:
         raise _cli.UsageError(f"{sys.executable} has no torch: start with .venv/bin/python") from None
 
-    gpus = options.gpus or min(4, torch.cuda.device_count())
+    gpus = options.gpus or torch.cuda.device_count()
     if not 1 <= gpus <= torch.cuda.device_count():
         raise _cli.UsageError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()} CUDA devices")
     output = options.output.resolve()

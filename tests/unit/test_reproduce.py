@@ -42,7 +42,8 @@ def megatron_flags() -> set[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_exist_with_their_flags(name: str, megatron_flags: set[str]) -> None:
-    words = shlex.split(COMMANDS[name].line.removeprefix(reproduce.TORCHRUN))
+    launcher = re.escape(reproduce.TORCHRUN).replace(re.escape("{gpus}"), r"\S+")
+    words = shlex.split(re.sub(launcher, "", COMMANDS[name].line))
     sources = _sources(words)
     assert all(path.is_file() for path in sources), sources
     text = "".join(path.read_text() for path in sources)
@@ -107,6 +108,8 @@ def test_without_enough_devices_it_says_so(monkeypatch, tmp_path: Path) -> None:
 def test_the_list_can_be_pasted(capsys) -> None:
     reproduce.main(["--list", "--only", "collectives"])
     assert "--nproc-per-node 4 -m taco_kernels.benchmarks collectives --json" in capsys.readouterr().out
+    reproduce.main(["--list", "--only", "end-to-end", "--gpus", "8"])
+    assert "--tensor-parallel 4 --json" in capsys.readouterr().out, "heads divide by four"
     reproduce.main(["--list", "--only", "taco", "--gpus", "1"])
     printed = capsys.readouterr().out
     assert "--tensor-parallel 2 --output" in printed, "one GPU is shared by two ranks"
