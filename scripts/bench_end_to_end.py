@@ -73,7 +73,6 @@ ABLATIONS = (
     "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
     "{} --compression-transport collective --tp-compression-overlap halves",  # behind the other half
     "none --tp-compression-overlap halves",
-    "{} --tp-compression-min-mb 8",  # with the threshold, which is off in all others
     "{} --no-gradient-accumulation-fusion",
     "none --no-gradient-accumulation-fusion",
     "none",

@@ -135,7 +135,7 @@ def _words(report: dict) -> list[str]:
     probed = report["summary"]["probe_bytes_per_iteration"]
     if probed:
         lines.append(
-            f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Their time is in "
+            f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Its time is in "
             "the iterations'; --log-interval says how often it measures."
         )
     own = f"{report.get('bytes_of_a_report', 0):,} bytes each log interval"
