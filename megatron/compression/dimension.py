@@ -37,18 +37,15 @@ def refuse_cuda_graphs(args: Namespace, flag: str) -> None:
         )
 
 
-def refuse_dtypes(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
-    """Refuse a codec that promises every bit where activations or weights are of a dtype that it has not.
+def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
+    """Refuse a lossless codec where activations or weights are fp16.
 
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
-    used = [codec for codec in codecs if codec is not None]
-    if args.fp16 and any(codec.lossless for codec in used):
+    if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
         raise CompressionConfigError(
             f"{flag} lossless shortens exponents of 8 bits, and fp16 has 5; use --bf16 or another codec"
         )
-    if not args.bf16 and any(codec.name == "bf16" for codec in used):
-        raise CompressionConfigError(f"{flag} bf16 would round other values; add --bf16 or use lossless")
 
 
 class Dimension:

@@ -66,9 +66,7 @@ class TestChoice:
         """What --tp-compression auto means is one of them; a budget of 0 leaves what changes no bit."""
         assert RECOMMENDED in [dict(one.settings)["compression"] for one in CANDIDATES["tensor_parallel"]]
         for dimension, known in CANDIDATES.items():
-            exact = {"expert_parallel": [], "tensor_parallel": ["lossless", "bf16"]}.get(
-                dimension, ["lossless"]
-            )
+            exact = [] if dimension == "expert_parallel" else ["lossless"]
             assert [one.name for one in within(0.0, dimension)] == exact
             assert len(within(math.inf, dimension)) == len(known) == len({one.name for one in known})
             for one in known:

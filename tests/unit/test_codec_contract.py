@@ -155,15 +155,3 @@ def test_nothing_is_encoded_as_nothing(spec: str) -> None:
     assert torch.equal(codec.decode(codec.encode(zeros), shape, torch.float32), zeros)
     assert codec.bits_per_value(shape) == 8 * codec.payload_bytes(shape) / math.prod(shape)
     assert 2 < codec.bits_per_value((1024, 1, 1024)) <= 32
-
-
-def test_bf16_rounds_a_sum_once() -> None:
-    """By whatever operation: the bits of the fp32 sum in the order of the senders, rounded."""
-    codec = parse_codec("bf16")
-    for senders in (2, 3):
-        x = values(senders, 1000, dtype=torch.bfloat16)
-        expected = sum((row.float() for row in x[1:]), start=x[0].float()).bfloat16()
-        payloads = codec.encode(x)
-        assert payloads.nbytes == 2 * x.numel()
-        again = codec.decode_sum_encode(payloads[:, None], (1000,), codec)
-        assert torch.equal(codec.decode(again, (1000,), torch.bfloat16)[0], expected)

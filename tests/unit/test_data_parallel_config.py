@@ -83,7 +83,7 @@ def test_neither_needs_activations() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of bf16, identity"),
+        ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of identity, int4"),
         ({"compression": "examples.nothing:At"}, "--dp-compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
         ({"compression": "int6:group=100"}, "--dp-compression: int6:group=100"),
@@ -198,10 +198,3 @@ def test_pieces_of_a_bucket(nodes: int, local: int, given: int | None, pieces: i
     numel = 4 * 24 * 4096
     bucket = SimpleNamespace(topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel))
     assert len(CodecGradientSync(bucket, parse_codec("sdp4bit"), None, given).pieces) == pieces
-
-
-def test_bf16_does_not_round_gradients_in_fp32() -> None:
-    """Which are Megatron's default."""
-    with pytest.raises(CompressionConfigError, match="--dp-compression bf16 would round fp32 gradients"):
-        _check({"compression": "bf16"}, bf16=True, grad_reduce_in_bf16=False)
-    _check({"compression": "bf16"}, bf16=True, grad_reduce_in_bf16=True)

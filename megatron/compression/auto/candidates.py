@@ -64,7 +64,6 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         _candidate(0.143, _ENDINGS, f"int5:{_DENSE}/int6:{_DENSE}", f"int5:{_DENSE}", min_mb=0.0),
         _candidate(0.277, _ENDINGS, f"int5:{_DENSE}", min_mb=0.0),
         _candidate(0.0, _NONE, "lossless", min_mb=0.0),
-        _candidate(0.0, _NONE, "bf16", min_mb=0.0),  # through host memory, not timed
     ),
     "data_parallel": (
         # seeds -0.01 and +0.21 %; "lossless" and "sdp4bit" compress the distributed optimizer's weights too

@@ -1,8 +1,7 @@
-"""No compression: the values themselves, as bytes."""
+"""No compression: the values themselves, as bytes. The control that tests everything around a codec."""
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -13,37 +12,25 @@ from megatron.compression.codecs.registry import register_codec
 @register_codec("identity")
 @dataclass(frozen=True)
 class IdentityCodec(Codec):
-    """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate rounding. The
-    control that tests everything around a codec."""
-
-    sent: ClassVar[torch.dtype] = torch.float32
+    """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate rounding."""
 
     def payload_bytes(self, shape: Shape) -> int:
-        """Four bytes a value, or two."""
-        return self.sent.itemsize * math.prod(shape)
+        """Four bytes a value."""
+        return 4 * math.prod(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.sent).reshape(x.shape[0], -1).contiguous().view(torch.uint8)
+        return x.float().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
 
     def decode(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        values = payloads.contiguous().view(self.sent).reshape(len(payloads), *shape)
+        values = payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape)
         return values.to(dtype) if out is None else out.copy_(values)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """The new values: a difference of bf16 values need not be exact."""
+        """The new values: a difference of bf16 values need not be exact in fp32."""
         return self.encode(new[None])[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The new values in place of the old ones."""
         return self.decode(payloads, weights.shape[1:], weights.dtype, weights)
-
-
-@register_codec("bf16")
-@dataclass(frozen=True)
-class Bf16Codec(IdentityCodec):
-    """Sends bf16 values, sums them in fp32 in the order of the ranks and rounds the sum once: what an
-    uncompressed collective sends, for links where payloads travel faster than NCCL's collectives."""
-
-    sent: ClassVar[torch.dtype] = torch.bfloat16

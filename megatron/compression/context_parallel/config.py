@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_dtypes
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
@@ -32,7 +32,7 @@ class ContextParallelConfig(SentOnce):
         """
         if not self.enabled:
             return
-        refuse_dtypes(args, self.flag, (self.forward_codec, self.backward_codec))
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         if args.context_parallel_size == 1:
             return
         if args.transformer_impl != "local":

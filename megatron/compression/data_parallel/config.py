@@ -13,8 +13,8 @@ from megatron.compression.dimension import (
     Dimension,
     codec_of,
     refuse_cuda_graphs,
-    refuse_dtypes,
     refuse_flags,
+    refuse_fp16,
 )
 from megatron.compression.errors import CompressionConfigError, naming
 
@@ -147,11 +147,7 @@ class DataParallelConfig(Dimension):
             return
         refuse_flags(args, _REFUSED, "drop it or --dp-compression")
         gradients = getattr(self.compressor, "codec", None)
-        refuse_dtypes(args, self.flag, (gradients, self.weight_codec))
-        if getattr(gradients, "name", "") == "bf16" and not args.grad_reduce_in_bf16:
-            raise CompressionConfigError(
-                "--dp-compression bf16 would round fp32 gradients; add --grad-reduce-in-bf16 or use lossless"
-            )
+        refuse_fp16(args, self.flag, (gradients, self.weight_codec))
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
             raise CompressionConfigError(
                 f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_dtypes, refuse_flags
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
@@ -46,7 +46,6 @@ class ExpertParallelConfig(SentOnce):
             )
         refuse_flags(args, _REFUSED, f"drop one of the two, or {self.flag}")
         refuse_cuda_graphs(args, self.flag)
-        refuse_dtypes(args, self.flag, (self.forward_codec, self.backward_codec))
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(

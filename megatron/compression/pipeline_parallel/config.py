@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.dimension import SentOnce, refuse_dtypes
+from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 RECOMMENDED = "int4:group=32,normalize=standardize,outliers=on"
@@ -48,7 +48,7 @@ class PipelineParallelConfig(SentOnce):
         """
         if not self.enabled:
             return
-        refuse_dtypes(args, self.flag, (self.forward_codec, self.backward_codec))
+        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
         if args.cuda_graph_impl == "full_iteration":
             raise CompressionConfigError(
                 "--pp-compression counts and chooses on the host, which a replayed graph leaves out; drop "

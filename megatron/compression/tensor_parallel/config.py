@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Choice, Rule
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import Dimension, refuse_dtypes, refuse_flags
+from megatron.compression.dimension import Dimension, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
 from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
@@ -145,7 +145,7 @@ class TensorParallelConfig(Dimension):
             check_halves(args)
         if not self.enabled:
             return
-        refuse_dtypes(args, self.flag, self.codecs)
+        refuse_fp16(args, self.flag, self.codecs)
         own = "--tp-compression"
         if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
