@@ -98,7 +98,7 @@ def test_a_layout_makes_ranks_flags_and_columns():
     options, flags, traffic = parse("--expert-parallel 2 --iterations 5")
     assert (options.ranks, options.dimension, traffic) == (2, "expert", ("ep.forward", "ep.backward"))
     options, _, _ = parse("--ablations int8 --tensor-parallel 2")
-    assert "int8 --tp-compression-min-mb 8" in options.codecs and "none" in options.codecs
+    assert "int8 --no-gradient-accumulation-fusion" in options.codecs and "none" in options.codecs
     for wrong in ("--shape 350m --expert-parallel 2", "--ablations int8 --data-parallel 2"):
         with pytest.raises(SystemExit):
             parse(wrong)
