@@ -62,17 +62,17 @@ PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
     "data": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size {batch}",
-        1,
+        0,
     ),
     "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
     "expert": (
         "--expert-model-parallel-size {ranks} --num-experts 8 --moe-router-topk 2 --disable-bias-linear"
         " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
         " --moe-aux-loss-coeff 0.01 --use-distributed-optimizer --micro-batch-size {batch}",
-        1,
+        0,
     ),
 }
-"""Flags of a dimension, and how many micro-batches make a batch (data, expert parallelism: one a rank)."""
+"""Flags of a dimension, and how many micro-batches make a batch; 0: one a rank."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -231,7 +231,7 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     flags, parts = PARALLEL[options.dimension]
     shape = SHAPES[common["model"]].split()
     batch = int(shape[shape.index("--global-batch-size") + 1])
-    micro = batch // (options.ranks if options.dimension in ("data", "expert") else parts)
+    micro = batch // (parts or options.ranks)
     micro = min(micro, MOST_TOKENS // int(shape[shape.index("--seq-length") + 1]))
     words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=micro).split()]
     words += ["--train-iters", common["iterations"], "--eval-interval", max(1, common["iterations"] // 4)]

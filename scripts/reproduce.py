@@ -77,7 +77,7 @@ PAPERS = (
     (
         *("taco", 2, 10, "taco_ablations"),
         f"{END_TO_END} --regimes nvlink pcie --ablations taco --json {{output}}/taco_ablations.json",
-        "TACO: fused kernels, overlap are parts of its 1.87; each one's is not known",
+        "TACO: fused kernels and overlap are parts of its 1.87; each one's share is not known",
     ),
     (
         *("taco", 8, 10, "taco_3d"),

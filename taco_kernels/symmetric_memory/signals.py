@@ -31,8 +31,8 @@ _PUBLISH = tl.constexpr(
 """
 )
 
-# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave 1 + t + $7 at
-# $5, which the host can read, and trap.
+# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave t + $7 at $5,
+# which the host can read, and trap.
 _WAIT = tl.constexpr(
     """
 {
@@ -55,7 +55,6 @@ again:
     sub.u64 now, now, start;
     setp.lt.u64 done, now, $6;
     @done bra again;
-    add.u32 thread, thread, 1;
     add.u32 thread, thread, $7;
     st.relaxed.sys.global.u32 [$5], thread;
     fence.acq_rel.sys;
@@ -106,7 +105,7 @@ def wait(flags, value, error, timeout, first, COUNT: tl.constexpr, E: tl.constex
             tl.full((), COUNT, tl.int32),
             error,
             timeout,
-            tl.full((), 0, tl.int32) + first,
+            tl.full((), 1, tl.int32) + first,
         ],
         dtype=tl.int32,
         is_pure=False,
