@@ -100,9 +100,17 @@ def values_of(records: Iterable[dict], kind: str, measure: str = "valid") -> dic
 
 
 def references(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[Block, list[float]]:
-    """The uncompressed runs of each block that has BASE."""
+    """The uncompressed runs of each block that has BASE: a whole run is its own ending, to the last bit."""
     values = values_of(records, kind, measure)
     runs = [values.get(name, {}) for name in (BASE, NULL)]
+    if kind == "ending":
+        whole = {
+            (block.replicate, block.size): value
+            for block, value in values_of(records, "scratch", measure).get(BASE, {}).items()
+        }
+        blocks = {block for found in values.values() for block in found}
+        known = {b: whole[b.replicate, b.size] for b in blocks if (b.replicate, b.size) in whole}
+        runs[0] = known | runs[0]
     return {block: [found[block] for found in runs if block in found] for block in runs[0]}
 
 

@@ -178,7 +178,7 @@ def test_more_gpus_in_a_group_take_longer():
 
 
 GOLDEN = {
-    ("3d", True): 405.383578190406,
+    ("3d", True): 383.65024485707266,
     ("3d", False): 178.06532746738625,
     ("vpp", True): 390.68089352595723,
     ("vpp", False): 392.6840354009572,

@@ -53,9 +53,9 @@ class TestChoice:
         assert choose(gains, 0.2) == {"tensor_parallel": INT6, "data_parallel": SDP4BIT}
         assert choose(gains, 0.0) == {}
 
-    def test_what_gains_under_two_percent_is_left_alone(self):
-        assert choose({"tensor_parallel": {INT6: 0.019, INT8: -0.1}}, 0.1) == {}
-        assert choose({"tensor_parallel": {INT6: 0.021}}, 0.1) == {"tensor_parallel": INT6}
+    def test_what_would_gain_nothing_is_not_tried(self):
+        assert choose({"tensor_parallel": {INT6: 0.004, INT8: -0.1}}, 0.1) == {}
+        assert choose({"tensor_parallel": {INT6: 0.006}}, 0.1) == {"tensor_parallel": INT6}
         assert choose({}, 0.1) == {}
 
     def test_of_equally_fast_ones_the_smaller_loss(self):
@@ -142,8 +142,8 @@ class TestIteration:
         # the first message, 15 exchanges, the last: a half of it for each direction
         assert counts(**stages) == {"pp.forward exchange": 8.5, "pp.backward exchange": 8.5}
         replicas = {**alone, "data_parallel_size": 4, "use_distributed_optimizer": True}
-        assert counts(3 * 2**23, **replicas) == {"dp.gradient gradients": 3, "dp.weight weights": 3}
-        assert counts(3 * 2**23, **alone) == {}
+        assert counts(3 * 2**26, **replicas) == {"dp.gradient gradients": 3, "dp.weight weights": 3}
+        assert counts(3 * 2**26, **alone) == {}
 
     def test_overlapped_buckets_leave_the_last_one(self):
         settings = dict(tensor_model_parallel_size=1, data_parallel_size=4, overlap_grad_reduce=True)
@@ -431,9 +431,9 @@ class TestCheck:
         ((gains, off),) = verdict
         assert off == {"data_parallel"} and gains["tensor_parallel"] == pytest.approx(0.2)
 
-    def test_a_gain_under_one_percent_is_none(self, run):
-        _, ((gains, off),) = run(lambda out: 1.0 + 0.005 * bool(out), ("tensor_parallel",))
-        assert off == {"tensor_parallel"} and 0 < gains["tensor_parallel"] < 0.01
+    def test_a_gain_under_two_percent_is_none(self, run):
+        _, ((gains, off),) = run(lambda out: 1.0 + 0.015 * bool(out), ("tensor_parallel",))
+        assert off == {"tensor_parallel"} and 0.01 < gains["tensor_parallel"] < 0.02
 
     def test_it_waits_for_the_first_compressed_iteration(self, run):
         history, verdict = run(lambda out: 1.0 + bool(out), ("tensor_parallel",), first=20)

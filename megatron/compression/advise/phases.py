@@ -190,20 +190,21 @@ class _Iteration:
     # Between micro-batches
 
     def _pipeline(self, slowest: float, others: list[float]) -> None:
-        """1F1B. Uncompressed sends are waited for, so a stage's step holds both its messages. Payloads are
-        not, but only as many micro-batches are under way as there are stages. Interleaved, messages run
-        behind the other chunks."""
+        """1F1B. Uncompressed sends are waited for, so a stage's step holds both its messages; those of two
+        stages, which have no other neighbour, cross each other. Payloads are not waited for, but only as many
+        micro-batches are under way as there are stages. Interleaved, messages run behind the other chunks."""
         layout, ranks, virtual = self.layout, self.layout.pipeline, self.layout.virtual
         if ranks == 1:
             return
         settings, per_node = self.config.pipeline_parallel, self.cluster.gpus_per_node
         group = self.cluster.group(2, 1 if layout.gpus <= per_node else per_node)
         tokens = self.model.sequence // layout.context // (layout.tensor if layout.sequence_parallel else 1)
-        shape, links, kernels = (tokens, layout.micro_batch, self.model.hidden), 0.0, 0.0
+        shape, links, longest, kernels = (tokens, layout.micro_batch, self.model.hidden), 0.0, 0.0, 0.0
         codecs = {"pp.forward": settings.forward_codec, "pp.backward": settings.backward_codec}
         for traffic, codec in codecs.items():
             cost = collectives.message(group, shape, layout.value_bytes, codec)
             links, kernels = links + cost.link, kernels + cost.kernels * virtual
+            longest = max(longest, cost.link)
             self.sent[traffic] += cost.sent * self.rounds * (ranks * virtual - 1) / ranks
         step, rest = slowest + kernels, [one + kernels for one in others]
         if virtual > 1:
@@ -211,7 +212,7 @@ class _Iteration:
         elif settings.enabled:
             steady = max(step, (step + sum(rest) + (ranks - 1) * links) / ranks)
         else:
-            steady = step + links
+            steady = step + (longest if ranks == 2 else links)
         self.phases["codecs"] += kernels * self.rounds
         self.phases["PP"] += (steady - step) * self.rounds + links * len(rest)
         self.hidden["PP"] += max(0.0, links * virtual - (steady - step)) * self.rounds

@@ -80,8 +80,8 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     # without outliers=on, of which each token would have lists of its own. fp8 costs more loss than int8 and
     # more bytes; "lossless" cannot send tokens.
     "expert_parallel": (
-        _candidate(0.013, _EXPERTS, "int6"),
-        _candidate(0.0, _EXPERTS, "int8"),
+        _candidate(0.014, _EXPERTS, "int6"),
+        _candidate(0.001, _EXPERTS, "int8"),
     ),
     # What a lossy codec of keys and values costs was never measured: only what costs nothing.
     "context_parallel": (_candidate(0.0, _NONE, "lossless"),),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.compression.auto.decision import LEAST_GAIN
 from megatron.compression.communication.ledger import DIMENSIONS
 
 WARM_UP = 3
@@ -15,8 +16,6 @@ WARM_UP = 3
 TURN = 4
 """Iterations of a turn, of which the first is not timed: it begins with what the turn before has left."""
 ROUNDS = 2
-LEAST_GAIN = 0.01
-"""Of an iteration without: what gains less is switched off."""
 
 
 class Check:

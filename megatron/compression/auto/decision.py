@@ -8,7 +8,10 @@ from typing import Any
 from megatron.compression.auto.candidates import Candidate
 
 LEAST_GAIN = 0.02
-"""Of an iteration: a dimension that gains less stays uncompressed."""
+"""Of an iteration, as the run itself measures it: a dimension that gains less stays uncompressed."""
+TRIED = 0.005
+"""Of an iteration, as predicted: what would gain less is not tried. Predictions are off by more than what
+lies between these two."""
 ALIKE = 0.005
 """Of an iteration: settings that differ by less count as equally fast, and the smaller loss decides."""
 
@@ -104,7 +107,7 @@ def choose(gains: Mapping[str, Mapping[Candidate, float]], budget: float) -> dic
     """
     options: list[list[tuple[str, Candidate | None, float]]] = []
     for dimension, by_candidate in gains.items():
-        good = [(dimension, one, gain) for one, gain in by_candidate.items() if gain >= LEAST_GAIN]
+        good = [(dimension, one, gain) for one, gain in by_candidate.items() if gain >= TRIED]
         options.append([(dimension, None, 0.0), *good])
     found = []
     for combination in product(*options):

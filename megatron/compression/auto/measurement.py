@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron.compression.auto import candidates
 from megatron.compression.auto.candidates import Candidate
-from megatron.compression.auto.decision import LEAST_GAIN, Choice, Decision, choose
+from megatron.compression.auto.decision import LEAST_GAIN, TRIED, Choice, Decision, choose
 from megatron.compression.auto.messages import activations, workload
 from megatron.compression.auto.predict import Message, iteration_seconds
 from megatron.compression.auto.timing import LIMIT, Sender, Stopwatch, gemm_rate
@@ -133,13 +133,9 @@ class Measurement:
             return {}, reason
         best = max(found, key=lambda one: found[one])
         percent = 100 * found[best]
-        if found[best] >= LEAST_GAIN:
+        if found[best] >= TRIED:
             return found, ""
-        gain = (
-            f"gain {percent:.1f} %, under {100 * LEAST_GAIN:.0f} %"
-            if percent > 0
-            else f"cost {-percent:.1f} %"
-        )
+        gain = f"gain {percent:.1f} %, under {100 * TRIED:g} %" if percent > 0 else f"cost {-percent:.1f} %"
         return found, f"{best.name}, the best here, would {gain} of an iteration"
 
     def _possible(self, dimension: str, budget: float) -> tuple[dict[Candidate, dict], str]:

@@ -9,8 +9,9 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.compression.auto.predict import Message, computation_seconds
 from megatron.compression.expert_parallel.config import expert_ranks
 
-PROBE_VALUES = 2**23
-"""Of a gradient bucket at most so many values are sent for a timing: more take proportionally longer."""
+PROBE_VALUES = 2**26
+"""Of a gradient bucket at most so many values are sent for a timing, more than Megatron's buckets have: a
+codec's launches count as in training. More take proportionally longer."""
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
