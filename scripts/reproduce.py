@@ -53,7 +53,6 @@ DATA_PARALLEL = (
     "scripts/bench_end_to_end.py --shape 1.3b --data-parallel {gpus} --micro-batches 1 --vocab-size 32000"
     " --communicators 2"
 )
-ENDINGS = "-m scripts.accuracy.run --work-dir {output}/accuracy --plan ending"
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
 
@@ -87,16 +86,11 @@ PAPERS = (
         "TACO: Qwen2.5-7B at TP 2, PP 2, DP 2 is one of its runs; up to 1.87",
     ),
     (
-        *("taco", 1, 30, "taco_controls"),
-        f"{ENDINGS} --minutes 28 --out {{output}} --settings none paper tah-quant"
-        " taco:format=fp8-e5m2,group=256 int6",
+        *("taco", 1, 30, "taco_350m_endings"),
+        "-m scripts.accuracy.run --work-dir {output}/taco_350m --size 350m --plan ending --minutes 28"
+        " --settings paper int6:outliers=on tah-quant taco:format=fp8-e5m2,group=256",
         "TACO, GPT-350M over 20,000 iterations: validation loss 2.3899 uncompressed, 2.3958 with TACO"
         " (+0.25 %), 2.4587 with TAH-Quant on tensor parallelism (+2.88 %)",
-    ),
-    _losses(
-        *("taco", "taco_350m_losses", "tensor", 25),
-        "--model 350m --iterations 300 --codecs none taco auto tah-quant taco:format=fp8-e5m2,group=256",
-        "TACO: as above, +0.25 %, and +2.88 % for its control",
     ),
     _losses(
         *("taco", "taco_qwen3_losses", "tensor", 15),

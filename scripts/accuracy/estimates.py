@@ -86,8 +86,11 @@ def in_order(stages: Iterable[str]) -> list[str]:
     return sorted(set(stages), key=lambda stage: ("", *CHECKPOINTS).index(stage))
 
 
-def values_of(records: Iterable[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
-    """A measure (valid, train or uncompressed) of all runs of a kind, by setting and block."""
+def values_of(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
+    """A measure (valid, train or uncompressed) of all runs of a kind, by setting and block.
+
+    An uncompressed ending need not have been run: the whole run is its own, to the last bit.
+    """
     found: dict[str, dict[Block, float]] = defaultdict(dict)
     for record in records:
         if record["kind"] == kind:
@@ -96,21 +99,18 @@ def values_of(records: Iterable[dict], kind: str, measure: str = "valid") -> dic
             value = record.get(key, math.nan) if key else training_loss(record)
             block = Block(stage, record["seed"], record["steps"], record["size"])
             found[record["setting"]["name"]][block] = value
+    whole = values_of(records, "scratch", measure).get(BASE, {}) if kind == "ending" else {}
+    by_seed = {(block.replicate, block.size): value for block, value in whole.items()}
+    for block in {block for runs in found.values() for block in runs}:
+        if (block.replicate, block.size) in by_seed:
+            found[BASE].setdefault(block, by_seed[block.replicate, block.size])
     return dict(found)
 
 
 def references(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[Block, list[float]]:
-    """The uncompressed runs of each block that has BASE: a whole run is its own ending, to the last bit."""
+    """The uncompressed runs of each block that has BASE."""
     values = values_of(records, kind, measure)
     runs = [values.get(name, {}) for name in (BASE, NULL)]
-    if kind == "ending":
-        whole = {
-            (block.replicate, block.size): value
-            for block, value in values_of(records, "scratch", measure).get(BASE, {}).items()
-        }
-        blocks = {block for found in values.values() for block in found}
-        known = {b: whole[b.replicate, b.size] for b in blocks if (b.replicate, b.size) in whole}
-        runs[0] = known | runs[0]
     return {block: [found[block] for found in runs if block in found] for block in runs[0]}
 
 

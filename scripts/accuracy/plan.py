@@ -131,7 +131,7 @@ def make_plan(
     for one in (*chosen, *of_branches):
         setting_of(one)
     whole = scratch(["none", *chosen], range(seeds), steps)
-    final = endings(["none", *without_base(settings or ENDED)], range(seeds), steps)
+    final = endings(without_base(settings or ENDED), range(seeds), steps)
     if name == "ending":
         late = [replace(job, save=dict([max(job.save.items())])) for job in whole[:seeds]]
         return [*late, *final]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("111m", "111m-massive", "tiny", "moe", "moe-tiny")
+SIZES = ("111m", "111m-massive", "350m", "tiny", "moe", "moe-tiny")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +60,8 @@ def sizes(args: argparse.Namespace):
     if "tiny" in args.size:
         model = ModelConfig(512, 2, 64, 2, 32, torch.float32, **experts, expert_width=64)
         return model, Schedule(args.steps, 4, warmup=5)
+    if args.size == "350m":
+        return ModelConfig(layers=24, hidden=1024, heads=16), Schedule(args.steps)
     massive = 1000.0 if "massive" in args.size else 0.0
     return ModelConfig(**experts, massive=massive), Schedule(args.steps)
 
