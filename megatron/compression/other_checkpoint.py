@@ -15,12 +15,13 @@ def checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
     if failures:
         error = next(iter(failures.values()))[0]
     source = f"--load {args.load}" if args.load else f"--pretrained-checkpoint {args.pretrained_checkpoint}"
-    if (isinstance(error, KeyError) and "optimizer" in str(error)) or "entries in state dict" in str(error):
-        reason = _other_expert_ranks(args)
-        return f"{source}: {reason}" if reason else None
-    if not (isinstance(error, AssertionError) or "mismatch" in str(error)):
+    text, flags = str(error), differing_flags(args)
+    of_optimizer = "optimizer.distributed" in text or "entries in state dict" in text or text == "'optimizer'"
+    if of_optimizer and not flags and (reason := _other_expert_ranks(args)):
+        return f"{source}: {reason}"
+    if not (isinstance(error, AssertionError) or "mismatch" in text):
         return None
-    reason = "; ".join(differing_flags(args)) or first_line(error)
+    reason = "; ".join(flags) or first_line(error)
     return f"{source}: {reason.rstrip('.')}. Start with the flags that wrote it, or name another checkpoint"
 
 
