@@ -14,10 +14,14 @@ def checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    if not (isinstance(error, AssertionError) or "mismatch" in str(error)):
-        return None
     source = f"--load {args.load}" if args.load else f"--pretrained-checkpoint {args.pretrained_checkpoint}"
-    reason = "; ".join(differing_flags(args)) or first_line(error)
+    text, flags = str(error), differing_flags(args)
+    of_optimizer = "optimizer.distributed" in text or "entries in state dict" in text or text == "'optimizer'"
+    if of_optimizer and not flags and (reason := _other_expert_ranks(args)):
+        return f"{source}: {reason}"
+    if not (isinstance(error, AssertionError) or "mismatch" in text):
+        return None
+    reason = "; ".join(flags) or first_line(error)
     return f"{source}: {reason.rstrip('.')}. Start with the flags that wrote it, or name another checkpoint"
 
 
@@ -39,17 +43,8 @@ def differing_flags(args: Namespace) -> list[str]:
 
     Returns: "--hidden-size is 64 in the checkpoint, 32 here" and so on; empty where it keeps no arguments.
     """
-    from megatron.core.dist_checkpointing import load_common_state_dict
-    from megatron.training import checkpointing
-
-    folder = args.load or args.pretrained_checkpoint
-    try:
-        iteration, release = checkpointing.read_metadata(
-            checkpointing.get_checkpoint_tracker_filename(folder)
-        )
-        name = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
-        saved = load_common_state_dict(name)["args"]
-    except Exception:  # a legacy or damaged checkpoint: the caller has Megatron's own message
+    saved = _saved_arguments(args)
+    if saved is None:
         return []
     differ = []
     for field in _SHAPE_FLAGS:
@@ -60,3 +55,36 @@ def differing_flags(args: Namespace) -> list[str]:
             name = _SPOKEN.get(field, "--" + field.replace("_", "-"))
             differ.append(f"{name} is {there} in the checkpoint, {here} here")
     return differ
+
+
+def _other_expert_ranks(args: Namespace) -> str | None:
+    """Why the optimizer's state of experts cannot be read, None where it is spread as it was.
+
+    megatron-core keeps a second optimizer for experts, but not where --expert-model-parallel-size is 1; and
+    by default a checkpoint holds each rank's piece, which only the same layout reads.
+    """
+    saved, flag = _saved_arguments(args), "--expert-model-parallel-size"
+    there, here = getattr(saved, "expert_model_parallel_size", None), args.expert_model_parallel_size
+    if there in (None, here):
+        return None
+    again = "" if 1 in (there, here) else " --dist-ckpt-optim-fully-reshardable when it is saved, or"
+    return (
+        f"{flag} is {there} in the checkpoint, {here} here, and its optimizer state fits no other. "
+        f"Give{again} --no-load-optim to go on from the weights, or the {flag} that wrote it"
+    )
+
+
+def _saved_arguments(args: Namespace) -> Namespace | None:
+    """Of the run that wrote the checkpoint; None where it keeps none (a legacy or damaged one)."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from megatron.training import checkpointing
+
+    folder = args.load or args.pretrained_checkpoint
+    try:
+        iteration, release = checkpointing.read_metadata(
+            checkpointing.get_checkpoint_tracker_filename(folder)
+        )
+        name = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+        return load_common_state_dict(name)["args"]
+    except Exception:  # the caller has Megatron's own message
+        return None

@@ -1,12 +1,15 @@
 """Whole runs of a small mixture of experts: losses, replicas, what is resumed, the audit of their bytes."""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.forked import ForkedRun, RankResult, pretrain
 from tests.distributed.launch import tiny_flags
+from tests.distributed.test_matrix import check_replicas
 
 EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
     --swiglu --normalization RMSNorm --expert-model-parallel-size 2 --moe-router-load-balancing-type aux_loss
@@ -14,17 +17,45 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type all
 STAGES = """--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1
     --recompute-granularity selective --recompute-modules moe --train-iters 2"""
 REPLICAS = """--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --micro-batch-size 1 --moe-shared-expert-intermediate-size 32 --train-iters 6 --lr 5e-3"""
+    --micro-batch-size 1 --moe-shared-expert-intermediate-size 32 --train-iters 6 --lr 5e-3
+    --mtp-num-layers 1 --position-embedding-type rope"""
 LOSSY = "--ep-compression int8:group=32 --dp-compression sdp4bit --dp-error-feedback fp32"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+ALL_FIVE = """--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+    --context-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --hidden-size 64 --global-batch-size 4 --train-iters 4 --lr 2e-3
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --taco group=32 --tp-compression-min-mb 0 --pp-compression int8 --dp-compression sdp4bit
+    --cp-compression int8 --ep-compression int8:group=32"""
 UNKNOWN = "that the ledger does not know"
 
 
-def train(directory: Path, *flags: str) -> ForkedRun:
-    """On four ranks; the audit has nothing to say of the first iteration."""
+def train(directory: Path, *flags: str, ranks: int = 4, check: bool = True) -> ForkedRun:
+    """The audit has nothing to say of the first iteration."""
     words = " ".join((EXPERTS, *flags)).split()
-    run = pretrain(*tiny_flags(*words), ranks=4, directory=directory)
+    run = pretrain(*tiny_flags(*words), ranks=ranks, directory=directory, check=check)
     assert UNKNOWN not in run.output
     return run
+
+
+def calls(run: ForkedRun, traffic: str) -> int:
+    """Messages of a class, all of them compressed."""
+    rows = [row for rank in run.ranks for row in rank.ledger if row["traffic"] == traffic]
+    assert {row["kind"] for row in rows} == {"compressed"}, traffic
+    return sum(row["calls"] for row in rows)
+
+
+def dense(rank: RankResult) -> RankResult:
+    """Without the parameters of experts, of which ranks hold others."""
+    return replace(rank, parameters={n: h for n, h in rank.parameters.items() if ".experts." not in n})
+
+
+def last_kept(saved: Path, iteration: int, directory: Path) -> Path:
+    """A copy of the checkpoints as this iteration left them."""
+    name = f"iter_{iteration:07}"
+    shutil.copytree(saved / name, directory / "saved" / name)
+    (directory / "saved" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return directory / "saved"
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +68,17 @@ def uncompressed(tmp_path_factory) -> ForkedRun:
 def compressed(tmp_path_factory) -> tuple[ForkedRun, Path]:
     """The same with tokens and gradients compressed, saved half-way, and the folder of its checkpoint."""
     directory = tmp_path_factory.mktemp("compressed")
-    saved = directory / "saved"
-    return train(directory, REPLICAS, LOSSY, f"--save {saved} --save-interval 3"), saved
+    saved = f"--save {directory / 'saved'} --save-interval 3 --compression-report {directory / 'report'}"
+    return train(directory, REPLICAS, LOSSY, saved), directory
+
+
+@pytest.fixture(scope="module")
+def resumed(compressed: tuple[ForkedRun, Path], tmp_path_factory) -> tuple[ForkedRun, Path]:
+    """It goes on from there, and saves after five iterations what other layouts can load."""
+    directory = tmp_path_factory.mktemp("resumed")
+    load = f"--load {last_kept(compressed[1] / 'saved', 3, directory)}"
+    save = f"{RESHARDABLE} --save {directory / 'again'} --save-interval 5"
+    return train(directory, REPLICAS, LOSSY, load, save), directory / "again"
 
 
 def same(first: ForkedRun, second: ForkedRun) -> None:
@@ -50,7 +90,9 @@ def same(first: ForkedRun, second: ForkedRun) -> None:
 
 def test_identity_between_virtual_stages(tmp_path: Path) -> None:
     """Expert x pipeline parallelism, recomputed, several micro-batches: megatron-core's own run."""
-    same(train(tmp_path, STAGES), train(tmp_path, STAGES, "--ep-compression identity"))
+    identity = train(tmp_path, STAGES, "--ep-compression identity")
+    same(train(tmp_path, STAGES), identity)
+    assert calls(identity, "ep.forward") == 2 * calls(identity, "ep.backward") > 0, "sent again"
 
 
 def test_identity_with_the_distributed_optimizer(uncompressed: ForkedRun, tmp_path: Path) -> None:
@@ -65,8 +107,8 @@ def test_lossy_codecs_train(uncompressed: ForkedRun, compressed: tuple[ForkedRun
     assert run.losses == pytest.approx(uncompressed.losses, rel=0.003) and run.losses != uncompressed.losses
     for first, second in ((0, 2), (1, 3)):
         assert run.ranks[first].parameters == run.ranks[second].parameters
-    dense = [{n: h for n, h in rank.parameters.items() if ".experts." not in n} for rank in run.ranks]
-    assert dense[0] == dense[1] and len(dense[0]) < len(run.ranks[0].parameters)
+    first, second, *_ = (dense(rank).parameters for rank in run.ranks)
+    assert first == second and len(first) < len(run.ranks[0].parameters)
     assert run.ranks[0].parameters != run.ranks[1].parameters, "two halves of the experts"
     for traffic in ("ep.forward", "ep.backward", "dp.gradient"):
         rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
@@ -77,13 +119,59 @@ def test_lossy_codecs_train(uncompressed: ForkedRun, compressed: tuple[ForkedRun
     )
 
 
-def test_resume_is_exact(compressed: tuple[ForkedRun, Path], tmp_path: Path) -> None:
+def test_resume_is_exact(compressed: tuple[ForkedRun, Path], resumed: tuple[ForkedRun, Path]) -> None:
     """Error feedback of experts' gradients, which differ between expert-parallel ranks, comes back too."""
-    run, saved = compressed
-    shutil.copytree(saved / "iter_0000003", tmp_path / "saved" / "iter_0000003")
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
-    resumed = train(tmp_path, REPLICAS, LOSSY, f"--load {tmp_path / 'saved'}")
-    assert "error feedback: every rank took back its own" in resumed.output
-    assert resumed.losses == {iteration: run.losses[iteration] for iteration in (4, 5, 6)}
-    for before, after in zip(run.ranks, resumed.ranks, strict=True):
+    whole, run = compressed[0], resumed[0]
+    assert "error feedback: every rank took back its own" in run.output
+    assert run.losses == {iteration: whole.losses[iteration] for iteration in (4, 5, 6)}
+    for before, after in zip(whole.ranks, run.ranks, strict=True):
         assert before.parameters == after.parameters
+
+
+def test_other_numbers_of_expert_ranks(resumed: tuple[ForkedRun, Path], tmp_path: Path) -> None:
+    """Four in place of two go on from the same weights, without error feedback, as they say; one cannot."""
+    whole, saved = resumed
+    load = f"{RESHARDABLE} --load {last_kept(saved, 5, tmp_path)} --expert-model-parallel-size"
+    run = train(tmp_path, REPLICAS, LOSSY, load, "4")
+    assert run.losses == {6: pytest.approx(whole.losses[6], rel=1e-4)}
+    assert "what gradients have to make up for starts from zero" in run.output
+    refused = train(tmp_path, REPLICAS, LOSSY, load, "1", ranks=1, check=False)
+    (line,) = refused.errors
+    assert "--expert-model-parallel-size is 2 in the checkpoint, 1 here" in line and "--no-load-optim" in line
+
+
+def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
+    """Errors both ways of dispatch and combine, the layer that predicts a second token among them; plots."""
+    report = compressed[1] / "report"
+    written = json.loads((report / "report.json").read_text())
+    assert written["summary"]["dimensions"]["expert parallel"]["ratio"] > 1.3, "32 values and a scale"
+    errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
+    layers = ("decoder.layers.0", "decoder.layers.1", "mtp.layers.0.mtp_model_layer")
+    sites = {f"{layer}.mlp.{way}" for layer in layers for way in ("dispatch", "combine")}
+    assert errors.keys() == {(site, f"ep.{way}") for site in sites for way in ("forward", "backward")}
+    assert all(0.004 < error < 0.007 for error in errors.values())
+    assert all((report / name).stat().st_size for name in ("bytes.png", "error.png"))
+
+
+def test_int8_after_100_iterations(tmp_path: Path) -> None:
+    """Every loss on the way is the uncompressed run's within 0.3 %, while the model learns."""
+    flags = "--use-distributed-optimizer --global-batch-size 4 --train-iters 100"
+    plain = train(tmp_path, flags, ranks=2)
+    int8 = train(tmp_path, flags, "--ep-compression int8:group=32", ranks=2)
+    assert len(plain.losses) == 100 and plain.losses[100] < 0.6 * plain.losses[1]
+    assert int8.losses == pytest.approx(plain.losses, rel=0.003) and int8.losses != plain.losses
+    assert calls(int8, "ep.forward") == calls(int8, "ep.backward") > 0
+
+
+def test_all_five_kinds_of_parallelism(tmp_path: Path) -> None:
+    """One command line, TACO and full recomputation among its flags: all is compressed, replicas agree."""
+    run = train(tmp_path, ALL_FIVE, ranks=8)
+    assert run.losses[4] < run.losses[1] - 0.2
+    for dimension in ("cp", "ep"):
+        assert calls(run, f"{dimension}.forward") == 2 * calls(run, f"{dimension}.backward") > 0, "sent again"
+    for traffic in ("tp.forward", "tp.backward", "pp.forward", "pp.backward"):
+        assert calls(run, traffic) > 0
+    for traffic in ("dp.gradient", "dp.weight"):  # an expert has one replica, and sends nothing
+        rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic and row["sent_bytes"]]
+        assert {row["kind"] for row in rows} == {"compressed"}
+    check_replicas(replace(run, ranks=[dense(rank) for rank in run.ranks]), tied=True)

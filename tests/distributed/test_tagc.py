@@ -261,7 +261,7 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
     tagc = Setup(settings={"compression": "tagc:wire=sketch"}, bucket_size=50_000)
     packed = replace(tagc, settings={"compression": "tagc", "error_feedback": "int8"})
     plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
-    for setup, count in ((tagc, iterations), (plain, iterations // 3), (packed, iterations // 3)):
+    for setup, count in ((tagc, iterations), (plain, 16), (packed, 16)):
         training, losses = train(rank, setup, count)
         assert same_everywhere(training.digest())
         assert training.kinds() == {"compressed", "excluded"}
@@ -271,8 +271,8 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
     return everything
 
 
-def test_training_learns_and_weights_agree_after_50_iterations() -> None:
-    for everything in spawn(training_worker, 2, 50):
+def test_training_learns_and_weights_agree_after_24_iterations() -> None:
+    for everything in spawn(training_worker, 2, 24):
         for losses in everything:
             assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
