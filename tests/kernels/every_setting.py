@@ -158,20 +158,23 @@ def of_taco() -> Iterator[Setting]:
 def of_symmetric_memory() -> Iterator[Setting]:
     """The collectives of four ranks, whose addresses are not used."""
 
-    def call(operation, config, dtype) -> None:
+    def call(operation, config, dtype, shard=NUMEL // 4) -> None:
         memory = zeros(lane_bytes(4, 8))
         lane = make_lane([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
         if operation == "all_gather":
-            wire = zeros(1, config.wire_bytes(NUMEL // 4))
-            collectives.all_gather_encoded(lane, wire, (1, NUMEL // 4), dtype, config)
+            wire = zeros(1, config.wire_bytes(shard))
+            collectives.all_gather_encoded(lane, wire, (1, shard), dtype, config)
         else:
-            getattr(collectives, operation)(lane, zeros(4, NUMEL // 4, dtype=dtype), config)
+            getattr(collectives, operation)(lane, zeros(4, shard, dtype=dtype), config)
 
     for config, dtype in itertools.product(configs(), DTYPES):
         for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():
             name = text(operation, config_text(config), dtype)
             advised = is_advised(config) and config.group_size == 128 and dtype == torch.bfloat16
             yield Setting("symmetric_memory", name, partial(call, operation, config, dtype), advised)
+            if advised:
+                tail = partial(call, operation, config, dtype, NUMEL // 4 + 25)
+                yield Setting("symmetric_memory", f"{name} tail", tail, True)
 
 
 def of_sdp4bit() -> Iterator[Setting]:
