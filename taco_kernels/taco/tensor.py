@@ -28,10 +28,13 @@ def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
 def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
     """Which of groups first... lie inside: [R, 1], or [R, G] where the last group is not whole (TAIL)."""
     left = numel - first.to(tl.int64) * C.G
-    mask = (tl.arange(0, C.R) * C.G)[:, None]
-    if FLAGS.TAIL:
-        mask = mask + tl.arange(0, C.G)[None, :]
-    return mask < left
+    before = (tl.arange(0, C.R) * C.G)[:, None]
+    if FLAGS.TAIL:  # 32 bits and few places of values: the compiler keeps them in registers through the loop
+        left = tl.maximum(tl.minimum(left, C.R * C.G), 0).to(tl.int32)
+        mask = tl.arange(0, C.G)[None, :] < left - before
+    else:
+        mask = before < left
+    return mask
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 """Every kernel compiled ahead of time, as its launch would have it on GPUs that are not here.
 
+    python -m tests.kernels.architectures --advised --jobs 8    # the table of docs/results/architectures.md
     python -m tests.kernels.architectures --arch 86 --jobs 8 --minutes 60      # go on where --results ends
     python -m tests.kernels.architectures --only "encode .* 512" --minutes 0   # the table of what is there
 
-10,000 kernels an architecture, some five seconds each: they are drawn, so that whatever has been compiled is
-a sample of all. ``ptxas`` comes with Triton. What is counted: bytes of shared memory a program, registers a
-thread, loads and stores of spilled registers (LDL, STL), all and those between a backward branch and its
-target.
+10,000 kernels an architecture, 1,600 of them advised, a second or some each: they are drawn, so that whatever
+has been compiled is a sample of all. ``ptxas`` comes with Triton. What is counted: bytes of shared memory a
+program, registers a thread, loads and stores of spilled registers (LDL, STL), all and those between a
+backward branch and its target. The exit status is 1 if a kernel does not compile or does not fit.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -235,36 +237,48 @@ def usage_in(line: dict) -> Usage:
 
 
 def table(kernels: list[Kernel], lines: dict[str, dict]) -> Iterator[str]:
-    """Markdown: of each architecture and kernel what there is, what was compiled, what it takes."""
-    yield "| sm | kernel | of | compiled | fail | do not fit | spill in loops | registers | KiB | programs |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    rows: dict[tuple, list[Kernel]] = defaultdict(list)
+    """Markdown, by kernels and architecture: how many were compiled (of how many, where some are missing),
+    how many of them spill in a loop (the most accesses there), least programs a multiprocessor.
+    """
+    columns = sorted({kernel.architecture for kernel in kernels})
+    yield "| kernels |" + "".join(f" sm_{architecture} |" for architecture in columns)
+    yield "|---" * (1 + len(columns)) + "|"
+    cells: dict[str, dict[int, list[Kernel]]] = defaultdict(lambda: defaultdict(list))
     for kernel in kernels:
-        rows[kernel.row].append(kernel)
-    for (architecture, name), row in rows.items():
-        found = [lines[kernel.key] for kernel in row if kernel.key in lines]
-        usages = [usage_in(line) for line in found if "error" not in line]
-        counts = len(row), len(found), len(found) - len(usages)
-        counts += sum(not u.programs for u in usages), sum(u.looped > 0 for u in usages)
-        cells = [architecture, name, *counts]
-        if usages:
-            registers, programs = [u.registers for u in usages], [u.programs for u in usages]
-            cells.append(f"{min(registers)} - {max(registers)}")
-            cells.append(round(max(u.shared for u in usages) / KIB))
-            cells.append(f"{min(programs)} - {max(programs)}")
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        name = kernel.row[1] if kernel.family == "taco" else kernel.family
+        cells[name][kernel.architecture].append(kernel)
+    for name, row in sorted(cells.items()):
+        yield f"| {name} |" + "".join(f" {cell(row[architecture], lines)} |" for architecture in columns)
 
 
-def main() -> None:
-    """Compile what is not in the results yet, say what does not fit, and print the table."""
+def cell(kernels: list[Kernel], lines: dict[str, dict]) -> str:
+    """Of the table."""
+    found = [lines[kernel.key] for kernel in kernels if kernel.key in lines]
+    usages = [usage_in(line) for line in found if "error" not in line]
+    of = f" of {len(kernels)}" * (len(found) < len(kernels))
+    looped = [usage.looped for usage in usages if usage.looped]
+    least = min((usage.programs for usage in usages), default="-")
+    return f"{len(found)}{of}, {len(looped)} ({max(looped, default=0)}), {least}"
+
+
+def failures(kernels: list[Kernel], lines: dict[str, dict]) -> list[str]:
+    """What does not compile or does not fit."""
+    found = [lines[kernel.key] for kernel in kernels if kernel.key in lines]
+    return [json.dumps(line) for line in found if "error" in line or not usage_in(line).programs]
+
+
+def main() -> int:
+    """Compile what is not in the results yet, print the table, and last what does not compile or fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--arch", default="80,86,89,90,100,120")
     parser.add_argument("--only", default="", help="settings whose name has this regular expression")
+    parser.add_argument("--advised", action="store_true", help="settings that the pages advise alone")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="compile so long at most")
     parser.add_argument("--results", type=Path, default=Path("architectures.jsonl"), help="what is there")
     options = parser.parse_args()
     settings = [s for s in every_setting() if re.search(options.only, f"{s.family} {s.name}")]
+    settings = [setting for setting in settings if setting.advised or not options.advised]
     architectures = [int(text) for text in options.arch.split(",")]
     found = [kernels_of(settings, architecture) for architecture in architectures]
     kernels = [kernel for turn in itertools.zip_longest(*found) for kernel in turn if kernel is not None]
@@ -274,8 +288,10 @@ def main() -> None:
     if missing and options.minutes:
         compile_all(missing, options.results, options.jobs, options.minutes)
         lines = {line["key"]: line for line in map(json.loads, options.results.read_text().splitlines())}
-    print(*table(kernels, lines), sep="\n")
+    failed = failures(kernels, lines)
+    print(*table(kernels, lines), *failed, sep="\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

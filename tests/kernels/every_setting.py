@@ -34,8 +34,8 @@ LAUNCHERS = (
 )
 """Modules that have the kernels."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SENDERS = (2, 8, 16)
-"""Up to 8 senders' loads are written out in TACO's sums."""
+SENDERS = (2, 4, 8, 16)
+"""Up to 4 or 8 senders' loads are written out in TACO's sums (Spec.UNROLLED)."""
 NUMEL = 2**16
 
 
@@ -45,6 +45,8 @@ class Setting(NamedTuple):
     family: str
     name: str
     call: Callable[[], object]
+    advised: bool
+    """docs/choosing.md or docs/flags.md names it, as a default or as what to type."""
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -73,20 +75,46 @@ def config_text(config: CodecConfig) -> str:
     return f"{config.format} {config.group_size} {config.scales}{plain}{outliers}{bent}"
 
 
+def is_advised(config: CodecConfig) -> bool:
+    """Whether the pages advise it: TACO's default, signed integers, and what goes back between stages."""
+    if config.is_float:
+        return config == CodecConfig("fp8-e4m3", 128, "dual", outliers=config.outliers)
+    backward = config.format == "int6" and config.scales == "single" and config.group_size < 128
+    return backward if not config.hadamard else config.scales == "signed" and config.group_size <= 128
+
+
+def part_of_rows(dtype: torch.dtype) -> torch.Tensor:
+    """NUMEL values that are not contiguous, in rows that are whole groups."""
+    return zeros(NUMEL // 1024, 2048, dtype=dtype)[:, :1024]
+
+
 def of_taco() -> Iterator[Setting]:
     """The codec's four operations."""
 
-    def encode(config, dtype) -> None:
-        taco.encode(zeros(NUMEL, dtype=dtype), config, 4)
+    def encode(config, dtype, numel=NUMEL) -> None:
+        taco.encode(zeros(numel, dtype=dtype), config, 4)
 
-    def decode(config, dtype) -> None:
-        taco.decode(zeros(4, config.wire_bytes(NUMEL // 4)), config, (NUMEL,), dtype)
+    def decode(config, dtype, numel=NUMEL) -> None:
+        wires = zeros(4, config.wire_bytes(config.chunk_numel(numel, 4)))
+        taco.decode(wires, config, (numel,), dtype)
 
-    def decode_sum(config, dtype, senders=4) -> None:
-        taco.decode_sum(zeros(senders, config.wire_bytes(NUMEL)), config, (NUMEL,), dtype)
+    def decode_sum(config, dtype, senders=4, numel=NUMEL) -> None:
+        taco.decode_sum(zeros(senders, config.wire_bytes(numel)), config, (numel,), dtype)
 
-    def decode_sum_encode(config, senders) -> None:
-        taco.decode_sum_encode(zeros(senders, config.wire_bytes(NUMEL)), config, NUMEL)
+    def decode_sum_encode(config, senders, numel=NUMEL, config_out=None) -> None:
+        wires = zeros(senders, config.wire_bytes(numel))
+        taco.decode_sum_encode(wires, config, numel, config_out=config_out)
+
+    def encode_strided(config, dtype) -> None:
+        taco.encode(part_of_rows(dtype), config, 4)
+
+    def decode_strided(config, dtype) -> None:
+        out = part_of_rows(dtype)
+        taco.decode(zeros(4, config.wire_bytes(NUMEL // 4)), config, out.shape, dtype, out)
+
+    def decode_sum_strided(config, dtype) -> None:
+        out = part_of_rows(dtype)
+        taco.decode_sum(zeros(4, config.wire_bytes(NUMEL)), config, out.shape, dtype, out)
 
     def encode_rows(config, dtype) -> None:
         taco.encode(zeros(NUMEL, dtype=dtype), config, 32)
@@ -100,35 +128,53 @@ def of_taco() -> Iterator[Setting]:
         )
         for operation, dtype in itertools.product((encode_rows, decode_rows), DTYPES):
             name = text(operation.__name__, config_text(config), dtype)
-            yield Setting("taco", name, partial(operation, config, dtype))
+            call = partial(operation, config, dtype)
+            yield Setting("taco", name, call, is_advised(config) and dtype == torch.bfloat16)
     for config in configs():
-        name = config_text(config)
+        name, advised = config_text(config), is_advised(config)
         for operation, dtype in itertools.product((encode, decode, decode_sum), DTYPES):
             call = partial(operation, config, dtype)
-            yield Setting("taco", text(operation.__name__, name, dtype), call)
+            own = advised and dtype == torch.bfloat16
+            yield Setting("taco", text(operation.__name__, name, dtype), call, own)
         for senders in SENDERS:
             call = partial(decode_sum, config, torch.bfloat16, senders)
-            yield Setting("taco", f"decode_sum {name} bfloat16 of {senders}", call)
+            yield Setting("taco", f"decode_sum {name} bfloat16 of {senders}", call, advised)
             call = partial(decode_sum_encode, config, senders)
-            yield Setting("taco", f"decode_sum_encode {name} of {senders}", call)
+            yield Setting("taco", f"decode_sum_encode {name} of {senders}", call, advised)
+        if advised:  # the last group is not whole; rows of a larger tensor
+            for operation in (encode, decode, decode_sum):
+                call = partial(operation, config, torch.bfloat16, numel=NUMEL + 100)
+                yield Setting("taco", f"{operation.__name__} {name} bfloat16 tail", call, True)
+            call = partial(decode_sum_encode, config, 4, NUMEL + 100)
+            yield Setting("taco", f"decode_sum_encode {name} of 4 tail", call, True)
+            for operation in (encode_strided, decode_strided, decode_sum_strided):
+                call = partial(operation, config, torch.bfloat16)
+                yield Setting("taco", f"{operation.__name__} {name} bfloat16", call, True)
+    first, second = CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed")
+    call = partial(decode_sum_encode, first, 4, config_out=second)
+    yield Setting("taco", "decode_sum_encode int6 to int4 128 signed of 4", call, True)
 
 
 def of_symmetric_memory() -> Iterator[Setting]:
     """The collectives of four ranks, whose addresses are not used."""
 
-    def call(operation, config, dtype) -> None:
+    def call(operation, config, dtype, shard=NUMEL // 4) -> None:
         memory = zeros(lane_bytes(4, 8))
         lane = make_lane([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
         if operation == "all_gather":
-            wire = zeros(1, config.wire_bytes(NUMEL // 4))
-            collectives.all_gather_encoded(lane, wire, (1, NUMEL // 4), dtype, config)
+            wire = zeros(1, config.wire_bytes(shard))
+            collectives.all_gather_encoded(lane, wire, (1, shard), dtype, config)
         else:
-            getattr(collectives, operation)(lane, zeros(4, NUMEL // 4, dtype=dtype), config)
+            getattr(collectives, operation)(lane, zeros(4, shard, dtype=dtype), config)
 
     for config, dtype in itertools.product(configs(), DTYPES):
         for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():
             name = text(operation, config_text(config), dtype)
-            yield Setting("symmetric_memory", name, partial(call, operation, config, dtype))
+            advised = is_advised(config) and config.group_size == 128 and dtype == torch.bfloat16
+            yield Setting("symmetric_memory", name, partial(call, operation, config, dtype), advised)
+            if advised:
+                tail = partial(call, operation, config, dtype, NUMEL // 4 + 25)
+                yield Setting("symmetric_memory", f"{name} tail", tail, True)
 
 
 def of_sdp4bit() -> Iterator[Setting]:
@@ -154,10 +200,11 @@ def of_sdp4bit() -> Iterator[Setting]:
         format, name = GroupFormat(bits, group, rotated), text(f"int{bits}", group, *["rotated"] * rotated)
         plain = () if rotated else (quantize_difference, add_dequantized)
         for operation, dtype in itertools.product((quantize, sum_dequantize, *plain), DTYPES):
-            yield Setting("sdp4bit", text(operation.__name__, name, dtype), partial(operation, format, dtype))
+            call = partial(operation, format, dtype)
+            yield Setting("sdp4bit", text(operation.__name__, name, dtype), call, True)
         for target in (GroupFormat(bits, 128, rotated) for bits in BITS):
             call = partial(sum_requantize, format, target)
-            yield Setting("sdp4bit", f"sum_requantize {name} to int{target.bits}", call)
+            yield Setting("sdp4bit", f"sum_requantize {name} to int{target.bits}", call, True)
 
 
 def of_tah_quant() -> Iterator[Setting]:
@@ -171,7 +218,8 @@ def of_tah_quant() -> Iterator[Setting]:
     for values in itertools.product(TILE_SIZES, widths, ALLOCATIONS, TRANSFORMS, DTYPES):
         tile, width, units, transform, dtype = values
         config = TahConfig(tile, *width, allocation=units, transform=transform)
-        yield Setting("tah_quant", text(tile, *width, units, transform, dtype), partial(call, config, dtype))
+        name = text(tile, *width, units, transform, dtype)
+        yield Setting("tah_quant", name, partial(call, config, dtype), dtype == torch.bfloat16)
 
 
 def of_gradients() -> Iterator[Setting]:
@@ -193,12 +241,12 @@ def of_gradients() -> Iterator[Setting]:
         x = zeros(3, NUMEL, dtype=torch.float32)
         error_feedback.remember(x[0], x[1], x[2] if decoded else None, keep, 1.0)
 
-    for values in itertools.product((8, 16), (1, 4, *SENDERS), (False, True)):
-        yield Setting("bitmap_sparse", text(*values), partial(packed, *values))
+    for values in itertools.product((8, 16), (1, *SENDERS), (False, True)):
+        yield Setting("bitmap_sparse", text(*values), partial(packed, *values), True)
     for values in itertools.product((16, 32), (32, 256, 1024), (2, 4, 16)):
-        yield Setting("count_sketch", text(*values), partial(sketched, *values))
+        yield Setting("count_sketch", text(*values), partial(sketched, *values), True)
     for values in itertools.product((0.0, 0.9), (False, True)):
-        yield Setting("error_feedback", text(*values), partial(remember, *values))
+        yield Setting("error_feedback", text(*values), partial(remember, *values), True)
 
 
 def of_channels() -> Iterator[Setting]:
@@ -210,7 +258,10 @@ def of_channels() -> Iterator[Setting]:
 
     for config, dtype in itertools.product(configs(), DTYPES):
         if not config.hadamard and not config.is_float:
-            yield Setting("channel_norm", text(config_text(config), dtype), partial(call, config, dtype))
+            advised = config.format in ("int4", "int6") and config.scales != "dual"
+            advised = advised and config.group_size <= 128 and dtype == torch.bfloat16
+            name = text(config_text(config), dtype)
+            yield Setting("channel_norm", name, partial(call, config, dtype), advised)
 
 
 def of_lossless() -> Iterator[Setting]:
@@ -223,7 +274,7 @@ def of_lossless() -> Iterator[Setting]:
         lossless.decode_sum(payloads[None], layout, target)
 
     for values in itertools.product((torch.bfloat16, torch.float32), (NUMEL, NUMEL + 100), DTYPES):
-        yield Setting("lossless", text(*values), partial(call, *values))
+        yield Setting("lossless", text(*values), partial(call, *values), True)
 
 
 def every_setting() -> list[Setting]:
