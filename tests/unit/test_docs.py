@@ -41,7 +41,7 @@ def known_flags() -> set[str]:
         add(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     flags |= {f"--no-{name}" for name in SWITCHES}
-    for folder in ("scripts", "taco_kernels", "megatron/compression/advise"):
+    for folder in ("scripts", "taco_kernels", "megatron/compression/advise", "tests/kernels"):
         for source in (REPO / folder).rglob("*.py"):
             flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)', source.read_text()))
     return flags | OTHERS
