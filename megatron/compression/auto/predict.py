@@ -2,8 +2,8 @@
 
 The model: an iteration is its computation, and of each message what does not run behind computation. A
 message that ``t`` seconds are needed for, behind ``hidden`` seconds of GEMMs, holds up the iteration for
-``t - hidden``. At TP 4 (docs/results/iterations.md, "where an iteration goes") this gives 490 ms where 499
-were measured in pcie, 23 where 22.5 were on NVLink.
+``t - hidden``, and slows the GEMMs that it hides behind. At TP 4 (docs/results/iterations.md, "where an
+iteration goes") this gives 494 ms where 499 were measured in pcie, 25 where 22.5 were on NVLink.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +14,9 @@ import torch
 COMPUTATION_OVER_GEMMS = 1.6
 """Norms, activations, the optimizer and gaps between kernels. At TP 4 on NVLink it is 1.75 (all less exposed
 communication, over GEMMs, docs/results/iterations.md); with larger GEMMs a GPU less, by estimate."""
+OVERLAP_LOSS = 0.09
+"""Of the time that a message hides behind computation, what the computation takes longer: 5 of 57 ms at TP 4
+through host memory (docs/cost_model.md); on NVLink it is more."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,13 @@ class Message:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def exposed(self, seconds: float) -> float:
-        """Seconds of an iteration for which these messages hold up the computation.
+        """Seconds by which these messages lengthen an iteration.
 
         Args:
             seconds: that one of them takes by itself.
         """
-        return max(self.count * (seconds - self.hidden), self.least * seconds, 0.0)
+        waited = max(self.count * (seconds - self.hidden), self.least * seconds, 0.0)
+        return waited + OVERLAP_LOSS * (self.count * seconds - waited)
 
 
 def iteration_seconds(
