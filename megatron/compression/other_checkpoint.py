@@ -15,11 +15,15 @@ def checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
     if failures:
         error = next(iter(failures.values()))[0]
     source = f"--load {args.load}" if args.load else f"--pretrained-checkpoint {args.pretrained_checkpoint}"
-    text, flags = str(error), differing_flags(args)
+    text = str(error)
+    of_model = isinstance(error, AssertionError) or "mismatch" in text
     of_optimizer = "optimizer.distributed" in text or "entries in state dict" in text or text == "'optimizer'"
+    if not (of_model or of_optimizer):
+        return None  # nothing is read
+    flags = differing_flags(args)
     if of_optimizer and not flags and (reason := _other_expert_ranks(args)):
         return f"{source}: {reason}"
-    if not (isinstance(error, AssertionError) or "mismatch" in text):
+    if not of_model:
         return None
     reason = "; ".join(flags) or first_line(error)
     return f"{source}: {reason.rstrip('.')}. Start with the flags that wrote it, or name another checkpoint"

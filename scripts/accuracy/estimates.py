@@ -101,7 +101,7 @@ def values_of(records: Sequence[dict], kind: str, measure: str = "valid") -> dic
             found[record["setting"]["name"]][block] = value
     whole = values_of(records, "scratch", measure).get(BASE, {}) if kind == "ending" else {}
     by_seed = {(block.replicate, block.size): value for block, value in whole.items()}
-    for block in {block for runs in found.values() for block in runs}:
+    for block in dict.fromkeys(block for runs in found.values() for block in runs):
         if (block.replicate, block.size) in by_seed:
             found[BASE].setdefault(block, by_seed[block.replicate, block.size])
     return dict(found)

@@ -199,20 +199,20 @@ class _Iteration:
         settings, per_node = self.config.pipeline_parallel, self.cluster.gpus_per_node
         group = self.cluster.group(2, 1 if layout.gpus <= per_node else per_node)
         tokens = self.model.sequence // layout.context // (layout.tensor if layout.sequence_parallel else 1)
-        shape, links, longest, kernels = (tokens, layout.micro_batch, self.model.hidden), 0.0, 0.0, 0.0
+        shape, times, kernels = (tokens, layout.micro_batch, self.model.hidden), [], 0.0
         codecs = {"pp.forward": settings.forward_codec, "pp.backward": settings.backward_codec}
         for traffic, codec in codecs.items():
             cost = collectives.message(group, shape, layout.value_bytes, codec)
-            links, kernels = links + cost.link, kernels + cost.kernels * virtual
-            longest = max(longest, cost.link)
+            times.append(cost.link)
+            kernels += cost.kernels * virtual
             self.sent[traffic] += cost.sent * self.rounds * (ranks * virtual - 1) / ranks
-        step, rest = slowest + kernels, [one + kernels for one in others]
+        links, step, rest = sum(times), slowest + kernels, [one + kernels for one in others]
         if virtual > 1:
             steady = max(step, links * virtual)
         elif settings.enabled:
             steady = max(step, (step + sum(rest) + (ranks - 1) * links) / ranks)
         else:
-            steady = step + (longest if ranks == 2 else links)
+            steady = step + (max(times) if ranks == 2 else links)
         self.phases["codecs"] += kernels * self.rounds
         self.phases["PP"] += (steady - step) * self.rounds + links * len(rest)
         self.hidden["PP"] += max(0.0, links * virtual - (steady - step)) * self.rounds
