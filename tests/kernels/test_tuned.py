@@ -186,7 +186,8 @@ def test_what_is_tuned() -> None:
 
 
 def test_another_architectures_part() -> None:
-    assert played("89", (9, 0)) == played("sm_89", (9, 0)) == (8, 9) and played("120", (9, 0)) == (12, 0)
+    assert played("89:tiles", (9, 0)) == played("89", (9, 0)) == played("sm_89", (9, 0)) == (8, 9)
+    assert played("120", (9, 0)) == (12, 0)
     for wanted, own in (("hopper", (9, 0)), ("7", (9, 0)), ("89", (8, 0))):
         with pytest.raises(ValueError, match=f"TACO_KERNELS_AS_IF={wanted}"):
             played(wanted, own)
