@@ -237,6 +237,7 @@ SCRIPT = (
         (f"-- {SCRIPT} --transformer-impl local --ladder-residual", "--ladder-residual hides sums"),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
+        (f"-- {SCRIPT.removesuffix(' --bf16')}", "products of fp32 were not timed; give --bf16 or --fp16"),
     ],
 )
 def test_bad_input_is_one_line(capsys, words, said):

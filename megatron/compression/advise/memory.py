@@ -38,10 +38,8 @@ def gigabytes(model: Model, layout: Layout) -> float:
     """
     held, sharded = weights(model, layout)
     updated = sharded if layout.distributed_optimizer else held
-    if layout.bf16:  # weight and gradient; fp32 master and two moments
-        state = (4 if layout.bf16_gradients else 6) * held + 12 * updated
-    else:
-        state = 8 * held + 8 * updated
+    # Weight and gradient; fp32 master and two moments.
+    state = (4 if layout.bf16_gradients else 6) * held + 12 * updated
     tokens = model.sequence // layout.context * layout.micro_batch
     shares = layout.tensor if layout.sequence_parallel else 1
     width = model.ffn if not model.experts else model.expert_ffn * model.top_k + model.shared_ffn

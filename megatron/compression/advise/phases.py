@@ -226,7 +226,7 @@ class _Iteration:
             raise InputError(
                 f"--dp-compression {config.compression}: its bytes depend on the values; not modelled"
             )
-        gradient_bytes = 2 if layout.bf16 and layout.bf16_gradients else 4
+        gradient_bytes = 2 if layout.bf16_gradients else 4
         sharded = layout.distributed_optimizer
         replicas = layout.data * layout.context
         dense, experts = memory.sharded_weights(self.model, layout)

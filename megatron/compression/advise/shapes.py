@@ -5,7 +5,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.flags import add_flags
@@ -101,14 +101,14 @@ class Layout:
     distributed_optimizer: bool = False
     overlap_gradients: bool = False
     overlap_weights: bool = False
-    bf16: bool = True
-    """Or fp16; else fp32."""
     bf16_gradients: bool = False
     """Data parallelism sums gradients in bf16 instead of fp32."""
     fused_gradients: bool = True
     """Weight gradients are added to main_grad by their GEMM."""
     recompute: Literal["none", "selective", "full"] = "none"
     transformer_engine: bool = False
+    value_bytes: ClassVar[int] = 2
+    """Of an activation, and of a weight as it is gathered: bf16 or fp16."""
     communicators: int = 1
     """Over which uncompressed messages travel: 1 in Megatron; benchmarks give both sides as many."""
 
@@ -120,11 +120,6 @@ class Layout:
     def micro_batches(self) -> int:
         """Of one iteration, on each data-parallel rank."""
         return self.global_batch // (self.micro_batch * self.data)
-
-    @property
-    def value_bytes(self) -> int:
-        """Of an activation, and of a weight as it is gathered."""
-        return 2 if self.bf16 else 4
 
     def check(self, model: Model) -> None:
         """Raises: InputError: Megatron would not run this; the message names the flag and the fix."""
@@ -255,8 +250,10 @@ def model_of(args: argparse.Namespace) -> Model:
 def layout_of(args: argparse.Namespace, gpus: int) -> Layout:
     """The layout that parsed flags describe on so many GPUs.
 
-    Raises: InputError: the GPUs do not come out even.
+    Raises: InputError: the GPUs do not come out even, or the model is one of fp32.
     """
+    if not (args.bf16 or args.fp16):
+        raise InputError("products of fp32 were not timed; give --bf16 or --fp16")
     tensor, stages, context = (
         getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context")
     )
@@ -284,7 +281,6 @@ def layout_of(args: argparse.Namespace, gpus: int) -> Layout:
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_gradients=args.overlap_grad_reduce,
         overlap_weights=args.overlap_param_gather,
-        bf16=args.bf16 or args.fp16,
         bf16_gradients=args.grad_reduce_in_bf16,
         fused_gradients=args.gradient_accumulation_fusion,
         recompute=args.recompute_granularity or "none",
