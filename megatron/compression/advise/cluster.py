@@ -75,8 +75,9 @@ class Link:
 
     def curve(self, operation: str, communicators: int = 1, copied: bool = False) -> Curve:
         """The measured one; for what was not measured that of the nearest kind, by bytes sent."""
-        names = [f"{operation} copied" if copied else f"{operation} x{communicators}", operation]
-        names += {"send": ["all_to_all"], "reduce_scatter": ["all_gather"]}.get(operation, [])
+        alike = {"send": ["all_to_all"], "reduce_scatter": ["all_gather"]}.get(operation, [])
+        way = "copied" if copied else f"x{communicators}"
+        names = [name for one in (operation, *alike) for name in (f"{one} {way}", one)]
         names += ["all_reduce", *self.curves]
         return self.curves[next(name for name in names if name in self.curves)]
 
