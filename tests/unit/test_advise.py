@@ -213,6 +213,15 @@ SCRIPT = (
 )
 
 
+EXPERTS = "--num-experts 4"
+IMPOSSIBLE = (
+    *(("--tensor-model-parallel-size", 0), ("--pipeline-model-parallel-size", 0)),
+    *(("--context-parallel-size", 0), ("--num-layers", -8), ("--hidden-size", -4096), ("--vocab-size", -5)),
+    *(("--ffn-hidden-size", -5), ("--kv-channels", -4), ("--num-experts", -4), ("--moe-router-topk", 0)),
+    *(("--micro-batch-size", 0), ("--num-layers-per-virtual-pipeline-stage", -1)),
+)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -237,6 +246,33 @@ SCRIPT = (
         (f"-- {SCRIPT} --transformer-impl local --ladder-residual", "--ladder-residual hides sums"),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
+        *((f"-- {SCRIPT} {flag} {size}", f"{flag} {size} must be 1 or more") for flag, size in IMPOSSIBLE),
+        (f"-- {SCRIPT} {EXPERTS} --moe-layer-freq 0", "--moe-layer-freq 0 must be 1 or more"),
+        (
+            f"-- {SCRIPT} {EXPERTS} --moe-layer-freq [0,1]",
+            "--moe-layer-freq has 2 layers, --num-layers says 8",
+        ),
+        (f"-- {SCRIPT} {EXPERTS} --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"),
+        (
+            f"-- {SCRIPT} --num-attention-heads 33",
+            "--hidden-size 1024 cannot be split over 33 attention heads",
+        ),
+        (
+            f"-- {SCRIPT} --group-query-attention --num-query-groups 3",
+            "--num-attention-heads 16 cannot be split over --num-query-groups 3",
+        ),
+        (f"-- {SCRIPT} --expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
+        (
+            f"-- {SCRIPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3 must divide the 4 layers of a stage",
+        ),
+        (
+            f"-- {SCRIPT} --compression auto",
+            "--compression auto is decided by measuring in a run; leave it out",
+        ),
+        ("--plot advice.docx --model gpt5", "--plot advice.docx: give a file that ends in one of ."),
+        ("--plot docs --model gpt5", "--plot docs: give a file that ends in one of ."),
+        ("--plot nowhere/here.png --model gpt5", "--plot nowhere/here.png: its folder does not exist"),
         (f"-- {SCRIPT.removesuffix(' --bf16')}", "products of fp32 were not timed; give --bf16 or --fp16"),
     ],
 )
@@ -271,6 +307,26 @@ def test_table_json_and_picture(capsys, tmp_path):
     words = "--model qwen2.5-7b --gpus 64 -- --pipeline-model-parallel-size 4 --pp-compression auto"
     status, printed, _ = run(capsys, *words.split())
     assert status == 0 and "PP 4 DP 16" in printed and "| as given |" in printed
+
+
+def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
+    """GPUs over which experts cannot be spread; nodes of 6, and the cluster's own count."""
+    file = tmp_path / "advice.json"
+    for words, first, some in (
+        (f"--gpus 32 -- {EXPERTS} --expert-model-parallel-size 4", 4, 32),
+        ("--gpus 36 --gpus-per-node 6 --", 2, 36),
+    ):
+        status, _, error = run(capsys, "--json", str(file), *words.split(), *SCRIPT.split())
+        assert (status, error) == (0, "")
+        curves = json.loads(file.read_text())["gains"]["gpus"].values()
+        counts = [gpus for gpus, _ in next(iter(curves))]
+        assert counts[0] == first and some in counts and max(counts) > 6000
+
+
+def test_a_model_with_experts_by_its_name(capsys):
+    words = "--model qwen3-30b-a3b --gpus 16 --memory-gb 80 -- --tensor-model-parallel-size 2"
+    status, printed, _ = run(capsys, *words.split())
+    assert status == 0 and "30.5 B parameters on 16 GPUs: TP 2" in printed and " EP " in printed
 
 
 def test_measured_points(capsys, tmp_path):
