@@ -309,6 +309,27 @@ def test_table_json_and_picture(capsys, tmp_path):
     assert status == 0 and "PP 4 DP 16" in printed and "| as given |" in printed
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"gemm_tflops": "720"}, {"gemm_tflops": None}, {"launch_us": "5"}, {"iteration_ms": -1}),
+        *({"codecs": {}}, {"codecs": {"int8": [1, 2]}}, {"codecs": {"int8": ["1", "2", "3"]}}, {"links": []}),
+        *({"curves": {}}, {"curves": {"send": []}}, {"curves": {"send": [[1, 2], [1, 3]]}}, {"ranks": 0}),
+        *({"curves": {"send": [["1", "2"]]}}, {"curves": {"send": ["ab"]}}, {"curves": {"send": [[0, 5]]}}),
+        *({"ranks": 1}, {"ranks": "2"}, {"overlap_loss": "0"}),
+    ],
+    ids=str,
+)
+def test_a_damaged_calibration_is_one_line(capsys, tmp_path, damage):
+    data = json.loads(Path(shapes.__file__).with_name("h200.json").read_text())
+    (data if damage.keys() <= data.keys() else data["links"]["pcie"]).update(damage)
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps(data))
+    status, printed, error = run(capsys, "--model", "llama-3-8b", "--calibration", str(file))
+    assert (status, printed) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"error: --calibration {file} is no calibration (")
+
+
 def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
     """GPUs over which experts cannot be spread; nodes of 6, and the cluster's own count."""
     file = tmp_path / "advice.json"
