@@ -364,11 +364,50 @@ class TestKept:
         said = capsys.readouterr().out
         assert "cannot be read" in said and said.count("\n") == 1
 
+    @pytest.mark.parametrize(
+        ("where", "value"),
+        [
+            *(("budget", "0.1"), ("seconds", None), ("checked", "no"), ("loss", "0"), ("gain", [])),
+            *(("dimension", "foo"), ("why", 3), ("settings", {"compression": 5}), ("settings", [1])),
+            *(("settings", {"codec": "int8"}), ("settings", {"compression": "int8", "min_mb": "0"})),
+        ],
+    )
+    def test_a_damaged_value_is_said_and_measured_anew(self, tmp_path, capsys, where, value):
+        kept = decision().asdict()
+        (kept if where in kept else kept["choices"][0])[where] = value
+        (tmp_path / store.FILE).write_text(json.dumps({"decision": kept, "made_for": {}}))
+        assert store.read(str(tmp_path), {}, print) is None
+        said = capsys.readouterr().out
+        assert "cannot be read" in said and "measures anew" in said and said.count("\n") == 1
+
     def test_a_folder_that_cannot_be_written_ends_nothing(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
         store.write(str(tmp_path / "file" / "folder"), decision(), {}, print)
         assert "cannot be written" in capsys.readouterr().out
         store.write(None, decision(), {}, print)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            *({"recompute_granularity": "full"}, {"recompute_method": "block"}, {"recompute_num_layers": 2}),
+            *({"ddp_bucket_size": 2**20}, {"tp_comm_overlap": True}, {"padded_vocab_size": 256}),
+        ],
+        ids=lambda changed: next(iter(changed)),
+    )
+    def test_what_changes_messages_is_another_run(self, changed):
+        one, other = (store.circumstances(megatron(**more), {}) for more in ({}, changed))
+        assert [name for name in one if one[name] != other[name]] == list(changed)
+
+    def test_the_default_budget_typed_out_is_the_same_run(self):
+        def made_for(*flags):
+            args = megatron(**vars(parsed("--compression", "auto", *flags)))
+            return Automatic(args, Compression(resolve(args)), lambda: 1.0, print, print)._made_for
+
+        default, typed, other = (
+            made_for(*flags)
+            for flags in ((), ("--compression-loss-budget", "0.1"), ("--compression-loss-budget", "0.2"))
+        )
+        assert default == typed != other
 
     def test_circumstances_are_json(self):
         made_for = store.circumstances(megatron(), {"auto": ("tensor_parallel",)})
