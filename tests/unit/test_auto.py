@@ -262,6 +262,37 @@ def untimed(**changes) -> list[Choice]:
     return list(run.decide(0.0).choices)
 
 
+@pytest.mark.parametrize(
+    ("begin", "costs", "timed", "said"),
+    [
+        (0.0, (0.1,) * 6, 6, ""),
+        (0.0, (4.0, 3.0, 1.0, 1.0, 1.0, 1.0), 2, "; 4 more not timed: no time was left of the 10 s"),
+        (9.5, (4.0,) * 6, 1, "; 5 more not timed"),
+        (10.5, (0.1,) * 6, 0, "no time was left of the 10 s for timings"),
+    ],
+)
+def test_no_candidate_begins_that_would_end_behind_the_limit(begin, costs, timed, said):
+    """The first of a dimension does, and may have to be compiled."""
+    now, known = [begin], CANDIDATES["tensor_parallel"]
+    message = Message("tensor_parallel", "tp.forward", "all_reduce", (4,), torch.float32, 1.0)
+    left = iter((None, *costs))
+
+    def seconds(work):
+        now[0] += next(left) or 0.0
+        return 1.0 if work is None else 0.5
+
+    run = Measurement.__new__(Measurement)
+    run.args, run.config = megatron(), CompressionConfig(auto=("tensor_parallel",))
+    run.work, run.lines, run._times, run._longest = Workload(1.0, (message,)), [], {}, 0.0
+    run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds)
+    run._sender = Namespace(prepare=lambda _: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
+    rule = Namespace(codec="any")
+    run._possible = lambda *_: ({one: {"tp.forward": rule} for one in known}, "")
+    (choice,) = run.decide(math.inf).choices
+    assert said in choice.why and (" more not timed" in choice.why) == (0 < timed < len(known))
+    assert len(known) - sum(1 for _ in left) == timed and (choice.settings is None) == (timed == 0)
+
+
 def test_what_cannot_be_combined_is_a_line():
     """Not an error: experts of the flex dispatcher, Transformer Engine's ring."""
     settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
