@@ -272,6 +272,7 @@ IMPOSSIBLE = (
         ),
         ("--plot advice.docx --model gpt5", "--plot advice.docx: give a file that ends in one of ."),
         ("--plot docs --model gpt5", "--plot docs: give a file that ends in one of ."),
+        ("--json nowhere/here.json --model gpt5", "--json nowhere/here.json: its folder does not exist"),
         ("--plot nowhere/here.png --model gpt5", "--plot nowhere/here.png: its folder does not exist"),
         (f"-- {SCRIPT.removesuffix(' --bf16')}", "products of fp32 were not timed; give --bf16 or --fp16"),
     ],
@@ -366,6 +367,30 @@ def test_measured_points(capsys, tmp_path):
     chosen.write_text(json.dumps(points))
     assert predict_iterations.main(["--points", str(chosen)]) == 2
     assert "no link 'carrier-pigeon'" in capsys.readouterr().err
+
+
+POINT = json.loads(predict_iterations.TABLES.read_text())[0] | {"calibration": False}
+
+
+@pytest.mark.parametrize(
+    ("points", "words", "said"),
+    [
+        ([], "", "there is nothing that is counted; give measured points"),
+        ([POINT | {"calibration": True}], "", "there is nothing that is counted; give measured points"),
+        ({"a": 1}, "", "a point lacks regime, ranks, codec, communicators, flags, milliseconds; give"),
+        ([1], "", "a point lacks regime"),
+        ([POINT | {"milliseconds": 0}], "", "milliseconds 0 must be above 0"),
+        ([POINT | {"milliseconds": "5"}], "", "milliseconds '5' must be above 0"),
+        ([POINT], "--plot nowhere/here.png", "--plot nowhere/here.png: its folder does not exist"),
+        ([POINT], "--json nowhere/here.json", "--json nowhere/here.json: its folder does not exist"),
+    ],
+)
+def test_bad_points_are_one_line(capsys, tmp_path, points, words, said):
+    file = tmp_path / "points.json"
+    file.write_text(json.dumps(points))
+    assert predict_iterations.main(["--points", str(file), *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_benchmark_writes_points_that_can_be_predicted():

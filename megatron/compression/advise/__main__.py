@@ -25,7 +25,7 @@ from megatron.compression.advise.search import USABLE, fastest, fits
 from megatron.compression.advise.settings import Advice, advise, config_of, recommended
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
-from megatron.compression.errors import InputError, OneLineParser
+from megatron.compression.errors import InputError, OneLineParser, require_folder
 
 TOKENS = 2**22
 """Of an iteration where nobody gives --global-batch-size."""
@@ -152,6 +152,8 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
 
     if options.plot:
         plots.check_file(options.plot)
+    if options.json:
+        require_folder(options.json, "--json")
     cluster = cluster_of(options)
     model, layout, config = what_runs(options, words, cluster)
     settings, fastest = recommended(model, layout, cluster)

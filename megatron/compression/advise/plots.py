@@ -9,7 +9,7 @@ from megatron.compression.advise.cluster import Cluster
 from megatron.compression.advise.phases import PHASES
 from megatron.compression.advise.settings import Advice, Setting, advise
 from megatron.compression.advise.shapes import Layout, Model, with_gpus
-from megatron.compression.errors import InputError, require_extra
+from megatron.compression.errors import InputError, require_extra, require_folder
 
 FACTORS = [2.0**power for power in range(-5, 6)]
 MOST_GPUS = 16384
@@ -63,8 +63,7 @@ def check_file(path: Path) -> None:
     known = Figure().canvas.get_supported_filetypes()
     if path.is_dir() or path.suffix.lower().removeprefix(".") not in known:
         raise InputError(f"--plot {path}: give a file that ends in one of .{', .'.join(sorted(known))}")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--plot {path}: its folder does not exist; make it first")
+    require_folder(path, "--plot")
 
 
 def draw(rows: list[Advice], curves: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
