@@ -10,6 +10,7 @@ Those marked "calibration" are shown but not counted. The exit status is 1 where
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -21,11 +22,35 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.compression.advise import Cluster, Constants, Prediction, predict
+from megatron.compression.advise.plots import check_file
 from megatron.compression.advise.settings import config_of
 from megatron.compression.advise.shapes import layout_of, model_of, parse_megatron
-from megatron.compression.errors import InputError
+from megatron.compression.errors import InputError, require_folder
 
 TABLES = Path(__file__).resolve().parents[1] / "docs" / "results" / "iteration_points.json"
+_POINT = ("regime", "ranks", "codec", "communicators", "flags", "milliseconds")
+
+
+def read(paths: Sequence[Path]) -> list[dict]:
+    """The points of files.
+
+    Raises: InputError: a file holds something else, or none of them a point that counts.
+    """
+    points = []
+    for path in paths:
+        found = json.loads(path.read_text())
+        for point in found if isinstance(found, list) else [found]:
+            missing = [name for name in _POINT if not isinstance(point, dict) or name not in point]
+            if missing:
+                raise InputError(
+                    f"--points {path}: a point lacks {', '.join(missing)}; give files of bench_end_to_end.py"
+                )
+            if not isinstance(point["milliseconds"], int | float) or not 0 < point["milliseconds"] < math.inf:
+                raise InputError(f"--points {path}: milliseconds {point['milliseconds']!r} must be above 0")
+            points.append(point)
+    if all(point.get("calibration") for point in points):
+        raise InputError(f"--points {paths[0]}: there is nothing that is counted; give measured points")
+    return points
 
 
 def predicted(point: dict, constants: Constants) -> Prediction:
@@ -94,9 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worst-limit", type=float, default=20.0, help="percent")
     options = parser.parse_args(argv)
     try:
-        points = [point for path in options.points for point in json.loads(path.read_text())]
-        rows = compared(points, Constants.load(options.calibration))
-    except (InputError, OSError, json.JSONDecodeError, KeyError) as error:
+        if options.plot:
+            check_file(options.plot)
+        if options.json:
+            require_folder(options.json, "--json")
+        rows = compared(read(options.points), Constants.load(options.calibration))
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("| regime | ranks | codec | measured ms | predicted ms | error |\n|---|---|---|---|---|---|")

@@ -12,6 +12,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
@@ -61,6 +62,12 @@ def require_extra(module: str, extra: str, needed_by: str) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Raises: InputError: the folder that a flag's file goes to does not exist."""
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{flag} {path}: its folder does not exist; make it first")
 
 
 def fail(message: str) -> None:

@@ -213,6 +213,15 @@ SCRIPT = (
 )
 
 
+EXPERTS = "--num-experts 4"
+IMPOSSIBLE = (
+    *(("--tensor-model-parallel-size", 0), ("--pipeline-model-parallel-size", 0)),
+    *(("--context-parallel-size", 0), ("--num-layers", -8), ("--hidden-size", -4096), ("--vocab-size", -5)),
+    *(("--ffn-hidden-size", -5), ("--kv-channels", -4), ("--num-experts", -4), ("--moe-router-topk", 0)),
+    *(("--micro-batch-size", 0), ("--num-layers-per-virtual-pipeline-stage", -1)),
+)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -237,6 +246,34 @@ SCRIPT = (
         (f"-- {SCRIPT} --transformer-impl local --ladder-residual", "--ladder-residual hides sums"),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
+        *((f"-- {SCRIPT} {flag} {size}", f"{flag} {size} must be 1 or more") for flag, size in IMPOSSIBLE),
+        (f"-- {SCRIPT} {EXPERTS} --moe-layer-freq 0", "--moe-layer-freq 0 must be 1 or more"),
+        (
+            f"-- {SCRIPT} {EXPERTS} --moe-layer-freq [0,1]",
+            "--moe-layer-freq has 2 layers, --num-layers says 8",
+        ),
+        (f"-- {SCRIPT} {EXPERTS} --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"),
+        (
+            f"-- {SCRIPT} --num-attention-heads 33",
+            "--hidden-size 1024 cannot be split over 33 attention heads",
+        ),
+        (
+            f"-- {SCRIPT} --group-query-attention --num-query-groups 3",
+            "--num-attention-heads 16 cannot be split over --num-query-groups 3",
+        ),
+        (f"-- {SCRIPT} --expert-model-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
+        (
+            f"-- {SCRIPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage 3 must divide the 4 layers of a stage",
+        ),
+        (
+            f"-- {SCRIPT} --compression auto",
+            "--compression auto is decided by measuring in a run; leave it out",
+        ),
+        ("--plot advice.docx --model gpt5", "--plot advice.docx: give a file that ends in one of ."),
+        ("--plot docs --model gpt5", "--plot docs: give a file that ends in one of ."),
+        ("--json nowhere/here.json --model gpt5", "--json nowhere/here.json: its folder does not exist"),
+        ("--plot nowhere/here.png --model gpt5", "--plot nowhere/here.png: its folder does not exist"),
         (f"-- {SCRIPT.removesuffix(' --bf16')}", "products of fp32 were not timed; give --bf16 or --fp16"),
     ],
 )
@@ -273,6 +310,47 @@ def test_table_json_and_picture(capsys, tmp_path):
     assert status == 0 and "PP 4 DP 16" in printed and "| as given |" in printed
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"gemm_tflops": "720"}, {"gemm_tflops": None}, {"launch_us": "5"}, {"iteration_ms": -1}),
+        *({"codecs": {}}, {"codecs": {"int8": [1, 2]}}, {"codecs": {"int8": ["1", "2", "3"]}}, {"links": []}),
+        *({"curves": {}}, {"curves": {"send": []}}, {"curves": {"send": [[1, 2], [1, 3]]}}, {"ranks": 0}),
+        *({"curves": {"send": [["1", "2"]]}}, {"curves": {"send": ["ab"]}}, {"curves": {"send": [[0, 5]]}}),
+        *({"ranks": 1}, {"ranks": "2"}, {"overlap_loss": "0"}),
+    ],
+    ids=str,
+)
+def test_a_damaged_calibration_is_one_line(capsys, tmp_path, damage):
+    data = json.loads(Path(shapes.__file__).with_name("h200.json").read_text())
+    (data if damage.keys() <= data.keys() else data["links"]["pcie"]).update(damage)
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps(data))
+    status, printed, error = run(capsys, "--model", "llama-3-8b", "--calibration", str(file))
+    assert (status, printed) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"error: --calibration {file} is no calibration (")
+
+
+def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
+    """GPUs over which experts cannot be spread; nodes of 6, and the cluster's own count."""
+    file = tmp_path / "advice.json"
+    for words, first, some in (
+        (f"--gpus 32 -- {EXPERTS} --expert-model-parallel-size 4", 4, 32),
+        ("--gpus 36 --gpus-per-node 6 --", 2, 36),
+    ):
+        status, _, error = run(capsys, "--json", str(file), *words.split(), *SCRIPT.split())
+        assert (status, error) == (0, "")
+        curves = json.loads(file.read_text())["gains"]["gpus"].values()
+        counts = [gpus for gpus, _ in next(iter(curves))]
+        assert counts[0] == first and some in counts and max(counts) > 6000
+
+
+def test_a_model_with_experts_by_its_name(capsys):
+    words = "--model qwen3-30b-a3b --gpus 16 --memory-gb 80 -- --tensor-model-parallel-size 2"
+    status, printed, _ = run(capsys, *words.split())
+    assert status == 0 and "30.5 B parameters on 16 GPUs: TP 2" in printed and " EP " in printed
+
+
 def test_measured_points(capsys, tmp_path):
     """Two measured links and more than 24 points; the errors that docs/cost_model.md names."""
     points = [p for p in json.loads(predict_iterations.TABLES.read_text()) if p["regime"] != "ethernet"]
@@ -289,6 +367,30 @@ def test_measured_points(capsys, tmp_path):
     chosen.write_text(json.dumps(points))
     assert predict_iterations.main(["--points", str(chosen)]) == 2
     assert "no link 'carrier-pigeon'" in capsys.readouterr().err
+
+
+POINT = json.loads(predict_iterations.TABLES.read_text())[0] | {"calibration": False}
+
+
+@pytest.mark.parametrize(
+    ("points", "words", "said"),
+    [
+        ([], "", "there is nothing that is counted; give measured points"),
+        ([POINT | {"calibration": True}], "", "there is nothing that is counted; give measured points"),
+        ({"a": 1}, "", "a point lacks regime, ranks, codec, communicators, flags, milliseconds; give"),
+        ([1], "", "a point lacks regime"),
+        ([POINT | {"milliseconds": 0}], "", "milliseconds 0 must be above 0"),
+        ([POINT | {"milliseconds": "5"}], "", "milliseconds '5' must be above 0"),
+        ([POINT], "--plot nowhere/here.png", "--plot nowhere/here.png: its folder does not exist"),
+        ([POINT], "--json nowhere/here.json", "--json nowhere/here.json: its folder does not exist"),
+    ],
+)
+def test_bad_points_are_one_line(capsys, tmp_path, points, words, said):
+    file = tmp_path / "points.json"
+    file.write_text(json.dumps(points))
+    assert predict_iterations.main(["--points", str(file), *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_benchmark_writes_points_that_can_be_predicted():

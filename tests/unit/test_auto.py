@@ -262,6 +262,37 @@ def untimed(**changes) -> list[Choice]:
     return list(run.decide(0.0).choices)
 
 
+@pytest.mark.parametrize(
+    ("begin", "costs", "timed", "said"),
+    [
+        (0.0, (0.1,) * 6, 6, ""),
+        (0.0, (4.0, 3.0, 1.0, 1.0, 1.0, 1.0), 2, "; 4 more not timed: no time was left of the 10 s"),
+        (9.5, (4.0,) * 6, 1, "; 5 more not timed"),
+        (10.5, (0.1,) * 6, 0, "no time was left of the 10 s for timings"),
+    ],
+)
+def test_no_candidate_begins_that_would_end_behind_the_limit(begin, costs, timed, said):
+    """The first of a dimension does, and may have to be compiled."""
+    now, known = [begin], CANDIDATES["tensor_parallel"]
+    message = Message("tensor_parallel", "tp.forward", "all_reduce", (4,), torch.float32, 1.0)
+    left = iter((None, *costs))
+
+    def seconds(work):
+        now[0] += next(left) or 0.0
+        return 1.0 if work is None else 0.5
+
+    run = Measurement.__new__(Measurement)
+    run.args, run.config = megatron(), CompressionConfig(auto=("tensor_parallel",))
+    run.work, run.lines, run._times, run._longest = Workload(1.0, (message,)), [], {}, 0.0
+    run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds)
+    run._sender = Namespace(prepare=lambda _: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
+    rule = Namespace(codec="any")
+    run._possible = lambda *_: ({one: {"tp.forward": rule} for one in known}, "")
+    (choice,) = run.decide(math.inf).choices
+    assert said in choice.why and (" more not timed" in choice.why) == (0 < timed < len(known))
+    assert len(known) - sum(1 for _ in left) == timed and (choice.settings is None) == (timed == 0)
+
+
 def test_what_cannot_be_combined_is_a_line():
     """Not an error: experts of the flex dispatcher, Transformer Engine's ring."""
     settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
@@ -364,11 +395,50 @@ class TestKept:
         said = capsys.readouterr().out
         assert "cannot be read" in said and said.count("\n") == 1
 
+    @pytest.mark.parametrize(
+        ("where", "value"),
+        [
+            *(("budget", "0.1"), ("seconds", None), ("checked", "no"), ("loss", "0"), ("gain", [])),
+            *(("dimension", "foo"), ("why", 3), ("settings", {"compression": 5}), ("settings", [1])),
+            *(("settings", {"codec": "int8"}), ("settings", {"compression": "int8", "min_mb": "0"})),
+        ],
+    )
+    def test_a_damaged_value_is_said_and_measured_anew(self, tmp_path, capsys, where, value):
+        kept = decision().asdict()
+        (kept if where in kept else kept["choices"][0])[where] = value
+        (tmp_path / store.FILE).write_text(json.dumps({"decision": kept, "made_for": {}}))
+        assert store.read(str(tmp_path), {}, print) is None
+        said = capsys.readouterr().out
+        assert "cannot be read" in said and "measures anew" in said and said.count("\n") == 1
+
     def test_a_folder_that_cannot_be_written_ends_nothing(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
         store.write(str(tmp_path / "file" / "folder"), decision(), {}, print)
         assert "cannot be written" in capsys.readouterr().out
         store.write(None, decision(), {}, print)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            *({"recompute_granularity": "full"}, {"recompute_method": "block"}, {"recompute_num_layers": 2}),
+            *({"ddp_bucket_size": 2**20}, {"tp_comm_overlap": True}, {"padded_vocab_size": 256}),
+        ],
+        ids=lambda changed: next(iter(changed)),
+    )
+    def test_what_changes_messages_is_another_run(self, changed):
+        one, other = (store.circumstances(megatron(**more), {}) for more in ({}, changed))
+        assert [name for name in one if one[name] != other[name]] == list(changed)
+
+    def test_the_default_budget_typed_out_is_the_same_run(self):
+        def made_for(*flags):
+            args = megatron(**vars(parsed("--compression", "auto", *flags)))
+            return Automatic(args, Compression(resolve(args)), lambda: 1.0, print, print)._made_for
+
+        default, typed, other = (
+            made_for(*flags)
+            for flags in ((), ("--compression-loss-budget", "0.1"), ("--compression-loss-budget", "0.2"))
+        )
+        assert default == typed != other
 
     def test_circumstances_are_json(self):
         made_for = store.circumstances(megatron(), {"auto": ("tensor_parallel",)})

@@ -25,7 +25,7 @@ from megatron.compression.advise.search import USABLE, fastest, fits
 from megatron.compression.advise.settings import Advice, advise, config_of, recommended
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
-from megatron.compression.errors import InputError, OneLineParser, require_extra
+from megatron.compression.errors import InputError, OneLineParser, require_folder
 
 TOKENS = 2**22
 """Of an iteration where nobody gives --global-batch-size."""
@@ -150,6 +150,10 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Print the table; write what was asked for."""
     from megatron.compression.advise import plots
 
+    if options.plot:
+        plots.check_file(options.plot)
+    if options.json:
+        require_folder(options.json, "--json")
     cluster = cluster_of(options)
     model, layout, config = what_runs(options, words, cluster)
     settings, fastest = recommended(model, layout, cluster)
@@ -176,7 +180,6 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
         data = {"model": dataclasses.asdict(model), "layout": dataclasses.asdict(layout), "settings": found}
         options.json.write_text(json.dumps(data | {"gains": curves}, indent=1) + "\n")
     if options.plot:
-        require_extra("matplotlib", "plots", "--plot")
         plots.draw(rows, curves, options.plot)
 
 

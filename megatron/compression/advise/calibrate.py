@@ -26,7 +26,7 @@ from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.transports import Transports, over_tcp
-from megatron.compression.errors import InputError
+from megatron.compression.errors import InputError, require_folder
 
 LINKS: dict[str, dict[str, str]] = {
     "nvlink": {},
@@ -53,8 +53,7 @@ def measure(path: Path) -> int:
 
     Raises: InputError: one GPU, which has no links, or nowhere to write.
     """
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--measure {path}: its folder does not exist; make it first")
+    require_folder(path, "--measure")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 1:
         raise InputError("--measure needs two GPUs or more: one has no links; take the constants of an H200")

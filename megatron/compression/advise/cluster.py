@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -145,6 +145,7 @@ class Constants:
             codecs = {name: tuple(costs) for name, costs in data.pop("codecs").items()}
             data.pop("origin", None)
             constants = cls(**data, codecs=codecs, links=links)
+            constants._check()
         except OSError as error:
             raise InputError(f"--calibration {path}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -156,14 +157,45 @@ class Constants:
                 raise InputError(f"--calibration {path}: {name} must be above 0")
         return constants
 
+    def _check(self) -> None:
+        """Raises: ValueError: something is no number, or missing."""
+        for one in fields(self):
+            if one.type is float:
+                _numbers(one.name, getattr(self, one.name))
+        if not self.codecs:
+            raise ValueError("codecs are missing")
+        for name, costs in self.codecs.items():
+            if len(_numbers(name, *costs)) != 3:
+                raise ValueError(f"{name}: encode, decode and sum are wanted")
+
+
+def _numbers(name: str, *values: Any) -> tuple[float, ...]:
+    """``values``. Raises: ValueError: one is no number of 0 or more."""
+    for value in values:
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name}: {value!r} is no number >= 0")
+    return values
+
 
 def _link(data: dict[str, Any]) -> Link:
     curves = {name: rising(points) for name, points in data["curves"].items()}
+    if not curves:
+        raise ValueError("a link without curves")
+    for name in ("ranks", "overlap_loss", "copied_loss"):
+        _numbers(name, data.get(name, 0))
+    if data["ranks"] < 2:
+        raise ValueError(f"a link was measured on {data['ranks']} ranks; 2 or more are needed")
     return Link(curves, **{name: value for name, value in data.items() if name != "curves"})
 
 
 def rising(points: list[list[float]]) -> Curve:
-    """Measured points as a curve: a smaller message never takes longer than a larger one did."""
+    """Measured points as a curve: a smaller message never takes longer than a larger one did.
+
+    Raises: ValueError: there are none, or two of one size.
+    """
+    sizes = {_numbers("a curve", *point)[0] for point in points}
+    if not sizes or len(sizes) < len(points) or sizes == {0}:
+        raise ValueError("a curve needs points of different sizes")
     curve: list[tuple[float, float]] = []
     for sent, us in sorted(map(tuple, points), reverse=True):
         curve.append((sent, min(us, curve[-1][1] if curve else us)))

@@ -1,5 +1,7 @@
 """One picture of a prediction: phases by setting, gain against bandwidth, gain against GPUs."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +9,7 @@ from megatron.compression.advise.cluster import Cluster
 from megatron.compression.advise.phases import PHASES
 from megatron.compression.advise.settings import Advice, Setting, advise
 from megatron.compression.advise.shapes import Layout, Model, with_gpus
+from megatron.compression.errors import InputError, require_extra, require_folder
 
 FACTORS = [2.0**power for power in range(-5, 6)]
 MOST_GPUS = 16384
@@ -31,15 +34,36 @@ def sweeps(
         scaled = link.faster(factor)
         faster = replace(cluster, intra=scaled) if one_node else replace(cluster, inter=scaled)
         add("bandwidth", link.bandwidth * factor / 1e6, advise(model, layout, faster, settings))
-    gpus = layout.tensor * layout.pipeline * layout.context
-    while gpus < 2 and gpus < cluster.gpus:
-        gpus *= 2
-    while gpus <= MOST_GPUS:
-        if gpus <= cluster.gpus_per_node or gpus % cluster.gpus_per_node == 0:
-            grown = with_gpus(layout, gpus)
-            add("gpus", gpus, advise(model, grown, replace(cluster, gpus=gpus), settings))
-        gpus *= 2
+    for grown in _grown(model, layout, cluster):
+        add("gpus", grown.gpus, advise(model, grown, replace(cluster, gpus=grown.gpus), settings))
     return results
+
+
+def _grown(model: Model, layout: Layout, cluster: Cluster) -> Iterator[Layout]:
+    """The layout on the cluster's GPUs, on twice as many and so on, in one node and in whole ones."""
+    ranks, node = layout.tensor * layout.pipeline * layout.context, cluster.gpus_per_node
+    counts = {cluster.gpus}
+    for start in (ranks, math.lcm(ranks, node)):
+        counts |= {start * 2**power for power in range(15)}
+    for gpus in sorted(counts):
+        if min(2, cluster.gpus) <= gpus <= MOST_GPUS and (gpus <= node or gpus % node == 0):
+            grown = with_gpus(layout, gpus)
+            try:
+                grown.check(model)
+            except InputError:
+                continue
+            yield grown
+
+
+def check_file(path: Path) -> None:
+    """Raises: InputError: no picture can be written there."""
+    require_extra("matplotlib", "plots", "--plot")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.is_dir() or path.suffix.lower().removeprefix(".") not in known:
+        raise InputError(f"--plot {path}: give a file that ends in one of .{', .'.join(sorted(known))}")
+    require_folder(path, "--plot")
 
 
 def draw(rows: list[Advice], curves: dict[str, dict[str, list[list[float]]]], path: Path) -> None:

@@ -8,13 +8,14 @@ from megatron.compression.advise.phases import Prediction, predict
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.errors import InputError
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 RECOMMENDED: dict[str, dict[str, float]] = {
     "tp": {"auto": 0.085, "int8": 0.006, "lossless": 0.0},
-    "pp": {"auto": 0.4, "int6:group=64,scales=single,normalize=standardize": 0.02, "lossless": 0.0},
+    "pp": {"auto": 1.0, "int6:group=64,scales=single,normalize=standardize": 0.02, "lossless": 0.0},
     "dp": {"sdp4bit": 0.21, "lossless": 0.0},
 }
 """By dimension: specs and what they cost in validation loss, percent, the most seen (docs/choosing.md)."""
@@ -61,11 +62,17 @@ class Advice:
 def config_of(args: Namespace, layout: Layout) -> CompressionConfig:
     """What parsed flags compress.
 
-    Raises: CompressionConfigError: an impossible setting.
+    Raises: InputError: an impossible setting, or one that only a run decides.
     """
     args.data_parallel_size, args.micro_batch_size = layout.data, layout.micro_batch
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = layout.tensor, layout.pipeline
-    return resolve(args)
+    config = resolve(args)
+    if config.auto:
+        raise InputError(
+            "--compression auto is decided by measuring in a run; leave it out for the settings that are "
+            "recommended, or give a codec by its flag"
+        )
+    return config
 
 
 def advise(model: Model, layout: Layout, cluster: Cluster, settings: list[Setting]) -> list[Advice]:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.flags import add_flags
 from megatron.compression.huggingface.flags import add_qwen_arguments, as_arguments, expand
-from megatron.compression.huggingface.models import MODELS, megatron_flags
+from megatron.compression.huggingface.models import EXPERT_MODELS, MODELS, megatron_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,9 @@ class Layout:
 
 GPT3 = {"1.3b": (24, 2048, 16), "6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "175b": (96, 12288, 96)}
 """Brown et al. 2020 (arXiv 2005.14165), table 2.1: layers, hidden size, heads (of 128 for 13B)."""
+_MODELS = {**MODELS, **EXPERT_MODELS}
 PRESETS = [f"gpt3-{name}" for name in GPT3]
-PRESETS += [f"qwen{name}" if name[0].isdigit() else name for name in MODELS]
+PRESETS += [f"qwen{name}" if name[0].isdigit() else name for name in _MODELS]
 _TRAINING = """--bf16 --seq-length 4096 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --transformer-impl transformer_engine"""
 
@@ -172,7 +173,8 @@ def preset(name: str) -> list[str]:
         sizes = zip(("--num-layers", "--hidden-size", "--num-attention-heads"), GPT3[size], strict=True)
         model = [str(word) for pair in sizes for word in pair] + ["--vocab-size", "51200"]
         return [*_TRAINING.split(), *model, "--seq-length", "2048"]
-    return _TRAINING.split() + as_arguments(megatron_flags(MODELS[name.lower().removeprefix("qwen")]))
+    flags = as_arguments(megatron_flags(_MODELS[name.lower().removeprefix("qwen")]))
+    return [*_TRAINING.split(), "--expert-tensor-parallel-size", "1", *flags]
 
 
 _NOT_MODELLED = (
@@ -181,6 +183,15 @@ _NOT_MODELLED = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "tp_comm_overlap"),
 )
 """Arguments of Megatron's that change what the cost model assumes."""
+_SIZES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "padded_vocab_size"),
+    *("ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "micro_batch_size", "global_batch_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+    *("num_virtual_stages_per_pipeline_rank", "moe_layer_freq"),
+)
+"""Arguments that are 1 or more where they are given."""
 
 
 @functools.cache
@@ -198,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
     """Megatron's flags and ours, as a launch script has them; not validated, which would need the GPUs.
 
-    Raises: InputError: an unknown flag, or one whose effect is not modelled.
+    Raises: InputError: an unknown flag, a size below 1, or a flag whose effect is not modelled.
     """
     qwen = any(word.split("=")[0] == "--qwen-model" for word in words)
     args = _parser().parse_args(expand(list(words))[0] if qwen else list(words))
@@ -206,6 +217,10 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
         if getattr(args, name, None):
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} is not modelled; leave it out for a prediction without")
+    for name in _SIZES:
+        size = getattr(args, name)
+        if isinstance(size, int) and size < 1:
+            raise InputError(f"--{name.replace('_', '-')} {size} must be 1 or more")
     if args.num_experts and args.tensor_model_parallel_size > 1 and args.expert_tensor_parallel_size != 1:
         raise InputError("experts in parts are not modelled; give --expert-tensor-parallel-size 1")
     return args
@@ -214,7 +229,7 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
 def model_of(args: argparse.Namespace) -> Model:
     """The model that parsed flags describe.
 
-    Raises: InputError: a size is missing.
+    Raises: InputError: a size is missing, or does not go with another.
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if not getattr(args, name):
@@ -226,13 +241,26 @@ def model_of(args: argparse.Namespace) -> Model:
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden)
     frequency = args.moe_layer_freq
     every = isinstance(frequency, int)
+    groups = (args.num_query_groups or heads) if args.group_query_attention else heads
+    if not args.kv_channels and hidden % heads:
+        raise InputError(
+            f"--hidden-size {hidden} cannot be split over {heads} attention heads; give --kv-channels"
+        )
+    if heads % groups:
+        raise InputError(f"--num-attention-heads {heads} cannot be split over --num-query-groups {groups}")
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise InputError(
+            f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}"
+        )
+    if not every and len(frequency) != args.num_layers:
+        raise InputError(f"--moe-layer-freq has {len(frequency)} layers, --num-layers says {args.num_layers}")
     dense = args.num_layers - -(-args.num_layers // frequency) if every else frequency.count(0)
     return Model(
         layers=args.num_layers,
         hidden=hidden,
         ffn=ffn,
         heads=heads,
-        groups=(args.num_query_groups or heads) if args.group_query_attention else heads,
+        groups=groups,
         head_dim=args.kv_channels or hidden // heads,
         vocabulary=vocabulary,
         tied=not args.untie_embeddings_and_output_weights,
@@ -250,7 +278,7 @@ def model_of(args: argparse.Namespace) -> Model:
 def layout_of(args: argparse.Namespace, gpus: int) -> Layout:
     """The layout that parsed flags describe on so many GPUs.
 
-    Raises: InputError: the GPUs do not come out even, or the model is one of fp32.
+    Raises: InputError: GPUs or layers do not come out even, or the model is one of fp32.
     """
     if not (args.bf16 or args.fp16):
         raise InputError("products of fp32 were not timed; give --bf16 or --fp16")
@@ -258,14 +286,23 @@ def layout_of(args: argparse.Namespace, gpus: int) -> Layout:
         getattr(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context")
     )
     ranks = tensor * stages * context
+    if args.expert_model_parallel_size > 1 and not args.num_experts:
+        raise InputError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} needs --num-experts"
+        )
     if gpus % ranks:
         raise InputError(
             f"--gpus {gpus} must be a multiple of {ranks}, --tensor-model-parallel-size {tensor} x "
             f"--pipeline-model-parallel-size {stages} x --context-parallel-size {context}"
         )
     virtual = 1
-    if args.num_layers_per_virtual_pipeline_stage:
-        virtual = args.num_layers // stages // args.num_layers_per_virtual_pipeline_stage
+    if chunk := args.num_layers_per_virtual_pipeline_stage:
+        layers = args.num_layers // stages
+        if layers % chunk:
+            raise InputError(
+                f"--num-layers-per-virtual-pipeline-stage {chunk} must divide the {layers} layers of a stage"
+            )
+        virtual = layers // chunk
     virtual = args.num_virtual_stages_per_pipeline_rank or max(virtual, 1)
     micro_batch, data = args.micro_batch_size or 1, gpus // ranks
     return Layout(

@@ -45,6 +45,8 @@ class Automatic:
         self._built: list[torch.nn.Module] = []
         settings = self.config.asdict()
         settings = {key: value for key, value in settings.items() if key not in SAME_RESULTS}
+        self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
+        settings["loss_budget"] = self._budget
         self._made_for = store.circumstances(args, settings)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -77,9 +79,8 @@ class Automatic:
         dist.broadcast_object_list(kept, src=0)
         if kept[0] is not None:
             return kept[0]
-        budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         measurement = Measurement(self.args, self.compression, self.flops(), chunks)
-        measured = [measurement.decide(budget)]
+        measured = [measurement.decide(self._budget)]
         for line in measurement.lines:
             self._tell(line)
         dist.broadcast_object_list(measured, src=0)

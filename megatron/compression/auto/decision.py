@@ -1,11 +1,11 @@
 """What ``--compression auto`` decides, and by which rule: pure values, no communication."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from megatron.compression.auto.candidates import Candidate
+from megatron.compression.auto.candidates import CANDIDATES, Candidate
 
 LEAST_GAIN = 0.02
 """Of an iteration, as the run itself measures it: a dimension that gains less stays uncompressed."""
@@ -72,7 +72,14 @@ class Decision:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Decision":
         """Raises: TypeError, KeyError: other values than ``asdict`` gives."""
-        return cls(**{**values, "choices": tuple(Choice(**one) for one in values["choices"])})
+        choices = tuple(_typed(Choice(**one)) for one in values["choices"])
+        for one in choices:
+            if one.dimension not in CANDIDATES:
+                raise TypeError(f"dimension {one.dimension!r} is unknown")
+            for name, value in dict(one.settings or {}).items():
+                if not isinstance(value, _SETTINGS.get(name, ())):
+                    raise TypeError(f"setting {name} {value!r} is impossible")
+        return _typed(cls(**{**values, "choices": choices}))
 
     def after_check(self, useless: Mapping[str, str]) -> "Decision":
         """The decision behind the run's own check.
@@ -95,6 +102,24 @@ class Decision:
             for row in rows
         ]
         return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+_SETTINGS = {
+    field: (int, float) if isinstance(value, float) else type(value)
+    for known in CANDIDATES.values()
+    for one in known
+    for field, value in one.settings
+}
+"""Fields that a choice's settings may have, with their types."""
+
+
+def _typed[T: (Choice, Decision)](made: T) -> T:
+    """``made``, whose texts, numbers and switches are such. Raises: TypeError: one is not."""
+    for one in fields(made):
+        value, kind = getattr(made, one.name), one.type
+        if kind in (str, float, bool) and not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(f"{one.name} {value!r} is no {kind.__name__}")
+    return made
 
 
 def choose(gains: Mapping[str, Mapping[Candidate, float]], budget: float) -> dict[str, Candidate]:

@@ -19,7 +19,8 @@ _SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size"),
     *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
-    "num_experts",
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("ddp_bucket_size", "tp_comm_overlap", "padded_vocab_size", "num_experts"),
 )
 """Arguments of Megatron that a decision holds for."""
 _EXPERTS = (

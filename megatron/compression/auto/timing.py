@@ -56,10 +56,6 @@ class Stopwatch:
         """Seconds since it was made."""
         return self.largest(time.perf_counter() - self._began)[0]
 
-    def over(self) -> bool:
-        """Whether no time is left for another measurement."""
-        return self.elapsed() > LIMIT
-
     def seconds(self, work: Callable[[], object]) -> float:
         """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up
         (kernels are compiled, communicators are made)."""
