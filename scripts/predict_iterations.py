@@ -47,7 +47,8 @@ def read(paths: Sequence[Path]) -> list[dict]:
                 )
             if not isinstance(point["milliseconds"], int | float) or not 0 < point["milliseconds"] < math.inf:
                 raise InputError(f"--points {path}: milliseconds {point['milliseconds']!r} must be above 0")
-            points.append(point)
+            if not point.get("auto"):  # what the run chose, its flags do not say
+                points.append(point)
     if all(point.get("calibration") for point in points):
         raise InputError(f"--points {paths[0]}: there is nothing that is counted; give measured points")
     return points

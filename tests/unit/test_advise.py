@@ -239,6 +239,7 @@ IMPOSSIBLE = (
         (f"-- {SCRIPT} --num-layers 800 --hidden-size 8192", "does not fit: "),
         (f"-- {SCRIPT} --hiden-size 12", "did you mean --hidden-size?"),
         (f"-- {SCRIPT} --multi-latent-attention", "--multi-latent-attention is not modelled"),
+        (f"-- {SCRIPT} --fp8-format hybrid", "--fp8-format is not modelled"),
         (
             f"-- {SCRIPT} --caat-net-sync-fraction 0.5 --tensor-model-parallel-size 2",
             "--caat-net-sync-fraction",

@@ -180,7 +180,9 @@ def preset(name: str) -> list[str]:
 _NOT_MODELLED = (
     *("multi_latent_attention", "experimental_attention_variant", "heterogeneous_layers_config_path"),
     *("mtp_num_layers", "use_megatron_fsdp", "use_torch_fsdp2", "pipeline_model_parallel_layout", "fp8"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "tp_comm_overlap"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "tp_comm_overlap", "fp4"),
+    *("hybrid_override_pattern", "hybrid_layer_pattern", "window_size", "cpu_offloading_num_layers"),
+    *("overlap_moe_expert_parallel_comm", "moe_latent_size", "yaml_cfg"),
 )
 """Arguments of Megatron's that change what the cost model assumes."""
 _SIZES = (
@@ -215,8 +217,8 @@ def parse_megatron(words: Sequence[str]) -> argparse.Namespace:
     args = _parser().parse_args(expand(list(words))[0] if qwen else list(words))
     for name in _NOT_MODELLED:
         if getattr(args, name, None):
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} is not modelled; leave it out for a prediction without")
+            flag = next(one.option_strings[0] for one in _parser()._actions if one.dest == name)
+            raise InputError(f"{flag} is not modelled; leave it out for a prediction without")
     for name in _SIZES:
         size = getattr(args, name)
         if isinstance(size, int) and size < 1:
