@@ -350,6 +350,7 @@ def test_a_model_with_experts_by_its_name(capsys):
     words = "--model qwen3-30b-a3b --gpus 16 --memory-gb 80 -- --tensor-model-parallel-size 2"
     status, printed, _ = run(capsys, *words.split())
     assert status == 0 and "30.5 B parameters on 16 GPUs: TP 2" in printed and " EP " in printed
+    assert "| --ep-compression int8 |" in printed and "| --ep-compression int6 |" in printed
 
 
 def test_measured_points(capsys, tmp_path):

@@ -9,6 +9,7 @@ from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import InputError
+from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -17,6 +18,7 @@ RECOMMENDED: dict[str, dict[str, float]] = {
     "tp": {"auto": 0.085, "int8": 0.006, "lossless": 0.0},
     "pp": {"auto": 1.0, "int6:group=64,scales=single,normalize=standardize": 0.02, "lossless": 0.0},
     "dp": {"sdp4bit": 0.21, "lossless": 0.0},
+    "ep": {"int8": 0.003, "int6": 0.015},
 }
 """By dimension: specs and what they cost in validation loss, percent, the most seen (docs/choosing.md)."""
 LEAST_GAIN = 1.02
@@ -28,7 +30,7 @@ class Setting:
     """One row's choice."""
 
     specs: dict[str, str]
-    """By dimension (tp, pp, dp), as its flag takes it."""
+    """By dimension (tp, pp, dp, ep), as its flag takes it."""
     loss: float
     """Cost in validation loss, percent."""
 
@@ -40,11 +42,12 @@ class Setting:
     @property
     def config(self) -> CompressionConfig:
         """For ``predict``."""
-        tp, pp, dp = (self.specs.get(dimension, "none") for dimension in RECOMMENDED)
+        tp, pp, dp, ep = (self.specs.get(dimension, "none") for dimension in RECOMMENDED)
         return CompressionConfig(
             tensor_parallel=TensorParallelConfig(compression=tp),
             pipeline_parallel=PipelineParallelConfig(compression=pp),
             data_parallel=DataParallelConfig(compression=dp),
+            expert_parallel=ExpertParallelConfig(compression=ep),
         )
 
 
@@ -89,6 +92,7 @@ def recommended(model: Model, layout: Layout, cluster: Cluster) -> tuple[list[Se
     """Each recommendation for a dimension in use; and the best of each dimension with, where several gain,
     all of these together. The best: the fastest, of several within 1 % that which costs least."""
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data * layout.context}
+    sizes["ep"] = layout.expert
     every: list[Setting] = []
     fastest: list[Setting] = []
     gaining: list[Setting] = []
