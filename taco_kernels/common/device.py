@@ -11,8 +11,6 @@ import triton
 AS_IF = "TACO_KERNELS_AS_IF"
 """Environment variable, for tests and benchmarks: kernels as on this architecture, 89 of sm_89; 89:tiles, its
 tiles alone, compiled for the GPU that is there."""
-
-
 TILES = ":tiles"
 
 

@@ -346,6 +346,13 @@ def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
         assert counts[0] == first and some in counts and max(counts) > 6000
 
 
+def test_a_message_that_was_not_measured_takes_the_nearest_kinds_curve():
+    """Over as many communicators: one fills TCP less."""
+    link = H200.links["ethernet"]
+    assert link.curve("reduce_scatter", 2) == link.curves["all_gather x2"] != link.curves["all_gather"]
+    assert link.curve("reduce_scatter") == link.curves["all_gather"]
+
+
 def test_a_model_with_experts_by_its_name(capsys):
     words = "--model qwen3-30b-a3b --gpus 16 --memory-gb 80 -- --tensor-model-parallel-size 2"
     status, printed, _ = run(capsys, *words.split())

@@ -1,4 +1,4 @@
-"""Times a run's messages with every candidate, and decides. Once, in at most ``timing.LIMIT`` seconds.
+"""Times a run's messages with every candidate, and decides. Once, in about ``timing.LIMIT`` seconds at most.
 
 All ranks come to the same: everything follows from values that are the largest over all ranks.
 """
