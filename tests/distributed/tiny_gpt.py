@@ -112,12 +112,13 @@ def build_tiny_gpt(
     dtype=torch.float32,
     tied: bool = False,
     attach: bool = True,
+    positions: str = "learned_absolute",
     **changes,
 ):
     """Build the model on this rank's device and hook ``run``'s compression into it.
 
     ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
-    ``attach``: False leaves the model as Megatron makes it.
+    ``attach``: False leaves the model as Megatron makes it. ``positions``: as ``--position-embedding-type``.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
@@ -133,6 +134,7 @@ def build_tiny_gpt(
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
+        position_embedding_type=positions,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)

@@ -124,8 +124,26 @@ def test_one_query_sees_the_whole_cache() -> None:
     ours, reference = attentions(2)
     query, key, value = random_qkv(2)
     torch.testing.assert_close(ours(query[-1:], key, value, None), reference(query[-1:], key, value, None))
-    with pytest.raises(ValueError, match="3 queries over 12 keys"):
-        ours(query[-3:], key, value, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fewer_queries_than_keys_are_the_last(dtype) -> None:
+    """Of two parts of a sequence, the gradients of the earlier one's keys and values too."""
+    ours, _ = attentions(2)
+    whole, parts = random_qkv(2, dtype), random_qkv(2, dtype)
+    query, key, value = parts
+    outputs = (
+        ours(*whole, None),
+        torch.cat([ours(query[:5], key[:5], value[:5], None), ours(query[5:], key, value, None)]),
+    )
+    for output in outputs:
+        output.square().sum().backward()
+    tolerance = dict(rtol=0.05, atol=0.05) if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(*outputs, **tolerance)
+    for found, wanted in zip(parts, whole, strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, **tolerance)
+    with pytest.raises(ValueError, match="12 queries over 3 keys"):
+        ours(query, key[-3:], value[-3:], None)
 
 
 def test_a_row_without_any_allowed_position_is_finite() -> None:

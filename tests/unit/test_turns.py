@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import Packed
@@ -22,6 +23,8 @@ from tests.unit.test_overlap import OneRankSite
 
 HALVES = ("--tp-compression-overlap", "halves")
 LADDER = ("--ladder-residual",)
+CORE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+ONE = dict(micro_batch_size=1)
 WIDTH = 8
 
 
@@ -278,7 +281,17 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "megatron", "reason"),
     [
-        (HALVES, {"micro_batch_size": 1}, "--micro-batch-size 1 has one"),
+        (
+            HALVES,
+            {**ONE, "sequence_parallel": True},
+            "--sequence-parallel has left .*, where",
+        ),
+        (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
+        (
+            HALVES,
+            {**ONE, "attention_backend": AttnBackend.local},
+            "--attention-backend local",
+        ),
         (HALVES, {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
         ((*HALVES, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
         ((*HALVES, "--compression", "auto"), {}, "--compression auto times messages one by one"),
@@ -295,7 +308,8 @@ def test_own_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> No
 
 def test_what_passes() -> None:
     """Halves without a codec, and what the log says of them; full recomputation, of core attention too."""
-    config = resolve(parsed(*HALVES, recompute_granularity="selective", recompute_modules=["core_attn"]))
+    assert resolve(parsed(*HALVES, **ONE)).tensor_parallel.halves
+    config = resolve(parsed(*HALVES, **CORE_AGAIN))
     assert config.tensor_parallel.halves and not config.enabled
     assert "uncompressed" in config.describe(parsed())[0]
     idle = resolve(parsed(*HALVES, tensor_model_parallel_size=1))

@@ -67,9 +67,3 @@ def gather_sequence(
     gathered = _Gather.apply(torch.cat(parts, dim=-1), group, site)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])
-
-
-def causal_tail(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """bool ``[rows, columns]``, True where the last ``rows`` positions of ``columns`` may look."""
-    positions = torch.arange(columns, device=device)
-    return positions <= positions[columns - rows :, None]

@@ -22,13 +22,10 @@ class LadderBlock(TurnsBlock):
     def _lanes(self, hidden_states):
         return hidden_states, hidden_states
 
-    def _joined(self, lanes):
+    def _joined(self, lanes, batch):
         return lanes[1]
 
-    def _blocks(self, layers, arguments, lanes):
-        batch = lanes[0].shape[1]
+    def _blocks(self, layers, arguments, lanes, batch):
         return [
-            block
-            for layer in layers
-            for block in blocks_of(layer, arguments, self._draws(layer, batch, [slice(None)]))
+            block for layer in layers for block in blocks_of(layer, arguments, self._draws(layer, [batch], 1))
         ]

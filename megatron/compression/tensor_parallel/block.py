@@ -19,8 +19,9 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.compression import patches
 from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.tensor_parallel.sequence_halves import HalfAttention, arguments_by_half
 from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
-from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
+from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves, check_sequence_halves
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """What attention is given whatever the lane."""
@@ -31,21 +32,23 @@ class Dropout:
     """The dropout of one block's output, drawn once for the whole micro-batch, whoever takes which rows.
 
     Args:
-        rows: of each lane, along the batch; the first lane comes first.
+        sizes: of the lanes along ``dim`` of ``[s, b, h]``; the first lane comes first.
     """
 
-    def __init__(self, probability: float, batch: int, rows: Sequence[slice]) -> None:
-        self.probability, self.batch, self.rows = probability, batch, list(rows)
-        self._kept: torch.Tensor | None = None
+    def __init__(self, probability: float, sizes: Sequence[int], dim: int) -> None:
+        self.probability, self.sizes, self.dim = probability, sizes, dim
+        self._kept: list[torch.Tensor] = []
 
     def __call__(self, total: torch.Tensor) -> Linear | None:
         """The next lane's part of it; ``total`` is that lane's ``[s, b, h]``."""
         if self.probability == 0:
             return None
-        if self._kept is None:
-            whole = total.new_ones((total.shape[0], self.batch, total.shape[2]))
-            self._kept = F.dropout(whole, self.probability) != 0
-        kept, scale = self._kept[:, self.rows.pop(0)], 1 / (1 - self.probability)
+        if not self._kept:
+            shape = list(total.shape)
+            shape[self.dim] = sum(self.sizes)
+            kept = F.dropout(total.new_ones(shape), self.probability) != 0
+            self._kept = list(kept.split(self.sizes, self.dim))
+        kept, scale = self._kept.pop(0), 1 / (1 - self.probability)
         return lambda x: x * scale * kept
 
 
@@ -82,14 +85,22 @@ class TurnsBlock(TransformerBlock):
         """The two lanes of an input ``[s, b, h]``; each kind of block has its own."""
         raise NotImplementedError
 
-    def _joined(self, lanes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _joined(self, lanes: tuple[torch.Tensor, torch.Tensor], batch: int) -> torch.Tensor:
         """What goes on behind the last layer; each kind of block has its own."""
         raise NotImplementedError
 
     def _blocks(
-        self, layers: Sequence[torch.nn.Module], arguments: dict[str, Any], lanes: Sequence[torch.Tensor]
+        self,
+        layers: Sequence[torch.nn.Module],
+        arguments: dict[str, Any],
+        lanes: Sequence[torch.Tensor],
+        batch: int,
     ) -> list[Block]:
-        """Of these layers, in the order in which they run; each kind of block has its own."""
+        """Of these layers, in the order in which they run; each kind of block has its own.
+
+        Args:
+            batch: sequences of the micro-batch.
+        """
         raise NotImplementedError
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
@@ -109,20 +120,20 @@ class TurnsBlock(TransformerBlock):
                 hidden_states.float() if self.config.fp32_residual_connection else hidden_states
             )
             for layers, recomputed in self._recomputed_parts():
-                lanes = self._run(layers, arguments, lanes, recomputed)
-        hidden_states = self._joined(lanes)
+                lanes = self._run(layers, arguments, lanes, hidden_states.shape[1], recomputed)
+        hidden_states = self._joined(lanes, hidden_states.shape[1])
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
 
-    def _draws(self, layer: torch.nn.Module, batch: int, rows: Sequence[slice]) -> list[Dropout]:
+    def _draws(self, layer: torch.nn.Module, sizes: Sequence[int], dim: int) -> list[Dropout]:
         probability = layer.hidden_dropout if self.training else 0.0
-        return [Dropout(probability, batch, rows) for _ in range(2)]
+        return [Dropout(probability, sizes, dim) for _ in range(2)]
 
-    def _run(self, layers, arguments, lanes, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, layers, arguments, lanes, batch, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         # Both lanes in one checkpoint: its backward has one graph of them, as all of this needs.
         def run(*lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return in_turns(self._blocks(layers, arguments, lanes), lanes, self.own_residual)
+            return in_turns(self._blocks(layers, arguments, lanes, batch), lanes, self.own_residual)
 
         return tensor_parallel.checkpoint(run, False, *lanes) if recomputed else run(*lanes)
 
@@ -141,7 +152,8 @@ class HalvesBlock(TurnsBlock):
     """Two halves of the micro-batch: one computes while the other's sums travel (turns.py).
 
     The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
-    differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
+    differ by a sequence; a micro-batch of one is halved along the sequence (sequence_halves.py). What
+    generates text, and evaluates sequences one by one, is not halved.
     """
 
     flag = HALVES
@@ -155,31 +167,43 @@ class HalvesBlock(TurnsBlock):
         if generates or (whole.shape[1] < 2 and not torch.is_grad_enabled()):
             return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
         if whole.shape[1] < 2:
-            raise InputError(f"{self.flag} halves micro-batches; give --micro-batch-size 2 or more")
+            check_sequence_halves(self.config)
         return super().forward(hidden_states, attention_mask, **options)
 
     def _lanes(self, hidden_states):
-        batch = hidden_states.shape[1]
-        first, second = hidden_states.split([batch - batch // 2, batch // 2], dim=1)
+        dim = _halved(hidden_states.shape[1])
+        length = hidden_states.shape[dim]
+        first, second = hidden_states.split([length - length // 2, length // 2], dim)
         return first.contiguous(), second.contiguous()
 
-    def _joined(self, lanes):
-        return torch.cat(lanes, dim=1)
+    def _joined(self, lanes, batch):
+        return torch.cat(lanes, _halved(batch))
 
-    def _blocks(self, layers, arguments, lanes):
-        first, second = (lane.shape[1] for lane in lanes)
-        batch, rows = first + second, (slice(first), slice(first, None))
+    def _blocks(self, layers, arguments, lanes, batch):
+        dim = _halved(batch)
+        sizes = [lane.shape[dim] for lane in lanes]
         mask, by_lane = arguments["attention_mask"], [arguments, arguments]
-        if mask is not None and mask.shape[0] == batch:
-            by_lane = [arguments | {"attention_mask": mask[part]} for part in rows]
+        if dim == 0:
+            by_lane = arguments_by_half(arguments, sizes[0])
+        elif mask is not None and mask.shape[0] == sum(sizes):
+            by_lane = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
         blocks = []
         for layer in layers:
-            draws = self._draws(layer, batch, rows)
-            pairs = zip(*(blocks_of(layer, of_lane, draws) for of_lane in by_lane), strict=True)
-            for pair in pairs:
+            draws = self._draws(layer, sizes, dim)
+            of_lanes = [blocks_of(layer, of_lane, draws) for of_lane in by_lane]
+            if dim == 0:
+                kept: list[torch.Tensor] = []
+                for later, (attention, _) in enumerate(of_lanes):
+                    attention.module = HalfAttention(layer.self_attention, kept, bool(later))
+            for pair in zip(*of_lanes, strict=True):
                 pair[1].again = True
                 blocks += pair
         return blocks
+
+
+def _halved(batch: int) -> int:
+    """The dimension of ``[s, b, h]`` along which a micro-batch is halved."""
+    return 1 if batch > 1 else 0
 
 
 def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:

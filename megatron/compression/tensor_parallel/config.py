@@ -67,8 +67,8 @@ class TensorParallelConfig(Dimension):
 
     overlap: Overlap = "weights"
     """What runs behind exchanges: weights = weight gradients, in the backward; halves = also the other half
-    of the micro-batch, forward and backward, compressed or not. Torch-native layers, two or more sequences a
-    micro-batch."""
+    of the micro-batch (of one sequence: of the sequence), forward and backward, compressed or not.
+    Torch-native layers."""
 
     def __post_init__(self) -> None:
         first, *others = self.compression.split(";")

@@ -39,7 +39,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 class Block:
     """An attention or an MLP of a transformer layer, as one lane runs it."""
 
-    module: torch.nn.Module
+    module: Callable[..., tuple]
     norm: torch.nn.Module
     column: torch.nn.Module
     """Its layer that takes the input, and sums the input's gradient."""

@@ -63,12 +63,31 @@ def check_halves(args: Namespace) -> None:
     """
     check_turns(args, HALVES)
     if getattr(args, "micro_batch_size", 2) < 2:
-        raise CompressionConfigError(
-            f"{HALVES} needs two sequences, --micro-batch-size {args.micro_batch_size} has one; raise it or "
-            f"drop {HALVES}"
-        )
+        check_sequence_halves(args)
     if args.attention_dropout > 0:
         raise CompressionConfigError(
             f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
             f"halves would drop other scores than the whole; give 0 or drop {HALVES}"
         )
+
+
+def check_sequence_halves(args: Namespace) -> None:
+    """Refuse what halves of one sequence cannot have; ``args`` as for ``check_turns``.
+
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    again = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ())
+    for given, flag, reason in (
+        (args.sequence_parallel, "--sequence-parallel", "has left each rank another part of the sequence"),
+        (again, "--recompute-modules core_attn", "would not see what the other half leaves to it"),
+        (
+            getattr(args.attention_backend, "name", None) == "local",
+            "--attention-backend local",
+            "is not the torch-native attention",
+        ),
+    ):
+        if given:
+            raise CompressionConfigError(
+                f"{flag} {reason}, where {HALVES} halves the one sequence of a micro-batch; drop it, or give "
+                "--micro-batch-size 2 or more"
+            )

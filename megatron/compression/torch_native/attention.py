@@ -19,9 +19,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.compression.communication.site import CommSite
-from megatron.compression.context_parallel.gather import causal_tail, chunks_of, gather_sequence
+from megatron.compression.context_parallel.gather import chunks_of, gather_sequence
 from megatron.compression.errors import InputError
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
@@ -121,7 +122,7 @@ class SDPACoreAttention(MegatronModule):
         allowed = None if attention_mask is None else ~attention_mask
         # One query row against a key/value cache sees all of it.
         causal = causal and allowed is None and query.size(0) > 1
-        if causal and query.size(0) != key.size(0):
+        if causal and query.size(0) > key.size(0):
             raise InputError(
                 f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs an attention mask"
             )
@@ -134,8 +135,7 @@ class SDPACoreAttention(MegatronModule):
         numbers = chunks_of(self.context_group.rank(), self.context_group.size())
         for number, part in zip(numbers, query.chunk(2), strict=True):
             seen = (number + 1) * part.size(0)
-            tail = causal_tail(part.size(0), seen, query.device)
-            contexts.append(self._attend(part, key[:seen], value[:seen], tail, False))
+            contexts.append(self._attend(part, key[:seen], value[:seen], None, True))
         return torch.cat(contexts)
 
     def _attend(
@@ -146,7 +146,12 @@ class SDPACoreAttention(MegatronModule):
         allowed: torch.Tensor | None,
         causal: bool,
     ) -> torch.Tensor:
-        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``."""
+        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``.
+
+        Causal queries that are fewer than the keys are those of the last positions.
+        """
+        if causal and query.size(0) < key.size(0):
+            allowed, causal = _last_positions(query, key), False
         # [s, b, n, d] -> [b, n, s, d], as views.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
@@ -184,6 +189,16 @@ class SDPACoreAttention(MegatronModule):
         if dropout_p > 0 and not self.config.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
+
+
+def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look."""
+    if query.is_cuda:
+        # Flash's own order, no mask in memory; under a dispatch mode (a flop counter) torch cannot make it.
+        with contextlib.suppress(RuntimeError):
+            return causal_lower_right(query.size(0), key.size(0))
+    positions = torch.arange(key.size(0), device=query.device)
+    return positions <= positions[-query.size(0) :, None]
 
 
 def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:

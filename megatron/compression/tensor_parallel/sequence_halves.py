@@ -1,0 +1,65 @@
+"""Two halves of one sequence in turn: what the earlier one's attention leaves to the later one's.
+
+Attention is causal, so the earlier half needs nothing of the later. The later one's queries also see the
+earlier one's keys and values of the same layer, which are there: each layer runs the earlier half first. In
+the backward the later half's attention comes first, and its gradients of those keys and values with it.
+"""
+
+from typing import Any
+
+import torch
+
+
+class HalfAttention:
+    """Calls an attention for one half.
+
+    Args:
+        attention: the layer's, whose core is torch-native and causal.
+        kept: shared by a layer's halves: keys and values ``[s, b, groups, head_dim]`` of the earlier.
+        later: which half this is.
+    """
+
+    def __init__(self, attention: torch.nn.Module, kept: list[torch.Tensor], later: bool) -> None:
+        self.attention, self.kept, self.later = attention, kept, later
+
+    def __call__(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple:
+        """As the attention's own ``forward``."""
+        handle = self.attention.core_attention.register_forward_pre_hook(
+            self._see_earlier if self.later else self._keep
+        )
+        try:
+            return self.attention(hidden_states, **arguments)
+        finally:
+            handle.remove()
+
+    def _keep(self, core: torch.nn.Module, inputs: tuple) -> None:
+        self.kept[:] = inputs[1:3]
+
+    def _see_earlier(self, core: torch.nn.Module, inputs: tuple) -> tuple:
+        query, key, value, *others = inputs
+        earlier_key, earlier_value = self.kept
+        self.kept.clear()
+        return query, torch.cat([earlier_key, key]), torch.cat([earlier_value, value]), *others
+
+
+def arguments_by_half(arguments: dict[str, Any], first: int) -> list[dict[str, Any]]:
+    """Of the attention in each half.
+
+    Args:
+        arguments: of the whole sequence: angles ``[s, 1, 1, d]`` (or one for queries and one for keys) and a
+            mask ``[..., s, s]``, where there are any.
+        first: tokens of the earlier half.
+    """
+    mask, by_half = arguments["attention_mask"], []
+    for part in (slice(first), slice(first, None)):
+        rows = {name: _rows(value, part) for name, value in arguments.items() if name.startswith("rotary")}
+        if mask is not None:
+            rows["attention_mask"] = mask[..., part, : part.stop]
+        by_half.append(arguments | rows)
+    return by_half
+
+
+def _rows(angles: Any, part: slice) -> Any:
+    if isinstance(angles, tuple):
+        return tuple(_rows(one, part) for one in angles)
+    return None if angles is None else angles[part]
