@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.tiny_gpt import HIDDEN, SEQUENCE, batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 SEQUENCES = 3  # halves of two and one
@@ -43,7 +43,12 @@ ONE = {
     "one, rotary": ({"codec": "identity"}, dict(LLAMA, positions="rope")),
     "one, int6": ({"codec": "int6"}, {}),
 }
-"""The same for micro-batches of one sequence, halved along it."""
+DEALT = {
+    "one, sequence parallel": ({"codec": "identity"}, dict(SP, **LLAMA, positions="rope")),
+    "one, sequence parallel, recomputed": ({"codec": "none"}, dict(SP, **BLOCK)),
+}
+ONE |= DEALT
+"""The same for micro-batches of one sequence, halved along it, and dealt anew with sequence parallelism."""
 LOSSY = ("int6", "int6, two codecs, sequence parallel", "one, int6")
 LADDERS = ("uncompressed", "identity", "sequence parallel", "recomputed", "recomputed in part", "int6")
 SECOND_MASK = 5
@@ -69,7 +74,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     with TransportAudit(world_size) as audit:
         for step in range(2):
             inputs = batch(step, rank, size)
-            if case == "one, rotary":
+            if changes.get("positions") == "rope":
                 inputs["attention_mask"] = None  # as --no-create-attention-mask-in-dataloader has it
             if mask:  # of the second sequence: nobody sees the token SECOND_MASK
                 inputs["attention_mask"] = inputs["attention_mask"].repeat(SEQUENCES, 1, 1, 1)
@@ -185,19 +190,53 @@ def _compare(found: dict, wanted: dict, tolerance: float) -> None:
         )
 
 
+def _sum_common_gradients(sides: list) -> None:
+    for by_rank in zip(*sides, strict=True):
+        first = by_rank[0]
+        for name in first["gradients"].keys() - first["shards"].keys():
+            total = sum(one["gradients"][name] for one in by_rank)
+            for one in by_rank:
+                one["gradients"][name] = total
+
+
 @pytest.mark.parametrize("case", [*CASES, *ONE, "mask"])
 def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
     """Losses and gradients, the random numbers that are drawn, and the bytes that are sent."""
-    for rank in results:
-        whole, halves = rank[case]
+    sides = [rank[case] for rank in results]
+    if case in DEALT:  # what ranks hold in common has the gradient of other tokens in each
+        _sum_common_gradients(sides)
+    for whole, halves in sides:
         single = case in ("lossless", "fp32 residual")
         _compare(halves, whole, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
         assert torch.equal(halves["random"], whole["random"])
-        assert halves["kinds"] == whole["kinds"]
+        assert halves["kinds"] - {"exact"} == whole["kinds"] - {"exact"}
+        if case in DEALT:  # two steps; there and back, and their gradients: half of a rank's tokens, in fp64
+            whole["sent"]["all_to_all"] += 2 * 4 * SEQUENCE // 4 * HIDDEN * 8
         if case == "one, int6":  # a half of its smallest message is filled up to whole groups
             assert halves["sent"]["all_to_all"] == pytest.approx(whole["sent"]["all_to_all"], rel=0.02)
         elif case != "lossless":  # whose payloads depend on the values
             assert halves["sent"] == whole["sent"]
+
+
+def _dealer(rank: int, world_size: int) -> list[torch.Tensor]:
+    import torch.distributed as dist
+
+    from megatron.compression.communication.site import CommSite
+    from megatron.compression.tensor_parallel.sequence_halves import deal
+
+    site = CommSite("site", dist.group.WORLD, run_with("none"))
+    own = torch.arange(4.0)[:, None, None] + 4 * rank
+    dealt = deal(own.requires_grad_(), site)
+    dealt.square().sum().backward()
+    return [dealt.detach().flatten(), deal(dealt, site, back=True).detach() - own, own.grad - 2 * own]
+
+
+def test_four_ranks_deal_halves_and_take_them_back() -> None:
+    """Each rank's part of the earlier half, then of the later; values and gradients return."""
+    by_rank = spawn(_dealer, 4)
+    earlier, later = (torch.cat([found[0][part] for found in by_rank]) for part in (slice(2), slice(2, None)))
+    assert torch.equal(torch.cat([earlier, later]), torch.arange(16.0))
+    assert not any(rest.any() for found in by_rank for rest in found[1:])
 
 
 def test_replicas_agree(results: list[dict]) -> None:

@@ -12,7 +12,7 @@ MEGATRON = dict(
     **dict(use_distributed_optimizer=False, bf16=True, fp16=False, num_distributed_optimizer_instances=1),
     **dict(use_precision_aware_optimizer=False, optimizer_cuda_graph=False, rerun_mode="disabled"),
     **dict(attention_dropout=0.0, recompute_granularity=None, recompute_modules=None),
-    **dict(attention_backend=None),
+    **dict(attention_backend=None, hidden_dropout=0.0),
     **dict(save=None, load=None, ckpt_format="torch_dist", train_iters=100, train_samples=None),
 )
 

@@ -283,8 +283,8 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
     [
         (
             HALVES,
-            {**ONE, "sequence_parallel": True},
-            "--sequence-parallel has left .*, where",
+            {**ONE, "sequence_parallel": True, "hidden_dropout": 0.1},
+            "--hidden-dropout would drop .*, where",
         ),
         (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
         (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 TRAFFIC = {
     "tp.forward": "tensor parallelism: activations",
     "tp.backward": "tensor parallelism: gradients of activations",
-    "tp.other": "tensor parallelism: loss terms, the batch's broadcast, gradients of norms and biases",
+    "tp.other": "tensor parallelism: loss terms, the batch, gradients of norms and biases, halves dealt anew",
     "dp.gradient": "data parallelism: gradients of the weights",
     "dp.weight": "data parallelism: updated weights",
     "pp.forward": "pipeline parallelism: activations between stages",

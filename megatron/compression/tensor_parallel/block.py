@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.compression import patches
+from megatron.compression.communication.site import CommSite
 from megatron.compression.errors import CompressionConfigError, InputError
-from megatron.compression.tensor_parallel.sequence_halves import HalfAttention, arguments_by_half
+from megatron.compression.tensor_parallel.sequence_halves import HalfAttention, arguments_by_half, deal
 from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
 from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves, check_sequence_halves
 
@@ -167,24 +168,32 @@ class HalvesBlock(TurnsBlock):
         if generates or (whole.shape[1] < 2 and not torch.is_grad_enabled()):
             return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
         if whole.shape[1] < 2:
-            check_sequence_halves(self.config)
+            check_sequence_halves(self.config, whole.shape[0])
         return super().forward(hidden_states, attention_mask, **options)
 
     def _lanes(self, hidden_states):
         dim = _halved(hidden_states.shape[1])
+        if dim == 0 and self.config.sequence_parallel:
+            hidden_states = deal(hidden_states, self._site)
         length = hidden_states.shape[dim]
         first, second = hidden_states.split([length - length // 2, length // 2], dim)
         return first.contiguous(), second.contiguous()
 
     def _joined(self, lanes, batch):
-        return torch.cat(lanes, _halved(batch))
+        whole = torch.cat(lanes, _halved(batch))
+        return deal(whole, self._site, back=True) if batch == 1 and self.config.sequence_parallel else whole
+
+    @property
+    def _site(self) -> CommSite:
+        return self.layers[0].self_attention.linear_qkv.site
 
     def _blocks(self, layers, arguments, lanes, batch):
         dim = _halved(batch)
         sizes = [lane.shape[dim] for lane in lanes]
         mask, by_lane = arguments["attention_mask"], [arguments, arguments]
         if dim == 0:
-            by_lane = arguments_by_half(arguments, sizes[0])
+            ranks = self._site.group.size() if self.config.sequence_parallel else 1
+            by_lane = arguments_by_half(arguments, ranks * sizes[0])
         elif mask is not None and mask.shape[0] == sum(sizes):
             by_lane = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
         blocks = []

@@ -3,11 +3,17 @@
 Attention is causal, so the earlier half needs nothing of the later. The later one's queries also see the
 earlier one's keys and values of the same layer, which are there: each layer runs the earlier half first. In
 the backward the later half's attention comes first, and its gradients of those keys and values with it.
+
+With sequence parallelism rank r of W (even) holds the parts 2r and 2r + 1 of 2W. Its part of the earlier half
+is r, of the later one W + r: they are dealt anew before a stage's first layer, and back behind its last.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megatron.compression.communication.site import CommSite
 
 
 class HalfAttention:
@@ -63,3 +69,38 @@ def _rows(angles: Any, part: slice) -> Any:
     if isinstance(angles, tuple):
         return tuple(_rows(one, part) for one in angles)
     return None if angles is None else angles[part]
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts, site, back):
+        ctx.site, ctx.back = site, back
+        return _exchange(parts, site, back)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _exchange(gradient, ctx.site, not ctx.back), None, None
+
+
+def deal(parts: torch.Tensor, site: CommSite, back: bool = False) -> torch.Tensor:
+    """A rank's parts of the two halves, one behind the other, from its parts of the whole sequence.
+
+    Args:
+        parts: ``[s / W, b, h]``; two, of equal length.
+        site: one of the tensor-parallel group, an even number of ranks; counts.
+        back: the other way round.
+    """
+    return _Deal.apply(parts, site, back)
+
+
+def _exchange(parts: torch.Tensor, site: CommSite, back: bool) -> torch.Tensor:
+    ranks, rank = site.group.size(), site.group.rank()
+    to, source = [0] * ranks, [0] * ranks
+    for counts, others in ((to, (2 * rank, 2 * rank + 1)), (source, (rank // 2, (ranks + rank) // 2))):
+        for other in others:
+            counts[other % ranks] += parts.shape[0] // 2
+    dealt, parts = torch.empty_like(parts, memory_format=torch.contiguous_format), parts.contiguous()
+    sends, receives = (source, to) if back else (to, source)
+    dist.all_to_all_single(dealt, parts, receives, sends, group=site.group)
+    site.count_uncompressed("tp.other", "all_to_all", parts.nbytes, "exact")
+    return dealt

@@ -63,7 +63,7 @@ def check_halves(args: Namespace) -> None:
     """
     check_turns(args, HALVES)
     if getattr(args, "micro_batch_size", 2) < 2:
-        check_sequence_halves(args)
+        check_sequence_halves(args, args.seq_length // args.tensor_model_parallel_size)
     if args.attention_dropout > 0:
         raise CompressionConfigError(
             f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
@@ -71,14 +71,19 @@ def check_halves(args: Namespace) -> None:
         )
 
 
-def check_sequence_halves(args: Namespace) -> None:
+def check_sequence_halves(args: Namespace, tokens: int) -> None:
     """Refuse what halves of one sequence cannot have; ``args`` as for ``check_turns``.
 
+    Args:
+        tokens: of a rank, with sequence parallelism.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
+    ranks, split = args.tensor_model_parallel_size, args.sequence_parallel
     again = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ())
     for given, flag, reason in (
-        (args.sequence_parallel, "--sequence-parallel", "has left each rank another part of the sequence"),
+        (split and args.hidden_dropout > 0, "--hidden-dropout", "would drop other tokens of a rank"),
+        (split and ranks % 2, f"--tensor-model-parallel-size {ranks}", "has no two halves"),
+        (split and tokens % 2, "--seq-length", f"leaves a rank {tokens} tokens, an odd number"),
         (again, "--recompute-modules core_attn", "would not see what the other half leaves to it"),
         (
             getattr(args.attention_backend, "name", None) == "local",
