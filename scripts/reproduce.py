@@ -55,6 +55,13 @@ DATA_PARALLEL = (
 )
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
+LOSSES_3D = (
+    "scripts/losses.py --share-gpus --data-parallel 8 --model small --iterations 400 --noise-seed 0"
+    " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --output {output}"
+)
+ALL = "--tp-compression-min-mb 0"
+"""However small the messages are."""
+
 
 def _losses(stage: str, name: str, dimension: str, minutes: int, options: str, paper: str = "") -> tuple:
     """A row of trainings."""
@@ -99,12 +106,15 @@ PAPERS = (
         "TACO: Qwen3-0.6B is one of its runs (TP 2, PP 2, DP 2, 200 iterations); near-lossless",
     ),
     (
-        *("taco", 1, 15, "taco_3d_losses"),
-        "scripts/losses.py --share-gpus --data-parallel 8 --model qwen3-0.6b --iterations 200"
-        " --time-limit 840 --codecs none"
-        ' "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
-        " --output {output}/taco_3d_losses --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-        " --sequence-parallel",
+        *("taco", 1, 10, "taco_3d_training"),
+        f"{LOSSES_3D}/taco_3d_training --save {{output}}/taco_3d_weights --save-interval 300 --codecs none",
+    ),
+    (
+        *("taco", 1, 25, "taco_3d_endings"),
+        f"{LOSSES_3D}/taco_3d_endings --load {{output}}/taco_3d_weights --ckpt-step 300 --time-limit 1400"
+        " --data {output}/taco_3d_training/data --codecs none"
+        f' "none --compression-3d {ALL}" "sdp4bit --tp-compression int6:outliers=on {ALL}'
+        f' --pp-compression auto" "none --taco {ALL}" "none --pp-compression tah-quant" sdp4bit',
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
     ),
     (

@@ -472,6 +472,8 @@ class TestKept:
         table = decision().after_check({"tensor_parallel": "switched off: slower"}).table()
         assert len(table) == 3 and len({len(line) for line in table}) == 1
         assert "| none " in table[2] and "switched off: slower" in table[2]
+        alone = Decision((), 0.1, 100.0, 60.0, 3.0).table()
+        assert alone == ["ranks send each other nothing: there is nothing to compress"]
 
 
 class TestCheck:

@@ -95,6 +95,8 @@ class Decision:
 
     def table(self) -> list[str]:
         """Lines for the log and the report."""
+        if not self.choices:
+            return ["ranks send each other nothing: there is nothing to compress"]
         rows = [_COLUMNS, *(one.row() for one in self.choices)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = [
