@@ -5,6 +5,7 @@
     devices.py    torch.cuda: device, memory, streams, events
     tensors.py    device="cuda" in tensor factories, Tensor.cuda, Tensor.to, Tensor.type
     rng.py        torch.cuda random state and Megatron's RNG tracker
+    groups.py     gloo's process groups
     engine.py     symbols of megatron.training and megatron.core
     overrides.py  arguments that a CPU run needs
 """
@@ -33,12 +34,13 @@ def install(training: bool = True) -> bool:
 
     if not _active and torch.cuda.is_available():
         return False
-    from megatron.host import devices, engine, rng, tensors
+    from megatron.host import devices, engine, groups, rng, tensors
 
     if not _active:
         devices.install()
         tensors.install()
         rng.install()
+        groups.install()
         _active = True
         if not training:
             engine.install_core()

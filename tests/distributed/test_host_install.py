@@ -20,6 +20,29 @@ def evaluate(code: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+GROUPS = """
+import tempfile, torch.distributed as dist
+from pathlib import Path
+host.install(training=False)
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+threads = lambda: [one.read_text().strip() for one in Path("/proc/self/task").glob("*/comm")]
+before = len(threads())
+groups = [dist.new_group([0]) for _ in range(10)]
+seen["threads a group"] = (len(threads()) - before) / 10
+total = torch.ones(3)
+dist.all_reduce(total, group=groups[3])
+seen["total"] = total.tolist()
+seen["timeout"] = groups[3]._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+dist.destroy_process_group()
+"""
+
+
+def test_groups_share_a_device() -> None:
+    """Each has the two threads that run its work, and none that polls; the timeout is the group's own."""
+    seen = evaluate(GROUPS)
+    assert seen == {"threads a group": 2.0, "total": [1.0] * 3, "timeout": 1800.0}
+
+
 WITHOUT_CUDA = """
 seen["first"] = host.install()
 names = ("zeros", "tensor", "randn")
