@@ -95,7 +95,7 @@ PAPERS = (
     (
         *("taco", 1, 30, "taco_350m_endings"),
         "-m scripts.accuracy.run --work-dir {output}/taco_350m --size 350m --plan ending --seeds 1"
-        " --minutes 28 --settings paper int6:outliers=on auto-pp tah-quant tah-quant-pp"
+        " --steps 924 --minutes 28 --settings paper int6:outliers=on auto-pp tah-quant tah-quant-pp"
         " taco:format=fp8-e5m2,group=256",
         "TACO, GPT-350M over 20,000 iterations: validation loss 2.3899 uncompressed, 2.3958 with TACO"
         " (+0.25 %), 2.4587 with TAH-Quant on tensor parallelism (+2.88 %)",

@@ -30,6 +30,8 @@ CASES = {
     "int6, recomputed": ({"codec": "int6", "transport": "collective"}, FULL),
     "outliers, dropout": ({"codec": "int6:outliers=on"}, dict(hidden_dropout=0.1)),
     "one kernel": ({"codec": "int6", "transport": "auto"}, {}),
+    "one sequence, uncompressed": ({"codec": "none"}, dict(sequence_parallel=True)),
+    "one sequence": ({"codec": "int6", "transport": "collective"}, {}),
 }
 """Settings of ``run_with``, and of the model."""
 
@@ -41,7 +43,7 @@ class Step(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def _step(rank: int, world_size: int, settings: dict, changes: dict, ladder: bool = False) -> Step:
+def _step(rank: int, world_size: int, settings: dict, changes: dict, size: int, ladder: bool = False) -> Step:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnBackend
 
@@ -59,7 +61,7 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict, ladder: boo
     losses = []
     with wrapped.no_sync():
         for number in range(2):
-            loss = wrapped(**batch(number, rank, SEQUENCES)).float().mean()
+            loss = wrapped(**batch(number, rank, size)).float().mean()
             loss.backward()
             losses.append(float(loss.detach()))
     return Step(losses, _gradients(model))
@@ -75,10 +77,11 @@ def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step], list
     torch.use_deterministic_algorithms(True, warn_only=True)
     results = {}
     for name, (settings, changes) in CASES.items():
-        whole = _step(rank, world_size, settings, changes)
+        size = 1 if name.startswith("one sequence") else SEQUENCES
+        whole = _step(rank, world_size, settings, changes, size)
         halved = settings | {"overlap": "halves"}
-        halves = [_step(rank, world_size, halved, changes) for _ in range(REPEATED)]
-        ladders = [_step(rank, world_size, settings, changes, ladder=True) for _ in range(REPEATED)]
+        halves = [_step(rank, world_size, halved, changes, size) for _ in range(REPEATED)]
+        ladders = [_step(rank, world_size, settings, changes, size, ladder=True) for _ in range(REPEATED)]
         results[name] = whole, halves, ladders
     return results
 

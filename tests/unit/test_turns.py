@@ -25,6 +25,7 @@ HALVES = ("--tp-compression-overlap", "halves")
 LADDER = ("--ladder-residual",)
 CORE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 ONE = dict(micro_batch_size=1)
+SPLIT = dict(sequence_parallel=True)
 WIDTH = 8
 
 
@@ -283,10 +284,13 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
     [
         (
             HALVES,
-            {**ONE, "sequence_parallel": True, "hidden_dropout": 0.1},
-            "--hidden-dropout would drop .*, where",
+            {**ONE, **SPLIT, "hidden_dropout": 0.1},
+            "--hidden-dropout 0.1 would drop .*; give 0, ",
         ),
         (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
+        (HALVES, {**ONE, **CORE_AGAIN, "recompute_modules": None}, "drop --recompute-granularity selective"),
+        (HALVES, {**ONE, **SPLIT, "tensor_model_parallel_size": 3}, "size 3 has no two halves, .* an even"),
+        (HALVES, {**ONE, **SPLIT, "seq_length": 66}, "leaves a rank 33 tokens, .* a multiple of 4"),
         (
             HALVES,
             {**ONE, "attention_backend": AttnBackend.local},

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -165,10 +166,13 @@ class HalvesBlock(TurnsBlock):
         """``[s, b, h] -> [s, b, h]``."""
         generates = any(options.get(name) is not None for name in ("inference_context", "inference_params"))
         whole = hidden_states if self.pre_process else self.input_tensor
-        if generates or (whole.shape[1] < 2 and not torch.is_grad_enabled()):
+        single = whole.shape[1] < 2
+        if generates or not self.layers or (single and not torch.is_grad_enabled()):
             return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
-        if whole.shape[1] < 2:
+        if single:
             check_sequence_halves(self.config, whole.shape[0])
+            if any(layer.self_attention.attn_mask_type is not AttnMaskType.causal for layer in self.layers):
+                raise InputError(f"{HALVES} halves one sequence by causal attention, which this is not")
         return super().forward(hidden_states, attention_mask, **options)
 
     def _lanes(self, hidden_states):

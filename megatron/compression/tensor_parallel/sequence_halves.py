@@ -53,7 +53,7 @@ def arguments_by_half(arguments: dict[str, Any], first: int) -> list[dict[str, A
 
     Args:
         arguments: of the whole sequence: angles ``[s, 1, 1, d]`` (or one for queries and one for keys) and a
-            mask ``[..., s, s]``, where there are any.
+            mask ``[..., s, s]``, where there are any. The mask hides at least what comes later.
         first: tokens of the earlier half.
     """
     mask, by_half = arguments["attention_mask"], []

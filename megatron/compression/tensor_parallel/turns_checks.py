@@ -78,21 +78,34 @@ def check_sequence_halves(args: Namespace, tokens: int) -> None:
         tokens: of a rank, with sequence parallelism.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
-    ranks, split = args.tensor_model_parallel_size, args.sequence_parallel
-    again = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ())
-    for given, flag, reason in (
-        (split and args.hidden_dropout > 0, "--hidden-dropout", "would drop other tokens of a rank"),
-        (split and ranks % 2, f"--tensor-model-parallel-size {ranks}", "has no two halves"),
-        (split and tokens % 2, "--seq-length", f"leaves a rank {tokens} tokens, an odd number"),
-        (again, "--recompute-modules core_attn", "would not see what the other half leaves to it"),
+    ranks, split, modules = args.tensor_model_parallel_size, args.sequence_parallel, args.recompute_modules
+    selective = args.recompute_granularity == "selective"
+    local = getattr(args.attention_backend, "name", None) == "local"
+    for given, what, fix in (
         (
-            getattr(args.attention_backend, "name", None) == "local",
-            "--attention-backend local",
-            "is not the torch-native attention",
+            split and args.hidden_dropout > 0,
+            f"--hidden-dropout {args.hidden_dropout:g} would drop other tokens of a rank",
+            "give 0",
         ),
+        (
+            split and ranks % 2,
+            f"--tensor-model-parallel-size {ranks} has no two halves",
+            "give an even number",
+        ),
+        (
+            split and tokens % 2,
+            f"--seq-length leaves a rank {tokens} tokens, an odd number",
+            f"give a multiple of {2 * ranks}",
+        ),
+        (
+            selective and "core_attn" in (["core_attn"] if modules is None else modules),
+            "--recompute-modules core_attn would not see what the other half leaves to it",
+            "drop --recompute-granularity selective",
+        ),
+        (local, "--attention-backend local is not the torch-native attention", "drop it"),
     ):
         if given:
             raise CompressionConfigError(
-                f"{flag} {reason}, where {HALVES} halves the one sequence of a micro-batch; drop it, or give "
-                "--micro-batch-size 2 or more"
+                f"{what}, where {HALVES} halves the one sequence of a micro-batch; {fix}, give "
+                f"--micro-batch-size 2 or more, or drop {HALVES}"
             )

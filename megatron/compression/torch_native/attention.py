@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from megatron.compression.communication.site import CommSite
 from megatron.compression.context_parallel.gather import chunks_of, gather_sequence
@@ -170,7 +170,8 @@ class SDPACoreAttention(MegatronModule):
         except RuntimeError as error:
             if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                 raise
-            mask = "no mask" if allowed is None else f"a {allowed.dtype} mask {list(allowed.shape)}"
+            order = allowed is None or isinstance(allowed, CausalBias)
+            mask = "no mask" if order else f"a {allowed.dtype} mask {list(allowed.shape)}"
             raise InputError(
                 f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
                 f"queries {list(query.shape)} on {query.device.type} with {mask}; "
@@ -192,11 +193,15 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look."""
+    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look.
+
+    On a GPU torch's own mark of that order, by which flash needs no mask; other kernels get one of torch.
+    """
     if query.is_cuda:
-        # Flash's own order, no mask in memory; under a dispatch mode (a flop counter) torch cannot make it.
-        with contextlib.suppress(RuntimeError):
-            return causal_lower_right(query.size(0), key.size(0))
+        # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
+        mark = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
+        mark.variant, mark.seq_len_q, mark.seq_len_kv = CausalVariant.LOWER_RIGHT, query.size(0), key.size(0)
+        return mark
     positions = torch.arange(key.size(0), device=query.device)
     return positions <= positions[-query.size(0) :, None]
 
