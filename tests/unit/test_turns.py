@@ -285,7 +285,7 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
         (
             HALVES,
             {**ONE, **SPLIT, "hidden_dropout": 0.1},
-            "--hidden-dropout 0.1 would drop .*; give 0, ",
+            "--hidden-dropout 0.1 draws .*; give 0, ",
         ),
         (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
         (HALVES, {**ONE, **CORE_AGAIN, "recompute_modules": None}, "drop --recompute-granularity selective"),

@@ -84,7 +84,7 @@ def check_sequence_halves(args: Namespace, tokens: int) -> None:
     for given, what, fix in (
         (
             split and args.hidden_dropout > 0,
-            f"--hidden-dropout {args.hidden_dropout:g} would drop other tokens of a rank",
+            f"--hidden-dropout {args.hidden_dropout:g} draws for the tokens of a rank, which are dealt anew",
             "give 0",
         ),
         (
