@@ -37,8 +37,6 @@ CASES: dict[str, tuple[dict, dict]] = {
 }
 """Name: settings of ``run_with`` and of the model. Of int6 results are close, else equal to rounding."""
 ONE = {
-    "one, uncompressed": ({"codec": "none"}, {}),
-    "one, dropout": ({"codec": "identity"}, dict(hidden_dropout=0.1)),
     "one, recomputed": ({"codec": "identity"}, dict(FULL, hidden_dropout=0.1)),
     "one, rotary": ({"codec": "identity"}, dict(LLAMA, positions="rope")),
     "one, int6": ({"codec": "int6"}, {}),
