@@ -120,11 +120,6 @@ class CompressionConfig:
             (len(flags) > 1, LADDER, "has sums travel behind blocks as well"),
             (fraction < 1, f"--caat-net-sync-fraction {fraction:g}", "has layers that wait for their sums"),
             (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
-            (
-                tensors.halves and "tensor_parallel" in self.auto,
-                "--compression auto",
-                "times messages one by one; name a codec with --tp-compression",
-            ),
         ):
             if flags and refused:
                 raise CompressionConfigError(f"{flag} {reason}; drop it or {flags[0]}")

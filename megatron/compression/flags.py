@@ -12,6 +12,7 @@ from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, CompressionConfig
 from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel.turns_checks import HALVES
 
 COMPRESSION_3D = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
 """``--compression-3d``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own paper."""
@@ -139,6 +140,8 @@ def resolve(args: Namespace) -> CompressionConfig:
         raise CompressionConfigError(
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
+    if configs["tensor_parallel"].halves and "tensor_parallel" in open_parts:
+        raise CompressionConfigError(f"--compression auto tries halves by itself; drop {HALVES}")
     config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
     config.check(args)
     return config

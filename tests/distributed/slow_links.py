@@ -1,12 +1,13 @@
 """Runs an entrypoint whose links are slow on purpose: every collective takes time in proportion to its bytes.
 
-    python slow_links.py pretrain_gpt.py [--slow-payloads | --fast-links] <its flags>
+    python slow_links.py pretrain_gpt.py [--slow-payloads | --fast-links | --halves-travel-free] <its flags>
 
 The time is that of a clock of its own, which nothing else moves: what else this machine does changes no
 decision. Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1
 is slow: the others have to decide as it does. Each rank prints what it has decided. With --slow-payloads
 training finds another link than the timings did: payloads are slow there, and nothing else. With --fast-links
-every message takes as long, whatever its size.
+every message takes as long, whatever its size. With --halves-travel-free training's smaller messages take no
+time, and halves of a micro-batch are the one schedule that is tried.
 """
 
 import json
@@ -27,6 +28,8 @@ _BYTES = {
 """What a rank of two sends."""
 
 SECONDS_PER_KIB = 1e-3
+SMALL = 1024
+"""Bytes."""
 training = False
 
 
@@ -45,8 +48,8 @@ class Clock:
 clock = Clock()
 
 
-def make_slow(payloads: bool) -> None:
-    """Let what this rank sends take time."""
+def make_slow(payloads: bool, small: bool) -> None:
+    """Let what this rank sends take time: in training ``payloads`` alone, and nothing ``small``."""
 
     def slow(original, nbytes):
         def function(*args, **kwargs):
@@ -54,8 +57,10 @@ def make_slow(payloads: bool) -> None:
             alone = group is not None and group.size() == 1
             tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
             payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
-            if not alone and (payload or not (payloads and training)):
-                clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
+            sent = nbytes(*args, **kwargs)
+            free = training and ((payloads and not payload) or (small and sent < SMALL))
+            if not alone and not free:
+                clock.now += sent / 1024 * SECONDS_PER_KIB
             return original(*args, **kwargs)
 
         return function
@@ -96,12 +101,17 @@ def tell_decisions() -> None:
 def main() -> None:
     """Take the words of ours, then be the entrypoint."""
     entrypoint, *words = sys.argv[1:]
-    payloads, fast = "--slow-payloads" in words, "--fast-links" in words
-    words = [word for word in words if word not in ("--slow-payloads", "--fast-links")]
+    own = "--slow-payloads", "--fast-links", "--halves-travel-free"
+    payloads, fast, small = (word in words for word in own)
+    words = [word for word in words if word not in own]
+    if small:
+        from megatron.compression.auto import candidates
+
+        del candidates.SCHEDULES["--tp-compression-chunks 2"]
     if fast:
         clock.tick = 0.06  # everything takes as long: few repetitions are timed
     elif os.environ["RANK"] == "1":
-        make_slow(payloads)
+        make_slow(payloads, small)
     tell_decisions()
     sys.argv = [entrypoint, *words]
     runpy.run_path(entrypoint, run_name="__main__")

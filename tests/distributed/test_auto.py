@@ -11,8 +11,9 @@ from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
 
 SLOW = "tests/distributed/slow_links.py"
-CHECKED = 2 + 2 * 2 * 2
-"""Iterations that slow_links.py's check of one dimension takes, with those before it."""
+CHECKED = 2 + 2 * 3 * 2
+"""Iterations that slow_links.py's check of one dimension and one schedule takes, with those before it."""
+HALVES = "--tp-compression-overlap halves"
 
 
 def decisions(run: ForkedRun) -> list[dict]:
@@ -38,8 +39,8 @@ def slow_run(tmp_path_factory):
     saved = directory / "saved"
     flags = [
         *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)),
-        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto"),
-        *("--save", str(saved), "--save-interval", str(CHECKED)),
+        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto", "--attention-dropout", "0"),
+        *("--save", str(saved), "--save-interval", str(CHECKED), "--halves-travel-free"),
     ]
     whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
     shutil.rmtree(saved / f"iter_{CHECKED + 2:07}")
@@ -53,11 +54,12 @@ def test_a_slow_link_is_compressed(slow_run) -> None:
     whole, _, _ = slow_run
     (choice,) = decisions(whole)[0]["choices"]
     name = "int6:outliers=on,grid=quadratic, back int5:outliers=on,grid=quadratic"
-    assert (choice["name"], choice["loss"]) == (name, 0.092) and choice["gain"] > 0.02
+    assert (choice["name"], choice["loss"]) == (f"{name}, {HALVES}", 0.092) and choice["gain"] > 0.02
     assert re.search(rf"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| {name} \|", whole.output)
     assert re.search(
         r"compression auto: tensor parallel: iterations with it take .* less: kept", whole.output
     )
+    assert re.search(rf"compression auto: {HALVES}: iterations with it take .* less: taken", whole.output)
     assert whole.output.count("compression auto: decided in") == 1
     assert "that the ledger does not know" not in whole.output
 
@@ -71,16 +73,19 @@ def test_ranks_decide_alike(slow_run) -> None:
 
 
 def test_the_check_takes_turns(slow_run) -> None:
-    """Two of four turns go without. What was counted on for the choice is what an iteration sends."""
+    """Two of six turns go without, two in halves. What was counted on for the choice is what an iteration
+    sends."""
     whole, resumed, _ = slow_run
-    sums = 2 * 1 + 1  # two a layer, and the embedding's or the output layer's
+    sums, halves = 2 * 1 + 1, 4 * 1 + 1  # two a layer, and the embedding's or the output layer's
     for traffic in ("tp.forward", "tp.backward"):
-        assert kinds(whole, traffic) == {"auto": 4 * sums, "compressed": (CHECKED + 2 - 4) * sums}
-        assert kinds(resumed, traffic) == {"compressed": 2 * sums}
+        ordinary, in_halves = CHECKED - 4 - 4, 4 + 2
+        sent = ordinary * sums + in_halves * halves
+        assert kinds(whole, traffic) == {"auto": 4 * sums, "compressed": sent}
+        assert kinds(resumed, traffic) == {"compressed": 2 * halves}
 
 
 def test_a_resume_does_not_measure(slow_run) -> None:
-    """It says where the decision is from, and goes on with the checkpoint's settings."""
+    """It says where the decision is from, and goes on with the checkpoint's settings and schedule."""
     whole, resumed, kept = slow_run
     assert f"compression auto: as decided before: {kept}" in resumed.output
     assert "compares iterations" not in resumed.output and "other settings than" not in resumed.output

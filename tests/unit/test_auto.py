@@ -482,12 +482,22 @@ class TestCheck:
         """Runs iterations of given lengths and returns what was left out in each, and the verdict."""
         monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
 
-        def run(seconds, dimensions=("tensor_parallel", "data_parallel"), first=0, iterations=60):
-            now, clock, verdict, history = [0], [0.0], [], []
+        def run(
+            seconds, dimensions=("tensor_parallel", "data_parallel"), first=0, iterations=60, schedules=()
+        ):
+            now, clock, verdict, history, taken = [0], [0.0], [], [], [None]
             monkeypatch.setattr(check.time, "perf_counter", lambda: clock[0])
-            found = check.Check(dimensions, first, lambda: now[0], lambda *given: verdict.append(given))
+            found = check.Check(
+                dimensions,
+                schedules,
+                first,
+                lambda: now[0],
+                taken.append,
+                lambda given: verdict.append(given),
+            )
             for now[0] in range(iterations):
                 left_out = {one for one in ("tp.forward", "dp.weight", "pp.forward") if found.left_out(one)}
+                left_out |= {taken[-1]} - {None}
                 history.append(left_out)
                 clock[0] += seconds(left_out)
                 found.on_training_log(now[0] + 1)
@@ -502,12 +512,40 @@ class TestCheck:
         begin = 1 + check.WARM_UP
         assert history[: begin + 2 * len(turn)] == [set()] * begin + turn * check.ROUNDS
         assert all(left_out == {"dp.weight"} for left_out in history[begin + 2 * len(turn) :])
-        ((gains, off),) = verdict
-        assert off == {"data_parallel"} and gains["tensor_parallel"] == pytest.approx(0.2)
+        (found,) = verdict
+        assert found.off == {"data_parallel"} and found.gains["tensor_parallel"] == pytest.approx(0.2)
+        assert found.schedule is None
 
     def test_a_gain_under_two_percent_is_none(self, run):
-        _, ((gains, off),) = run(lambda out: 1.0 + 0.015 * bool(out), ("tensor_parallel",))
-        assert off == {"tensor_parallel"} and 0.01 < gains["tensor_parallel"] < 0.02
+        _, (found,) = run(lambda out: 1.0 + 0.015 * bool(out), ("tensor_parallel",))
+        assert found.off == {"tensor_parallel"} and 0.01 < found.gains["tensor_parallel"] < 0.02
+
+    def test_each_schedule_takes_its_turns(self, run):
+        """The fastest one stays, and what tensor parallelism gains is counted with it."""
+        took = {"chunks": 0.95, "halves": 0.9, "tp.forward": 1.01}
+        history, (found,) = run(
+            lambda out: took[min(out)] if out else 1.0, ("tensor_parallel",), schedules=("chunks", "halves")
+        )
+        turns = [set(), {"tp.forward"}, {"chunks"}, {"halves"}] * check.ROUNDS
+        begin, length = 1 + check.WARM_UP, len(turns) * check.TURN
+        assert history[begin : begin + length] == [turn for turn in turns for _ in range(check.TURN)]
+        assert all(turn == {"halves"} for turn in history[begin + length :])
+        assert found.schedule == "halves" and not found.off, "1 % without halves, 11 with them"
+        assert found.gains == {
+            "chunks": pytest.approx(0.05),
+            "halves": pytest.approx(0.1),
+            "tensor_parallel": pytest.approx(1 - 0.9 / 1.01),
+        }
+
+    @pytest.mark.parametrize(("halves", "without"), [(0.99, 1.5), (0.9, 0.91)])
+    def test_a_schedule_that_gains_little_is_not_taken(self, run, halves, without):
+        """Nor one of what goes uncompressed in the end."""
+        took = {"halves": halves, "tp.forward": without}
+        history, (found,) = run(
+            lambda out: took[min(out)] if out else 1.0, ("tensor_parallel",), schedules=("halves",)
+        )
+        assert found.schedule is None and "halves" not in history[-1]
+        assert found.off == ({"tensor_parallel"} if without < 1 else set())
 
     def test_it_waits_for_the_first_compressed_iteration(self, run):
         history, verdict = run(lambda out: 1.0 + bool(out), ("tensor_parallel",), first=20)

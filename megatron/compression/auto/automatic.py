@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.auto import store
-from megatron.compression.auto.candidates import BUDGET
-from megatron.compression.auto.check import Check
+from megatron.compression.auto.candidates import BUDGET, SCHEDULES
+from megatron.compression.auto.check import Check, Verdict
 from megatron.compression.auto.decision import Decision
 from megatron.compression.auto.measurement import Measurement, decided_config
+from megatron.compression.auto.schedules import Schedules
 from megatron.compression.compression import Compression
 from megatron.compression.config import SAME_RESULTS
 from megatron.compression.errors import CompressionConfigError
@@ -53,8 +54,11 @@ class Automatic:
         """Decide, the first time, and hook into this stage's chunks. Collective over all ranks."""
         if self.decision is None:
             decision = self._decide(chunks)
-            self._adopt(decision)
+            self.compression.adopt(decided_config(self.config, decision, self.args))
+            chunks = self.compression.attach_model(chunks)
+            self._begin_check(decision, chunks)
             self._announce(decision)
+            return chunks
         return self.compression.attach_model(chunks)
 
     def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -99,13 +103,17 @@ class Automatic:
         self._tell(f"as decided before: {self.args.load}/{store.FILE} (remove it to measure anew)")
         return decision
 
-    def _adopt(self, decision: Decision) -> None:
-        config = decided_config(self.config, decision, self.args)
-        self.compression.adopt(config)
-        policy = self.compression.run.policy
+    def _begin_check(self, decision: Decision, chunks: list[torch.nn.Module]) -> None:
+        config, run = self.compression.config, self.compression.run
         unchecked = [] if decision.checked else list(decision.settings())
-        self._check = Check(unchecked, config.start_iteration or 0, policy.iteration, self._checked)
-        policy.left_out = self._check.left_out
+        schedules = Schedules(self.args, config, run, chunks if "tensor_parallel" in unchecked else [])
+
+        def take(name: str | None) -> None:
+            self.compression.config = schedules.take(name)
+
+        first = config.start_iteration or 0
+        self._check = Check(unchecked, schedules.names, first, run.policy.iteration, take, self._checked)
+        run.policy.left_out = self._check.left_out
 
     def _announce(self, decision: Decision) -> None:
         """Log the decision."""
@@ -121,17 +129,21 @@ class Automatic:
             self._say(f"compression: {line}")
         self._keep(decision)
 
-    def _checked(self, gains: dict[str, float], off: set[str]) -> None:
+    def _checked(self, verdict: Verdict) -> None:
         """Take in what the run has measured, on all ranks."""
         useless = {}
-        for dimension, gain in gains.items():
+        for name, gain in verdict.gains.items():
             measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
-            verdict = "switched off" if dimension in off else "kept"
-            self._tell(f"{dimension.replace('_', ' ')}: {measured}: {verdict}")
-            if dimension in off:
-                useless[dimension] = f"switched off: in this run {measured}"
+            if name in SCHEDULES:
+                taken = "taken" if name == verdict.schedule else "not taken"
+                self._tell(f"{name}: {measured}: {taken}")
+                continue
+            off = name in verdict.off
+            self._tell(f"{name.replace('_', ' ')}: {measured}: {'switched off' if off else 'kept'}")
+            if off:
+                useless[name] = f"switched off: in this run {measured}"
         if self.decision is not None:
-            self._keep(self.decision.after_check(useless))
+            self._keep(self.decision.after_check(useless, verdict.schedule))
 
     def _keep(self, decision: Decision) -> None:
         """For the run, for a resume and for the report."""

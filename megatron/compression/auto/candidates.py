@@ -12,6 +12,7 @@ from typing import Any
 from megatron.compression.pipeline_parallel.config import RECOMMENDED as STAGES
 from megatron.compression.pipeline_parallel.config import RECOMMENDED_BACKWARD as STAGES_BACK
 from megatron.compression.tensor_parallel.config import RECOMMENDED as TENSOR
+from megatron.compression.tensor_parallel.turns_checks import HALVES
 
 BUDGET = 0.1
 """Percent, where ``--compression-loss-budget`` is not given."""
@@ -87,6 +88,13 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "context_parallel": (_candidate(0.0, _NONE, "lossless"),),
 }
 """By dimension, the most promising first: where time runs out the last ones are not timed."""
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "--tp-compression-chunks 2": {"chunks": 2},
+    HALVES: {"overlap": "halves"},
+}
+"""How tensor parallelism may hide what its codec leaves, by flag: fields of its config. What they gain
+depends on how fast a host launches kernels (-14 to +11 %, docs/results/iterations.md): a run tries them."""
 
 
 def within(budget: float, dimension: str) -> list[Candidate]:

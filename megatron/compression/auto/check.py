@@ -1,9 +1,11 @@
-"""The run checks the choice: iterations with and without each compressed dimension, in turn."""
+"""The run checks the choice: iterations with and without each compressed dimension, and by each schedule of
+tensor parallelism, in turn."""
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,28 +20,45 @@ TURN = 4
 ROUNDS = 2
 
 
-class Check:
-    """Leaves a dimension uncompressed for some iterations, times them, and decides.
+@dataclass(frozen=True)
+class Verdict:
+    """What the turns have shown, on all ranks."""
 
-    A turn has everything on, or one dimension off. Ranks switch by the iteration, which all of them know.
+    gains: dict[str, float]
+    """By dimension, of an iteration without it; by schedule, of one without that."""
+    off: set[str]
+    """Dimensions that stay uncompressed."""
+    schedule: str | None
+    """That tensor parallelism takes; None: none of them."""
+
+
+class Check:
+    """Leaves a dimension uncompressed, or takes a schedule, for some iterations, times them, and decides.
+
+    A turn has everything on, one dimension off, or one schedule. Ranks switch by the iteration, which all of
+    them know.
 
     Args:
         dimensions: that are compressed.
+        schedules: of tensor parallelism, which then is one of the dimensions.
         first: the first iteration, counted from 0, that compresses anything.
         iteration: the zero-based one that all ranks are in.
-        decided: called on all ranks with the gain by dimension (part of an iteration without it), and with
-            the dimensions that are switched off.
+        take: takes a schedule, or None, for the next iterations.
+        decided: called on all ranks.
     """
 
     def __init__(
         self,
         dimensions: Sequence[str],
+        schedules: Sequence[str],
         first: int,
         iteration: Callable[[], int],
-        decided: Callable[[dict[str, float], set[str]], None],
+        take: Callable[[str | None], object],
+        decided: Callable[[Verdict], None],
     ) -> None:
-        self._turns: list[str | None] = [None, *dimensions] * ROUNDS
-        self._first, self._iteration, self._decided = first, iteration, decided
+        self._dimensions, self._schedules = dimensions, schedules
+        self._turns: list[str | None] = [None, *dimensions, *schedules] * ROUNDS
+        self._first, self._iteration, self._take, self._decided = first, iteration, take, decided
         self._begin: int | None = None
         self._last = 0.0
         self._times: dict[str | None, list[float]] = {turn: [] for turn in self._turns}
@@ -58,9 +77,8 @@ class Check:
             return True
         if self.done or self._begin is None:
             return False
-        place = self._iteration() - self._begin
-        turn = self._turns[place // TURN] if 0 <= place < self.iterations else None
-        return turn is not None and _belongs(traffic, turn)
+        turn = self._turn(self._iteration() - self._begin)
+        return turn in self._dimensions and _belongs(traffic, turn)
 
     def on_training_log(self, iteration: int) -> None:
         """Behind each iteration, counted from 1; decides behind the last turn. Collective then."""
@@ -77,20 +95,34 @@ class Check:
         if 0 <= place < self.iterations and place % TURN:
             self._times[self._turns[place // TURN]].append(now - self._last)
         self._last = now
+        if self._turn(place + 1) != self._turn(place):
+            turn = self._turn(place + 1)
+            self._take(turn if turn in self._schedules else None)
         if place + 1 >= self.iterations:
             self.done = True
             self._decide()
+
+    def _turn(self, place: int) -> str | None:
+        """Of an iteration, counted from the first turn's."""
+        return self._turns[place // TURN] if 0 <= place < self.iterations else None
 
     def _decide(self) -> None:
         found = [statistics.median(times) if times else math.nan for times in self._times.values()]
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         medians = torch.tensor(found, dtype=torch.float64, device=device)
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        everything, *without = medians.tolist()
-        names = [turn for turn in self._times if turn is not None]
-        gains = {name: 1 - everything / seconds for name, seconds in zip(names, without, strict=True)}
-        self.off = {name for name, gain in gains.items() if gain < LEAST_GAIN}
-        self._decided(gains, self.off)
+        seconds = dict(zip(self._times, medians.tolist(), strict=True))
+        everything = seconds[None]
+        gains = {name: 1 - seconds[name] / everything for name in self._schedules}
+        best = max(gains, key=gains.__getitem__, default=None)
+        schedule = best if best is not None and gains[best] >= LEAST_GAIN else None
+        for name in self._dimensions:
+            with_it = seconds[schedule] if name == "tensor_parallel" else everything
+            gains[name] = 1 - with_it / seconds[name]
+        self.off = {name for name in self._dimensions if gains[name] < LEAST_GAIN}
+        schedule = None if "tensor_parallel" in self.off else schedule
+        self._take(schedule)
+        self._decided(Verdict(gains, self.off, schedule))
 
 
 def _belongs(traffic: str, dimension: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from megatron.compression.auto.candidates import CANDIDATES, Candidate
+from megatron.compression.auto.candidates import CANDIDATES, SCHEDULES, Candidate
 
 LEAST_GAIN = 0.02
 """Of an iteration, as the run itself measures it: a dimension that gains less stays uncompressed."""
@@ -38,6 +38,12 @@ class Choice:
     def switched_off(self, why: str) -> "Choice":
         """The same without compression."""
         return replace(self, settings=None, name="none", gain=0.0, loss=0.0, why=why)
+
+    def with_schedule(self, schedule: str) -> "Choice":
+        """The same by one of ``SCHEDULES``."""
+        return replace(
+            self, settings={**(self.settings or {}), **SCHEDULES[schedule]}, name=f"{self.name}, {schedule}"
+        )
 
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
@@ -81,17 +87,20 @@ class Decision:
                     raise TypeError(f"setting {name} {value!r} is impossible")
         return _typed(cls(**{**values, "choices": choices}))
 
-    def after_check(self, useless: Mapping[str, str]) -> "Decision":
+    def after_check(self, useless: Mapping[str, str], schedule: str | None = None) -> "Decision":
         """The decision behind the run's own check.
 
         Args:
             useless: by dimension that does not gain, why.
+            schedule: one of ``SCHEDULES``, which tensor parallelism takes.
         """
-        choices = tuple(
-            one.switched_off(useless[one.dimension]) if one.dimension in useless else one
-            for one in self.choices
-        )
-        return replace(self, choices=choices, checked=True)
+
+        def checked(one: Choice) -> Choice:
+            if one.dimension in useless:
+                return one.switched_off(useless[one.dimension])
+            return one.with_schedule(schedule) if schedule and one.dimension == "tensor_parallel" else one
+
+        return replace(self, choices=tuple(map(checked, self.choices)), checked=True)
 
     def table(self) -> list[str]:
         """Lines for the log and the report."""
@@ -108,9 +117,11 @@ class Decision:
 
 _SETTINGS = {
     field: (int, float) if isinstance(value, float) else type(value)
-    for known in CANDIDATES.values()
-    for one in known
-    for field, value in one.settings
+    for settings in (
+        *(one.settings for known in CANDIDATES.values() for one in known),
+        *(one.items() for one in SCHEDULES.values()),
+    )
+    for field, value in settings
 }
 """Fields that a choice's settings may have, with their types."""
 

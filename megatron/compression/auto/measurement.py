@@ -53,7 +53,7 @@ class Measurement:
         hooks = {name: module.why_not_attachable(chunks) for name, module in _LAYERS.items()}
         if getattr(args, "tp_comm_overlap", False):
             hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
-        self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
+        self._not_attachable = {name: of_any_rank(reason) for name, reason in hooks.items()}
         (parameters,) = self.watch.largest(_replicated(chunks))
         tokens, samples, channels = activations(args)
         columns = args.ffn_hidden_size // args.tensor_model_parallel_size
@@ -208,7 +208,7 @@ def _beaten(gains: dict[Candidate, float]) -> str:
     )
 
 
-def _of_any_rank(reason: str | None) -> str | None:
+def of_any_rank(reason: str | None) -> str | None:
     """The first rank's reason, where any has one."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, reason)

@@ -219,12 +219,17 @@ def _halved(batch: int) -> int:
     return 1 if batch > 1 else 0
 
 
-def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
-    """Make the transformer block of a model chunk one of ``cls``.
+def check_layers(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
+    """Refuse a model chunk whose transformer block cannot be one of ``cls``.
 
     Raises: CompressionConfigError: a layer that turns do not cover, or a setting.
     """
     cls.check(chunk.config)
+    if type(chunk.decoder) not in (TransformerBlock, cls):
+        raise CompressionConfigError(
+            f"{cls.flag} covers megatron-core's TransformerBlock, not {type(chunk.decoder).__name__}; drop "
+            "the flag"
+        )
     for path, layer in chunk.decoder.layers.named_children():
         attention, mlp = layer.self_attention, layer.mlp
         ordinary = isinstance(attention, SelfAttention) and not isinstance(attention, MLASelfAttention)
@@ -232,4 +237,9 @@ def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
             raise CompressionConfigError(
                 f"{cls.flag} covers layers of one self-attention and one dense MLP, not {path}; drop the flag"
             )
+
+
+def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
+    """Make the transformer block of a model chunk one of ``cls``; raises what ``check_layers`` raises."""
+    check_layers(chunk, cls)
     patches.change_class(chunk.decoder, cls)

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
@@ -69,8 +70,7 @@ def attach(
     engine = engine or TransformerEngineLayers(run)
     for chunk in model:
         _attach_chunk(chunk, config, run, broadcasts_batch, engine)
-        if config.halves and any(True for _ in sites_of(chunk)):
-            block.attach(chunk, block.HalvesBlock)
+        schedule(chunk, config)
     if config.enabled:
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
@@ -83,6 +83,22 @@ def attach(
                 "collective fills the device; drop it"
             )
     return model
+
+
+def schedule(chunk: torch.nn.Module, config: TensorParallelConfig) -> None:
+    """From the next iteration on, hide an attached chunk's messages as ``chunks`` and ``overlap`` say.
+
+    Raises: CompressionConfigError: a layer that cannot take turns.
+    """
+    if not any(True for _ in sites_of(chunk)):
+        return
+    for module in chunk.modules():
+        if isinstance(module, CompressedColumnParallelLinear | CompressedRowParallelLinear):
+            module.chunks = config.chunks
+    if config.halves:
+        block.attach(chunk, block.HalvesBlock)
+    elif isinstance(getattr(chunk, "decoder", None), block.HalvesBlock):
+        patches.change_class(chunk.decoder, TransformerBlock)
 
 
 def why_not_attachable(model: list[torch.nn.Module]) -> str | None:
@@ -155,7 +171,6 @@ def _attach_chunk(
             patches.change_class(module, compressed)
         name, layer = names(path)
         module.site = CommSite(name, module.tp_group, run, layer)
-        module.chunks = config.chunks
     for module in chunk.modules():
         _share_handover(module)
     chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)

@@ -1,0 +1,60 @@
+"""How a model hides what tensor parallelism sends: a run of ``--compression auto`` tries each way."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron.compression.auto.candidates import SCHEDULES
+from megatron.compression.auto.measurement import of_any_rank
+from megatron.compression.communication.run import Run
+from megatron.compression.config import CompressionConfig
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.tensor_parallel import hooks
+from megatron.compression.tensor_parallel.block import HalvesBlock, check_layers
+
+
+class Schedules:
+    """Those of ``SCHEDULES`` that a run can have. Made by all ranks together.
+
+    Args:
+        args: Megatron's, validated.
+        config: as decided.
+        chunks: the model chunks of this pipeline stage, attached; none where nothing is to be tried.
+    """
+
+    def __init__(
+        self, args: Namespace, config: CompressionConfig, run: Run, chunks: Sequence[torch.nn.Module]
+    ) -> None:
+        self._args, self._decided, self._run, self._chunks = args, config, run, chunks
+        self.names = [name for name in SCHEDULES if of_any_rank(self._why_not(name)) is None]
+
+    def take(self, name: str | None) -> CompressionConfig:
+        """Go by a schedule from the next iteration on; None: by none of them.
+
+        Returns: The config that says so.
+        """
+        config = self._config(name)
+        for chunk in self._chunks:
+            hooks.schedule(chunk, config.tensor_parallel)
+        return config
+
+    def _config(self, name: str | None) -> CompressionConfig:
+        more = {} if name is None else SCHEDULES[name]
+        return replace(self._decided, tensor_parallel=replace(self._decided.tensor_parallel, **more))
+
+    def _why_not(self, name: str) -> str | None:
+        if not self._chunks or not self._decided.tensor_parallel.enabled:
+            return "tensor parallelism is not decided here"
+        groups = {site.group for chunk in self._chunks for site in hooks.sites_of(chunk)}
+        if not all(self._run.transports.transport(group).overlaps for group in groups):
+            return "a collective over symmetric memory fills the device"
+        try:
+            config = self._config(name)
+            config.check(self._args)
+            for chunk in self._chunks if config.tensor_parallel.halves else ():
+                check_layers(chunk, HalvesBlock)
+        except CompressionConfigError as error:
+            return str(error)
+        return None
