@@ -41,8 +41,6 @@ MODEL = """--transformer-impl local
 WARM_UP = 3
 """Iterations of a block that are not timed."""
 AUTO = ("--compression", "auto")
-AUTO_CHECKS = 20
-"""Iterations in which --compression auto checks its choice for one dimension, and those before them."""
 _ORDER = "BENCH_ORDER"
 
 
@@ -83,7 +81,7 @@ def _run(
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: (any("lossless" in spec for spec in one.specs), one.compresses))
     words, auto = _words(options, first, flags), is_auto(first)
-    before = AUTO_CHECKS if auto else 0
+    before = checked_in(options) if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings]}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
@@ -114,6 +112,14 @@ def _run(
 def _gigabytes(memory: dict[str, int]) -> str:
     """Of a launch, whose settings share it."""
     return ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
+
+
+def checked_in(options: Namespace) -> int:
+    """Iterations in which --compression auto checks its choice at most, and those before them."""
+    names = ("tensor", "pipeline", "data", "expert")
+    used = [name for name in names if getattr(options, f"{name}_parallel") > 1]
+    schedules = 2 if "tensor" in used else 0
+    return 4 + 2 * 4 * (1 + len(used) + schedules)
 
 
 def is_auto(setting: Setting) -> bool:

@@ -12,6 +12,9 @@ import _bench
 import _launch
 import bench_end_to_end
 
+from megatron.compression.auto import check
+from megatron.compression.auto.candidates import SCHEDULES
+
 
 def test_settings_are_specs_and_flags():
     one = _launch.parse_setting("int4:normalize=standardize,group=32 int6 --validate-uncompressed")
@@ -38,6 +41,15 @@ def test_neighbours_share_a_run_where_only_codecs_differ():
 
     assert keys("tensor") == [(), (), ("--tp-compression-chunks", "2"), ()]
     assert len(set(keys("data"))) == 4
+
+
+def test_auto_is_timed_behind_its_check():
+    """As many iterations as the check has turns, with every schedule that may be tried."""
+    options, _, _ = bench_end_to_end.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
+    found = check.Check(["tensor_parallel", "pipeline_parallel"], list(SCHEDULES), 0, lambda: 0, print, print)
+    assert _bench.checked_in(options) == 1 + check.WARM_UP + found.iterations
+    options, _, _ = bench_end_to_end.parse(["--data-parallel", "2"])
+    assert _bench.checked_in(options) == 1 + check.WARM_UP + 2 * 2 * check.TURN
 
 
 def test_rules_take_turns():
