@@ -1,7 +1,5 @@
 """Tokenizers that megatron-core asks Hugging Face's hub for, though their files are on the command line."""
 
-import atexit
-import functools
 import json
 import shutil
 import tempfile
@@ -26,9 +24,10 @@ def build_gpt2_from_its_files() -> None:
             if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
                 return build(self, tokenizer_path, vocab_file, merges_file, **others)
             # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
-            named = {"tokenizer_name": _as_folder(vocab_file, merges_file)}
-            with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], named):
-                return build(self, tokenizer_path, vocab_file, merges_file, **others)
+            with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as folder:
+                _write(Path(folder), vocab_file, merges_file)
+                with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=folder):
+                    return build(self, tokenizer_path, vocab_file, merges_file, **others)
 
         return wrapper
 
@@ -36,13 +35,9 @@ def build_gpt2_from_its_files() -> None:
     replace(library.MegatronHFTokenizer, "__init__", parameters, wrap)
 
 
-@functools.cache
-def _as_folder(vocab_file: str, merges_file: str) -> str:
-    """A folder of a GPT-2 tokenizer of these files, for as long as this process runs."""
-    folder = Path(tempfile.mkdtemp(prefix="gpt2-tokenizer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def _write(folder: Path, vocab_file: str, merges_file: str) -> None:
+    """A GPT-2 tokenizer of these files, as the hub has one."""
     for name, file in (("vocab.json", vocab_file), ("merges.txt", merges_file)):
         shutil.copyfile(file, folder / name)
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    return str(folder)
