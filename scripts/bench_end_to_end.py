@@ -69,11 +69,13 @@ CODECS = {
 ABLATIONS = (
     "none",
     "{}",
-    "{} --compression-transport collective",  # the codec's kernels around NCCL, not one kernel a collective
+    "{} --tp-compression-min-mb 8",  # Megatron's users' default; all else compresses every message
+    "{} --compression-transport collective",  # NCCL between the codec's kernels: not fused, other links too
     "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
-    "{} --compression-transport collective --tp-compression-overlap halves",  # behind the other half
+    "{} --tp-compression-chunks 2",
+    "{} --tp-compression-overlap halves",  # behind the other half
     "none --tp-compression-overlap halves",
-    "{} --no-gradient-accumulation-fusion",
+    "{} --no-gradient-accumulation-fusion",  # weight gradients, behind which exchanges run, take longer
     "none --no-gradient-accumulation-fusion",
     "none",
 )
@@ -127,7 +129,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
     add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
-    add("--ablations", metavar="CODEC", help="instead of --codecs: this one without one of its parts each")
+    add("--ablations", metavar="CODEC", help="instead of --codecs: this one with a part changed each")
     options, options.extra = parser.parse_known_args(words)
     options.shape = options.shape or ("qwen3-30b-a3b" if options.expert_parallel else "1.75b")
     alone = options.pipeline_parallel * options.data_parallel == 1

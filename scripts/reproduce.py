@@ -56,9 +56,12 @@ DATA_PARALLEL = (
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
 LOSSES_3D = (
-    "scripts/losses.py --share-gpus --data-parallel 8 --model small --iterations 400 --noise-seed 0"
-    " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --output {output}"
+    "scripts/losses.py --share-gpus --data-parallel 8 --noise-seed 0 --tensor-model-parallel-size 2"
+    " --pipeline-model-parallel-size 2 --sequence-parallel"
 )
+GPT_350M = "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 32"
+"""In batches of scripts.accuracy's endings of it."""
+HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
 ALL = "--tp-compression-min-mb 0"
 """However small the messages are."""
 
@@ -70,6 +73,24 @@ def _losses(stage: str, name: str, dimension: str, minutes: int, options: str, p
     return stage, 1, minutes, name, line, paper
 
 
+def _endings(
+    stage: str, name: str, model: str, iterations: int, minutes: int, codecs: str, paper: str
+) -> list:
+    """An uncompressed training at TP 2, PP 2 and DP 2, and its last quarter again with each setting."""
+    kept, common = iterations * 3 // 4, f"{LOSSES_3D} --model {model} --iterations {iterations}"
+    saved = f"--save {{output}}/{name}_weights --save-interval {kept} --codecs none"
+    loaded = f"--load {{output}}/{name}_weights --ckpt-step {kept} --data {{output}}/{name}_training/data"
+    return [
+        (stage, 1, minutes, f"{name}_training", f"{common} --output {{output}}/{name}_training {saved}"),
+        (
+            *(stage, 1, minutes, f"{name}_endings"),
+            f"{common} --output {{output}}/{name}_endings {loaded} --time-limit {60 * minutes - 60}"
+            f" --codecs {codecs}",
+            paper,
+        ),
+    ]
+
+
 PAPERS = (
     *(
         (
@@ -79,6 +100,14 @@ PAPERS = (
             "TACO: up to 1.87 times as fast end to end, GPT and Qwen; on which links is not known to us",
         )
         for shape, gpus in (("350m", 2), ("1.3b", 2), ("2.7b", 2), ("6.7b", 2), ("13b", 4), ("qwen2.5-7b", 2))
+    ),
+    (
+        *("taco", 2, 10, "taco_thin_layers"),
+        "scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --iterations 8 --micro-batch-size 8"
+        " --num-attention-heads 16 --kv-channels 128 --ffn-hidden-size 8192 --codecs none taco int6 none"
+        f' "none {HALVES}" "taco {HALVES}" "int6 {HALVES}" "none --compression auto"'
+        " --json {output}/taco_thin_layers.json",
+        "TACO: up to 1.87 times as fast end to end; layers as thin as TP 4 leaves them, on both sides",
     ),
     (
         *("taco", 2, 10, "taco_ablations"),
@@ -95,25 +124,24 @@ PAPERS = (
     (
         *("taco", 1, 30, "taco_350m_endings"),
         "-m scripts.accuracy.run --work-dir {output}/taco_350m --size 350m --plan ending --seeds 1"
-        " --steps 924 --minutes 28 --settings paper int6:outliers=on auto-pp tah-quant tah-quant-pp"
-        " taco:format=fp8-e5m2,group=256",
+        " --steps 924 --minutes 28 --settings paper int6:outliers=on int6655-quadratic auto-pp tah-quant"
+        " tah-quant-pp taco:format=fp8-e5m2,group=256",
         "TACO, GPT-350M over 20,000 iterations: validation loss 2.3899 uncompressed, 2.3958 with TACO"
         " (+0.25 %), 2.4587 with TAH-Quant on tensor parallelism (+2.88 %)",
     ),
-    _losses(
-        *("taco", "taco_qwen3_losses", "tensor", 15),
-        "--model qwen3-0.6b --iterations 200 --codecs none taco auto",
-        "TACO: Qwen3-0.6B is one of its runs (TP 2, PP 2, DP 2, 200 iterations); near-lossless",
+    *(
+        row
+        for model in ("qwen3-0.6b", "qwen2.5-0.5b")
+        for row in _endings(
+            *("taco", f"taco_{model}", model, 200, 15),
+            f'none "none --taco {ALL}" "none --tp-compression auto {ALL}" "none --taco {ALL}'
+            ' --pp-compression taco --pp-backward-compression taco"',
+            "TACO: Qwen3-0.6B at TP 2, PP 2, DP 2 is one of its runs; near-lossless",
+        )
     ),
-    (
-        *("taco", 1, 10, "taco_3d_training"),
-        f"{LOSSES_3D}/taco_3d_training --save {{output}}/taco_3d_weights --save-interval 300 --codecs none",
-    ),
-    (
-        *("taco", 1, 25, "taco_3d_endings"),
-        f"{LOSSES_3D}/taco_3d_endings --load {{output}}/taco_3d_weights --ckpt-step 300 --time-limit 1400"
-        " --data {output}/taco_3d_training/data --codecs none"
-        f' "none --compression-3d {ALL}" "sdp4bit --tp-compression int6:outliers=on {ALL}'
+    *_endings(
+        *("taco", "taco_3d", f"350m {GPT_350M}", 400, 25),
+        f'none "none --compression-3d {ALL}" "sdp4bit --tp-compression int6:outliers=on {ALL}'
         f' --pp-compression auto" "none --taco {ALL}" "none --pp-compression tah-quant" sdp4bit',
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
     ),
@@ -177,7 +205,6 @@ PAPERS = (
         "CAAT-Net, Llama of 1B and 7B at TP 8: no significant drop in accuracy at p = 0.5",
     ),
 )
-HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
 LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py compares what they write
     *(
         (
@@ -193,7 +220,8 @@ LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py com
             f"scripts/bench_end_to_end.py --tensor-parallel {ranks}{more} --regimes {regime}"
             f" --communicators {2 if regime == 'ethernet' else 1}"
             f" --iterations {6 if regime == 'ethernet' else 9} --codecs none taco int8 int6 none"
-            f' "taco {HALVES}" "int6 {HALVES}" "int6 {CHUNKS}" "lossless" "none --compression auto"'
+            f' "none {HALVES}" "taco {HALVES}" "int6 {HALVES}" "int6 {CHUNKS}" "lossless"'
+            ' "none --compression auto"'
             f" --json {{output}}/large_{regime}{name}_tp{ranks}.json",
         )
         for ranks in (4, 8)
@@ -363,6 +391,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpus = options.gpus or torch.cuda.device_count()
     if not 1 <= gpus <= torch.cuda.device_count():
         raise _cli.UsageError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()} CUDA devices")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     rows = [

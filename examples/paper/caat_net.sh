@@ -5,6 +5,7 @@
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=1b examples/paper/caat_net.sh
 #   FRACTION=1 ... examples/paper/caat_net.sh           the ordinary model, the paper's baseline
 #   FRACTION=0.5 COMPRESSION='--tp-compression int8' ... with a codec on what is left
+#   sbatch --nodes 1 examples/slurm.sbatch paper/caat_net.sh
 #   TINY=1 examples/paper/caat_net.sh                   a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
@@ -18,15 +19,15 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 : "${MODEL:=1b}" "${FRACTION:=0.5}" "${TP:=8}" "${VOCAB_SIZE:=32000}"
-case $MODEL in # layers, hidden size, heads, MLP size, sequence, global batch, learning rate
-    130m) SHAPE=(12 768 16 2048 2048 256 6.0e-4) ;;
-    1b) SHAPE=(24 2048 32 5504 2048 512 3.0e-4) ;;
-    7b) SHAPE=(32 4096 32 11008 4096 1024 3.0e-4) ;;
+case $MODEL in # layers, hidden size, heads, MLP size, sequence, global batch, learning rate, its least
+    130m) SHAPE=(12 768 16 2048 2048 256 6.0e-4 6.0e-5) ;;
+    1b) SHAPE=(24 2048 32 5504 2048 512 3.0e-4 3.0e-5) ;;
+    7b) SHAPE=(32 4096 32 11008 4096 1024 3.0e-4 3.0e-5) ;;
     *) refuse MODEL "130m, 1b or 7b" ;;
 esac
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}"
 : "${FFN_HIDDEN_SIZE:=${SHAPE[3]}}" "${SEQ_LENGTH:=${SHAPE[4]}}" "${GLOBAL_BATCH_SIZE:=${SHAPE[5]}}"
-: "${MICRO_BATCH_SIZE:=1}" "${TRAIN_ITERS:=20000}" "${LR:=${SHAPE[6]}}" "${MIN_LR:=${LR%e-4}e-5}"
+: "${MICRO_BATCH_SIZE:=1}" "${TRAIN_ITERS:=20000}" "${LR:=${SHAPE[6]}}" "${MIN_LR:=${SHAPE[7]}}"
 RUN=caat_net_${MODEL}_$FRACTION
 source "$REPO/examples/paper/defaults.sh"
 

@@ -8,6 +8,7 @@
 train_published_qwen() { # MODEL by name, with these settings; further arguments
     export QWEN_MODEL=${MODEL#qwen} TP PP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
     export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS PRECISION
+    export SAVE_INTERVAL WEIGHT_DECAY ADAM_BETA2 # the latter two where they are set
     [ -z "${GPUS_PER_NODE:-}" ] || export GPUS_PER_NODE
     unset VOCAB_SIZE # the model's own
     "$REPO/examples/qwen/pretrain_qwen_taco.sh" "$@"

@@ -6,6 +6,7 @@
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=125m examples/paper/sdp4bit.sh
 #   VARIANT=none ... examples/paper/sdp4bit.sh          fp32 gradients, the baseline of the paper's 4.08x
 #   SPEED=1 MODEL=18b NNODES=16 ... examples/paper/sdp4bit.sh
+#   sbatch --nodes 1 examples/slurm.sbatch paper/sdp4bit.sh
 #   TINY=1 examples/paper/sdp4bit.sh                    a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
@@ -27,18 +28,20 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 : "${MODEL:=125m}" "${VARIANT:=all}" "${SPEED:=0}"
-case $MODEL in # layers, hidden size, heads, micro-batch, learning rate, TP of the throughput runs on nodes of 8
-    125m) SHAPE=(12 768 12 8 6.0e-4 1) ;;
-    350m) SHAPE=(24 1024 16 8 3.0e-4 1) ;;
-    1.3b) SHAPE=(24 2048 16 2 2.0e-4 1) ;;
-    2.7b) SHAPE=(32 2560 32 2 1.6e-4 1) ;;
-    6.7b) SHAPE=(32 4096 32 2 1.2e-4 4) ;;
-    13b) SHAPE=(40 5120 40 1 1.0e-4 8) ;;
-    18b) SHAPE=(40 6144 48 1 1.0e-4 8) ;;
+case $MODEL in # layers, hidden size, heads, micro-batch, learning rate, its least, TP of the throughput runs
+    125m) SHAPE=(12 768 12 8 6.0e-4 6.0e-5 1) ;;
+    350m) SHAPE=(24 1024 16 8 3.0e-4 3.0e-5 1) ;;
+    1.3b) SHAPE=(24 2048 16 2 2.0e-4 2.0e-5 1) ;;
+    2.7b) SHAPE=(32 2560 32 2 1.6e-4 1.6e-5 1) ;;
+    6.7b) SHAPE=(32 4096 32 2 1.2e-4 1.2e-5 4) ;;
+    13b) SHAPE=(40 5120 40 1 1.0e-4 1.0e-5 8) ;;
+    18b) SHAPE=(40 6144 48 1 1.0e-4 1.0e-5 8) ;;
     *) refuse MODEL "125m, 350m, 1.3b, 2.7b, 6.7b, 13b or 18b" ;;
 esac
+EQUAL=''
 if [ "$SPEED" = 1 ]; then
-    : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[5]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
+    EQUAL='--compression-communicators 1' # as many as the uncompressed run has, also over TCP
+    : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[6]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
     : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=$((NNODES * GPUS_PER_NODE / TP))}"
     : "${EVAL_ITERS:=0}" "${CHECKPOINT_PATH=}"
     unset DATA_PATH
@@ -46,14 +49,14 @@ fi
 [[ $MODEL != 13b && $MODEL != 18b ]] || : "${TP:=8}" # The losses' sizes end at 6.7b.
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}" "${SEQ_LENGTH:=2048}"
 : "${MICRO_BATCH_SIZE:=${SHAPE[3]}}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=80000}"
-: "${LR_DECAY_ITERS:=70000}" "${LR:=${SHAPE[4]}}" "${MIN_LR:=${LR%e-4}e-5}"
+: "${LR_DECAY_ITERS:=70000}" "${LR:=${SHAPE[4]}}" "${MIN_LR:=${SHAPE[5]}}"
 
 WEIGHTS=sdp4bit:intra=4,group=2048,hadamard=off
 case $VARIANT in
-    all) : "${COMPRESSION=--dp-compression sdp4bit}" ;;
-    weights) : "${COMPRESSION=--dp-weight-compression $WEIGHTS}" ;;
-    gradients) : "${COMPRESSION=--dp-compression sdp4bit --dp-weight-compression none}" ;;
-    tlq) : "${COMPRESSION=--dp-compression sdp4bit:hadamard=off --dp-weight-compression none}" ;;
+    all) : "${COMPRESSION=--dp-compression sdp4bit $EQUAL}" ;;
+    weights) : "${COMPRESSION=--dp-weight-compression $WEIGHTS $EQUAL}" ;;
+    gradients) : "${COMPRESSION=--dp-compression sdp4bit --dp-weight-compression none $EQUAL}" ;;
+    tlq) : "${COMPRESSION=--dp-compression sdp4bit:hadamard=off --dp-weight-compression none $EQUAL}" ;;
     none) : "${COMPRESSION=}" ;;
     bf16) : "${COMPRESSION=--grad-reduce-in-bf16}" ;;
     *) refuse VARIANT "all, weights, gradients, tlq, none or bf16" ;;

@@ -6,10 +6,12 @@
 #   MODEL=qwen3-0.6b   200 iterations of 64 x 512: TP 2, PP 2, DP 2, TACO between stages too, no threshold
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
+#   sbatch --nodes 1 examples/slurm.sbatch paper/taco.sh
 #   VARIANT=none ... examples/paper/taco.sh             the uncompressed baseline of the same run
 #   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh
 #   TINY=1 examples/paper/taco.sh                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
+#                                                       seconds on a laptop, no GPU needed (where stages
+#                                                       are compressed, too: 4 processes)
 #
 # VARIANT  taco       tensor parallelism (qwen3-0.6b: and stages, both ways), FP8 e4m3 in groups of 128
 #          none       uncompressed
@@ -24,9 +26,9 @@
 # runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
 # (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
-
 : "${MODEL:=gpt-350m}" "${VARIANT:=taco}"
+[[ "${TINY:-0} $MODEL $VARIANT" != 1*@(qwen3-0.6b taco|3d) ]] || : "${PP:=2}" "${GPUS_PER_NODE:=4}"
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 RUN=taco_${MODEL}_$VARIANT
 case $MODEL in
     gpt-350m)

@@ -4,6 +4,7 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... NODE_RANK=0 MASTER_ADDR=... examples/paper/tagc.sh    and NODE_RANK=1
 #   NNODES=1 GPUS_PER_NODE=2 ... examples/paper/tagc.sh both on one host
+#   sbatch --nodes 2 --gpus-per-node 1 examples/slurm.sbatch paper/tagc.sh
 #   VARIANT=none ... examples/paper/tagc.sh             the uncompressed baseline of the same run
 #   TINY=1 examples/paper/tagc.sh                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
@@ -27,10 +28,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 : "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_HEADS:=12}" "${SEQ_LENGTH:=512}" "${MICRO_BATCH_SIZE:=6}"
 : "${GLOBAL_BATCH_SIZE:=240}" "${TRAIN_ITERS:=20000}" "${LR_DECAY_ITERS:=600000}" "${LR_WARMUP_ITERS:=2000}"
 : "${LR:=6.0e-4}" "${MIN_LR:=6.0e-5}"
+EQUAL='--compression-communicators 1' # as many as the uncompressed run has, also over TCP
 case $VARIANT in
-    tagc) : "${COMPRESSION=--dp-compression tagc:wire=sketch --compression-start-iteration 0}" ;;
-    all) : "${COMPRESSION=--dp-compression tagc:wire=sketch,layers=all --compression-start-iteration 0}" ;;
-    packed) : "${COMPRESSION=--dp-compression tagc}" ;;
+    tagc) : "${COMPRESSION=--dp-compression tagc:wire=sketch --compression-start-iteration 0 $EQUAL}" ;;
+    all) : "${COMPRESSION=--dp-compression tagc:wire=sketch,layers=all --compression-start-iteration 0 $EQUAL}" ;;
+    packed) : "${COMPRESSION=--dp-compression tagc $EQUAL}" ;;
     none) : "${COMPRESSION=}" ;;
     *) refuse VARIANT "tagc, all, packed or none" ;;
 esac

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # TAH-Quant's fine-tuning (arXiv 2506.01352) by pipeline stages: MODEL=gpt2-xl (48 layers on 8 stages, 8 GPUs)
-# or qwen2.5-3b (36 layers on 4 stages, 4 GPUs, as in the paper's own script). Batches of 32 x 1024 tokens in
-# micro-batches of one, learning rate 5e-6 without warm-up, ten epochs of WikiText, everything in fp32.
+# or qwen2.5-3b (36 layers on 4 stages, 4 GPUs, as in the paper's own script: 8 stages do not share 36). Batches
+# of 32 x 1024 tokens in micro-batches of one, learning rate 5e-6 without warm-up, ten epochs of WikiText,
+# everything in fp32.
 #
 #   PRETRAINED=... DATA_PATH=... TOKENIZER_MODEL=... examples/paper/tah_quant.sh
 #   MODEL=qwen2.5-3b HF_DIR=Qwen2.5-3B DATA_PATH=... examples/paper/tah_quant.sh
+#   sbatch --nodes 1 examples/slurm.sbatch paper/tah_quant.sh    qwen2.5-3b: with --gpus-per-node 4
 #   VARIANT=none ... examples/paper/tah_quant.sh        the uncompressed baseline; PRECISION=bf16 halves its bytes
 #   TINY=1 examples/paper/tah_quant.sh                  a model of 2 layers in 2 stages on 2 processes with mock
 #                                                       data: seconds on a laptop, no GPU needed
@@ -20,7 +22,7 @@
 # Of the original: GPT-2's published weights are replaced by PRETRAINED (the converter knows Qwen and Llama), the
 # data by DATA_PATH (724 iterations are ten epochs of WikiText-2 in GPT-2's tokens), its schedule (all forwards,
 # then all backwards) by 1F1B, whose messages are the same. Unknown, and ours: constant learning rate, weight
-# decay 0.01, Adam's beta2 0.999 (qwen2.5-3b: 0.1 and 0.95).
+# decay 0.01, Adam's beta2 0.999.
 set -euo pipefail
 # Stages, not tensor parallelism; the messages are whole tiles.
 [ "${TINY:-0}" != 1 ] || : "${TP:=1}" "${PP:=2}" "${LR:=2e-3}" "${MIN_LR:=2e-4}"

@@ -114,6 +114,14 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
             "fp32": args.params_dtype == torch.float32,
             "train_iters": args.train_iters,
             "schedule": (args.global_batch_size, args.seq_length, args.lr, args.min_lr, decay),
+            "micro_batch": args.micro_batch_size,
+            "warm_up": args.lr_warmup_iters or args.lr_warmup_fraction or 0,
+            "evaluation": (args.eval_interval, args.eval_iters),
+            "recompute": args.recompute_granularity,
+            "sharded": args.use_distributed_optimizer,
+            "sequence_parallel": args.sequence_parallel,
+            "adam": (args.weight_decay, args.adam_beta2),
+            "communicators": compression.communicators,
         }
     return results
 

@@ -32,6 +32,19 @@ RUNS = {
     ("caat_net", "1b"): (1.345e9, (8, 1, 1), 20000, (512, 2048, 3e-4, 3e-5, 20000)),
     ("caat_net", "7b"): (6.738e9, (8, 1, 1), 20000, (1024, 4096, 3e-4, 3e-5, 20000)),
 }
+# script -> warm-up (iterations, or part of the run), recomputation, distributed optimizer, sequence
+# parallelism, weight decay and Adam's beta2; and by MODEL the micro-batch
+MORE = {
+    ("taco", "gpt-350m"): (0.01, "selective", True, False, (0.1, 0.95)),
+    ("taco", "qwen2.5-7b"): (0.01, None, True, True, (0.1, 0.95)),
+    ("taco", "qwen3-0.6b"): (0.01, None, True, True, (0.1, 0.95)),
+    "sdp4bit": (0.01, "selective", True, False, (0.1, 0.95)),
+    ("tah_quant", "gpt2-xl"): (0, None, False, False, (0.01, 0.999)),
+    ("tah_quant", "qwen2.5-3b"): (0, None, True, False, (0.01, 0.999)),
+    "tagc": (2000, None, True, False, (0.1, 0.95)),
+    "caat_net": (0.01, None, True, False, (0.1, 0.95)),
+}
+MICRO_BATCH = {"taco": 8, "125m": 8, "350m": 8, "1.3b": 2, "2.7b": 2, "6.7b": 2, "tagc": 6}
 NONE = ["none"] * 4
 E5M2 = "taco:format=fp8-e5m2,group=256"
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
@@ -80,6 +93,10 @@ def test_published_settings(validated, key):
     assert found["parameters"] == pytest.approx(parameters, rel=0.01)
     assert (found["tp"], found["pp"], found["dp"]) == layout
     assert (found["train_iters"], found["schedule"]) == (iterations, schedule)
+    more = ("warm_up", "recompute", "sharded", "sequence_parallel", "adam")
+    assert tuple(found[name] for name in more) == (MORE.get(key) or MORE[key[0]])
+    assert found["micro_batch"] == (MICRO_BATCH.get(key[0]) or MICRO_BATCH.get(key[1], 1))
+    assert found["evaluation"] == (100, 10)
     assert found["fp32"] == (key[0] == "tah_quant")
     assert found["fraction"] == (0.5 if key[0] == "caat_net" else 1.0)
 
@@ -95,6 +112,8 @@ def test_the_measurement_of_throughput_takes_one_sequence_a_gpu(validated):
     found = validated["speed"]
     assert (found["tp"], found["dp"], found["train_iters"]) == (4, 4, 200)
     assert found["schedule"][:2] == (4, 2048)
+    assert found["communicators"] == 1 and validated["sdp4bit", "6.7b"]["communicators"] == 0
+    assert validated["tagc", "gpt2"]["communicators"] == 1
 
 
 @pytest.mark.parametrize(
@@ -111,15 +130,22 @@ def test_unknown_names_are_refused(tmp_path, name, variables, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "dimension"),
-    one_and_thorough(("sdp4bit", "data"), ("tah_quant", "pipeline"), ("tagc", "data")),
+    ("name", "model", "dimension"),
+    one_and_thorough(
+        ("sdp4bit", "125m", "data"),
+        ("taco", "gpt-350m", "tensor"),
+        ("taco", "qwen3-0.6b", "pipeline"),
+        ("tah_quant", "gpt2-xl", "pipeline"),
+        ("tagc", "gpt2", "data"),
+    ),
 )
-def test_a_tiny_run_compresses_and_learns(tmp_path, name, dimension):
-    output = train(tmp_path, script(name))
+def test_a_tiny_run_compresses_and_learns(tmp_path, name, model, dimension):
+    output = train(tmp_path, script(name), MODEL=model)
     check_training(output)
     line = rf"communication +{ITERATIONS}/ +{ITERATIONS} .*{dimension}-parallel ratio: (\S+)"
     (ratio,) = re.findall(line, output)
-    assert float(ratio) > 1.3  # stages sum the gradients of tied embeddings as they are
+    least = 1.1 if model == "qwen3-0.6b" else 1.3  # stages sum gradients of tied embeddings as they are
+    assert float(ratio) > least
 
 
 @pytest.mark.thorough
