@@ -3,9 +3,10 @@
 
     python -m scripts.accuracy.corpus --output-dir data/accuracy
 
-Every distinct .py file below site-packages is read, assigned to training or validation by the hash of its
-path (so no file is in both), tokenized with a BPE trained on the training part, and written in the order of
-the hash: train.npy and valid.npy (uint16), tokenizer.model, and meta.json with the SHA-256 of the text.
+Every distinct .py file below site-packages is read, assigned to training, validation or test by the hash of
+its path (so no file is in two), tokenized with a BPE trained on the training part, and written in the order
+of the hash: train.npy, valid.npy, test.npy (uint16), tokenizer.model, and meta.json with the SHA-256 of the
+text.
 """
 
 import argparse
@@ -63,14 +64,14 @@ def prepare(
         root: folder of the sources; by default this interpreter's site-packages.
         vocab_size: pieces of the tokenizer, at most 65536.
         max_tokens: of the training part.
-        validation: share of the files that are for validation.
+        validation: share of the files that are for validation, and again for the test.
         tokenizer_mb: text that the tokenizer is trained on, 10^6 bytes.
     """
     root = root or _corpus.source_root("site-packages")
     output.mkdir(parents=True, exist_ok=True)
     documents = _corpus.read_documents(root, _corpus.ALWAYS_SKIPPED)
-    parts = _corpus.assign(_corpus.choose(documents, None), (1 - validation, validation, 0))
-    texts = {name: [document.text for document in parts[name]] for name in ("train", "valid")}
+    parts = _corpus.assign(_corpus.choose(documents, None), (1 - 2 * validation, validation, validation))
+    texts = {name: [document.text for document in parts[name]] for name in ("train", "valid", "test")}
     model = _corpus.train_tokenizer(_corpus.sample(texts["train"], int(tokenizer_mb * 1e6)), vocab_size)
     (output / "tokenizer.model").write_bytes(model)
     meta = {"root": root.name, "vocab_size": vocab_size, "validation": validation}

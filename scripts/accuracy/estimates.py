@@ -87,7 +87,7 @@ def in_order(stages: Iterable[str]) -> list[str]:
 
 
 def values_of(records: Sequence[dict], kind: str, measure: str = "valid") -> dict[str, dict[Block, float]]:
-    """A measure (valid, train or uncompressed) of all runs of a kind, by setting and block.
+    """A measure (valid, test, train or uncompressed) of all runs of a kind, by setting and block.
 
     An uncompressed ending need not have been run: the whole run is its own, to the last bit.
     """
@@ -95,7 +95,7 @@ def values_of(records: Sequence[dict], kind: str, measure: str = "valid") -> dic
     for record in records:
         if record["kind"] == kind:
             stage = (record.get("start") or "").split("-")[0]
-            key = {"valid": "valid", "uncompressed": "valid_uncompressed"}.get(measure)
+            key = {"train": None, "uncompressed": "valid_uncompressed"}.get(measure, measure)
             value = record.get(key, math.nan) if key else training_loss(record)
             block = Block(stage, record["seed"], record["steps"], record["size"])
             found[record["setting"]["name"]][block] = value

@@ -7,8 +7,17 @@ from pathlib import Path
 
 CURVE_POINTS = 44
 """Of the training curve that is kept of a run from scratch."""
-_KEPT = ("id", "kind", "seed", "start", "steps", "size", "valid", "valid_tokens", "valid_uncompressed")
-_KEPT += ("weights", "seconds_per_step", "seconds", "device", "torch", "compiled", "tensor_parallel")
+_KEPT = ("id", "kind", "seed", "start", "steps", "size", "valid", "valid_tokens", "test")
+_KEPT += (
+    "valid_uncompressed",
+    "weights",
+    "seconds_per_step",
+    "seconds",
+    "device",
+    "torch",
+    "compiled",
+    "tensor_parallel",
+)
 
 
 def load(paths: Sequence[Path]) -> list[dict]:

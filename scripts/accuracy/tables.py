@@ -46,7 +46,10 @@ def settings_of(records: Sequence[dict], kind: str) -> dict[str, dict]:
 
 def run_table(records: Sequence[dict], kind: str) -> list[str]:
     """Runs from scratch or endings: losses or differences by seed, and what they say."""
-    valid, train, plain = (differences(records, kind, m) for m in ("valid", "train", "uncompressed"))
+    valid, *more = (differences(records, kind, m) for m in ("valid", "train", "uncompressed", "test"))
+    titles = ["training loss, %", "weights used uncompressed, %", "test loss, %"]
+    if not more[-1]:  # of earlier runs, which had no test
+        more, titles = more[:-1], titles[:-1]
     summary, rows = pooled(records, kind), []
     for name, setting in settings_of(records, kind).items():
         if kind == "scratch":
@@ -60,11 +63,11 @@ def run_table(records: Sequence[dict], kind: str) -> list[str]:
         cells = [name, f"{bits_of(setting):.2f}", ", ".join(seeds)]
         if name in valid:
             cells += [str(estimate(list(valid[name].values()))), interval(summary[name])]
-            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in (train, plain)]
-        rows.append(cells + [""] * (7 - len(cells)))
+            cells += [str(estimate(list(d[name].values()))) if name in d else "" for d in more]
+        rows.append(cells + [""] * (5 + len(more) - len(cells)))
     by_seed = "validation loss, by seed" if kind == "scratch" else "against uncompressed by seed, %"
-    titles = ["setting", "bits a value", by_seed, "mean against uncompressed, %", "95 % interval"]
-    return markdown([*titles, "training loss, %", "weights used uncompressed, %"], rows)
+    first = ["setting", "bits a value", by_seed, "mean against uncompressed, %", "95 % interval"]
+    return markdown([*first, *titles], rows)
 
 
 def branch_table(records: Sequence[dict], sequence_parallel: bool) -> list[str]:

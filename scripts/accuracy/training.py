@@ -40,14 +40,16 @@ class Schedule:
 
 
 class Corpus:
-    """Tokens of both parts, on the device, as windows of sequence + 1."""
+    """Tokens of all parts, on the device, as windows of sequence + 1."""
 
     def __init__(self, folder: Path, sequence: int, device: str, max_valid_tokens: int = 2_000_000) -> None:
         load = lambda name: torch.from_numpy(np.load(folder / f"{name}.npy").astype(np.int32)).to(device)  # noqa: E731
-        self.train, valid = load("train"), load("valid")
+        self.train, self.valid, self.test = map(load, ("train", "valid", "test"))
         self.sequence = sequence
         self.windows = (len(self.train) - 1) // sequence
-        self.valid, self.valid_windows = valid, min(len(valid) - 1, max_valid_tokens) // sequence
+        shortest = min(len(self.valid), len(self.test)) - 1
+        self.valid_windows = min(shortest, max_valid_tokens) // sequence
+        """Of validation and of the test."""
         self._offsets = torch.arange(sequence + 1, device=device)
 
     def order(self, seed: int, count: int) -> np.ndarray:
@@ -136,11 +138,11 @@ class Trainer:
         Args:
             seed: of the order of the data.
             save: checkpoints to write, by the step at which they are taken.
-            part: evaluate on the first 1/part of the validation set; with all of it, evaluate the weights
-                uncompressed too.
+            part: evaluate on the first 1/part of the validation set; with all of it, test as well, and
+                evaluate the weights uncompressed.
 
         Returns:
-            losses of the steps, validation losses and the digest of the final weights.
+            losses of the steps, validation and test losses and the digest of the final weights.
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
@@ -170,8 +172,10 @@ class Trainer:
             "seconds_per_step": round(seconds / steps, 5),
             "weights": self.digest(),
         }
-        if part == 1 and any(setting.codecs.values()):
-            result["valid_uncompressed"] = self.evaluate(setting_of("none"))
+        if part == 1:
+            result["test"] = self.evaluate(setting, tokens=corpus.test)
+            if any(setting.codecs.values()):
+                result["valid_uncompressed"] = self.evaluate(setting_of("none"))
         return result
 
     def batches(self, part: int = 1) -> int:
@@ -179,19 +183,21 @@ class Trainer:
         return max(1, self.corpus.valid_windows // self.schedule.batch // part)
 
     @torch.no_grad()
-    def evaluate(self, setting: Setting, part: int = 1) -> float:
-        """Mean loss over the validation set (its first 1/part), the forward's exchanges as in training.
+    def evaluate(self, setting: Setting, part: int = 1, tokens: torch.Tensor | None = None) -> float:
+        """Mean loss over the first 1/part of the validation set, or of other ``tokens``; exchanges as in
+        training.
 
         The same tokens whatever the run; summed in fp64.
         """
         model, corpus, batch = self.model, self.corpus, self.schedule.batch
+        tokens = corpus.valid if tokens is None else tokens
         layers.attach(Exchange(setting))
         model.use_sequence_parallelism(setting.sequence_parallel)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = self.batches(part)
         for i in range(batches):
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
-            total += model(*corpus.take(corpus.valid, window)).double().mean()
+            total += model(*corpus.take(tokens, window)).double().mean()
         return round(float(total) / batches, 6)
 
     @torch.no_grad()

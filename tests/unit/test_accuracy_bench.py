@@ -129,7 +129,7 @@ def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     generator = np.random.default_rng(0)
     words = generator.integers(0, 64, (40, 8))
-    for name, count in (("train", 400), ("valid", 60)):
+    for name, count in (("train", 400), ("valid", 60), ("test", 60)):
         ids = words[generator.integers(0, 40, count)].reshape(-1)
         np.save(folder / f"{name}.npy", ids.astype(np.uint16))
     return folder
@@ -149,6 +149,7 @@ def test_a_run_repeats_and_a_branch_continues_bitwise(tokens, tmp_path):
         rest = trainer.run(setting, 3, 3)
         assert rest["weights"] == runs[0]["weights"] and rest["losses"] == runs[0]["losses"][3:]
         assert rest["valid"] == runs[0]["valid"] != rest["valid_uncompressed"]
+        assert rest["test"] == runs[0]["test"] not in (rest["valid"], rest["valid_uncompressed"])
     with torch.no_grad():
         next(trainer.model.parameters())[0, :2] = next(trainer.model.parameters())[0, :2].flip(0)
     assert trainer.digest() != rest["weights"]
@@ -161,7 +162,7 @@ def test_orders_are_permutations(tokens):
     assert not np.array_equal(order, text.order(5, 2 * text.windows))
 
 
-def test_no_file_is_in_both_parts(tmp_path):
+def test_no_file_is_in_two_parts(tmp_path):
     root = tmp_path / "packages"
     for i in range(120):
         path = root / f"p{i % 7}" / f"m{i}.py"
@@ -171,7 +172,7 @@ def test_no_file_is_in_both_parts(tmp_path):
     meta = corpus.prepare(tmp_path / "out", root, 300, 5000, 0.2, 1.0, workers=1)
     assert np.load(tmp_path / "out" / "train.npy").shape == (5000,)
     assert 8 <= meta["valid"]["files"] <= 45, "a copy counts once"
-    assert meta["train"]["files"] + meta["valid"]["files"] == 120
+    assert sum(meta[name]["files"] for name in ("train", "valid", "test")) == 120
     assert meta["valid"]["tokens"] == len(np.load(tmp_path / "out" / "valid.npy")) > 0
     assert corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2) == meta
 

@@ -220,7 +220,7 @@ def campaign(tmp_path_factory):
     generator = np.random.default_rng(0)
     words = generator.integers(0, 64, (40, 8))
     (folder / "work" / "corpus").mkdir(parents=True)
-    for name, count in (("train", 600), ("valid", 40)):
+    for name, count in (("train", 600), ("valid", 40), ("test", 40)):
         ids = words[generator.integers(0, 40, count)].reshape(-1)
         np.save(folder / "work" / "corpus" / f"{name}.npy", ids.astype(np.uint16))
     (folder / "work" / "corpus" / "meta.json").write_text("{}")

@@ -110,7 +110,7 @@ def test_the_list_can_be_pasted(capsys) -> None:
     assert "--nproc-per-node 4 -m taco_kernels.benchmarks collectives --json" in capsys.readouterr().out
     reproduce.main(["--list", "--only", "end-to-end", "--gpus", "8"])
     assert "--tensor-parallel 4 --json" in capsys.readouterr().out, "heads divide by four"
-    reproduce.main(["--list", "--only", "taco", "--gpus", "1"])
+    reproduce.main(["--list", "--only", "taco", "caat-net", "--gpus", "1"])
     printed = capsys.readouterr().out
     assert "--tensor-parallel 2 --output" in printed, "one GPU is shared by two ranks"
     assert "paper: TACO, GPT-350M over 20,000 iterations: validation loss 2.3899" in printed
