@@ -200,7 +200,7 @@ def _is_percent(value: float | None) -> bool:
 
 
 SAME_RESULTS = {"transport", "communicators", "report", "chunks", "overlap"}
-"""Settings that no bit of a run's results depends on."""
+"""Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

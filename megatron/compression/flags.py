@@ -141,7 +141,10 @@ def resolve(args: Namespace) -> CompressionConfig:
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
     if configs["tensor_parallel"].halves and "tensor_parallel" in open_parts:
-        raise CompressionConfigError(f"--compression auto tries halves by itself; drop {HALVES}")
+        raise CompressionConfigError(
+            f"--compression auto tries halves by itself, where they can be had; drop {HALVES}, or name a "
+            "codec with --tp-compression"
+        )
     config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
     config.check(args)
     return config

@@ -142,6 +142,67 @@ def _as_plain_ladder(model: torch.nn.Module) -> None:
     model.decoder.forward = forward
 
 
+def _changed_layers() -> dict:
+    """What halves would leave out of a layer, or compute otherwise: by the words of the refusal."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    other = type("OtherLayer", (TransformerLayer,), {})
+    return {
+        "is a OtherLayer": lambda layer: setattr(layer, "__class__", other),
+        "has hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
+        "in a way of its own": lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
+        "has a Linear": lambda layer: setattr(layer, "mlp", torch.nn.Linear(1, 1)),
+        "cross attention": lambda layer: setattr(layer, "pre_cross_attn_layernorm", torch.nn.LayerNorm(1)),
+        "not causal": lambda layer: setattr(layer.self_attention, "attn_mask_type", AttnMaskType.no_mask),
+        "Linear takes no fewer queries": lambda layer: setattr(
+            layer.self_attention, "core_attention", torch.nn.Linear(1, 1)
+        ),
+    }
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str | None]:
+    """What is said of each."""
+    from megatron.compression.errors import CompressionConfigError
+    from megatron.compression.tensor_parallel import block
+
+    said: dict[str, str | None] = {}
+    for words, change in _changed_layers().items():
+        model = build_tiny_gpt(rank, world_size, run_with())
+        change(model.decoder.layers[1])
+        try:
+            block.check_layers(model, block.HalvesBlock)
+            said[words] = block.why_not_along_the_sequence(model.decoder.layers)
+        except CompressionConfigError as error:
+            said[words] = str(error)
+    wrapper = torch.nn.Module()
+    wrapper.config = model.config
+    try:
+        block.check_layers(wrapper, block.HalvesBlock)
+    except CompressionConfigError as error:
+        said["not NoneType"] = str(error)
+    return said
+
+
+def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Outputs with angles of each sequence's own (mrope), whole and in halves, and as auto tries
+    them: with what halves refuse."""
+    from megatron.compression.errors import InputError
+    from megatron.compression.tensor_parallel import block
+
+    model = build_tiny_gpt(rank, world_size, run_with("identity"), torch.float64, positions="rope", **LLAMA)
+    hidden = torch.randn(SEQUENCE, SEQUENCES, HIDDEN, dtype=torch.float64)
+    angles = torch.rand(SEQUENCE, SEQUENCES, 1, HIDDEN // 4)
+    decoder = lambda **more: model.decoder(hidden, None, rotary_pos_emb=angles, **more)  # noqa: E731
+    found = [decoder()]
+    block.attach(model, block.HalvesBlock)
+    found.append(decoder())
+    with pytest.raises(InputError, match="extract_layer_indices does not take turns; drop --tp-compression"):
+        decoder(extract_layer_indices={0})
+    block.attach(model, block.TriedHalvesBlock)
+    return [*found, decoder(), decoder(extract_layer_indices={0})[0]]
+
+
 def _worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     results = {
@@ -152,6 +213,8 @@ def _worker(rank: int, world_size: int) -> dict:
         _train(rank, world_size, "uncompressed", prepare, mask=True)
         for prepare in (lambda model: None, _in_halves)
     ]
+    results["refused"] = _refused(rank, world_size)
+    results["decoders"] = _decoders(rank, world_size)
     results["ladder"] = {case: _train(rank, world_size, case, _as_ladder) for case in LADDERS}
     return results
 
@@ -214,6 +277,21 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
             assert halves["sent"]["all_to_all"] == pytest.approx(whole["sent"]["all_to_all"], rel=0.02)
         elif case != "lossless":  # whose payloads depend on the values
             assert halves["sent"] == whole["sent"]
+
+
+def test_what_halves_would_leave_out_is_refused(results: list[dict]) -> None:
+    """Layers whose modules are not all that they compute; on each rank alike."""
+    for said in (rank["refused"] for rank in results):
+        for words, reason in said.items():
+            assert reason is not None and words in reason
+    assert len(said) == 8
+
+
+def test_angles_of_each_sequence_go_with_it(results: list[dict]) -> None:
+    """And where auto tries halves, what they refuse is computed whole."""
+    for whole, *others in (rank["decoders"] for rank in results):
+        for other in others:
+            torch.testing.assert_close(other, whole, rtol=1e-12, atol=1e-12)
 
 
 def _dealer(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from megatron.compression.context_parallel import hooks as context_hooks
 from megatron.compression.expert_parallel import hooks as expert_hooks
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel.config import RECOMMENDED
+from megatron.compression.tensor_parallel.turns_checks import HALVES
 from tests.unit.megatron_args import parsed
 
 INT6, INT8 = CANDIDATES["tensor_parallel"][:2]
@@ -468,6 +469,14 @@ class TestKept:
         assert [name for name in one if one[name] != other[name]] == ["moe_router_topk"]
         assert "moe_router_topk" not in store.circumstances(megatron(), {})
 
+    def test_a_schedule_is_kept(self):
+        """With what the check has found; one that is unknown is no decision."""
+        checked = decision().after_check({}, HALVES)
+        assert Decision.from_dict(json.loads(json.dumps(checked.asdict()))) == checked
+        assert checked.table()[-1] == f"tensor parallel by {HALVES}"
+        with pytest.raises(TypeError, match="thirds"):
+            Decision.from_dict({**checked.asdict(), "schedule": "thirds"})
+
     def test_the_table_names_what_is_off(self):
         table = decision().after_check({"tensor_parallel": "switched off: slower"}).table()
         assert len(table) == 3 and len({len(line) for line in table}) == 1
@@ -483,7 +492,12 @@ class TestCheck:
         monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
 
         def run(
-            seconds, dimensions=("tensor_parallel", "data_parallel"), first=0, iterations=60, schedules=()
+            seconds,
+            dimensions=("tensor_parallel", "data_parallel"),
+            first=0,
+            iterations=60,
+            schedules=(),
+            skipped=(),
         ):
             now, clock, verdict, history, taken = [0], [0.0], [], [], [None]
             monkeypatch.setattr(check.time, "perf_counter", lambda: clock[0])
@@ -500,7 +514,8 @@ class TestCheck:
                 left_out |= {taken[-1]} - {None}
                 history.append(left_out)
                 clock[0] += seconds(left_out)
-                found.on_training_log(now[0] + 1)
+                if now[0] not in skipped:
+                    found.on_training_log(now[0] + 1)
             return history, verdict
 
         return run
@@ -551,6 +566,17 @@ class TestCheck:
         history, verdict = run(lambda out: 1.0 + bool(out), ("tensor_parallel",), first=20)
         begin = 20 + check.WARM_UP + check.TURN
         assert not any(history[:begin]) and history[begin] == {"tp.forward"} and verdict
+
+    def test_skipped_iterations_are_not_timed(self, run):
+        """--iterations-to-skip: neither they nor the next one; a turn without any is left as it was."""
+        begin, length = 1 + check.WARM_UP, check.TURN
+        slow = lambda out: 1.0 + ("halves" in out) + 0.25 * ("tp.forward" in out)  # noqa: E731
+        schedules = {"dimensions": ("tensor_parallel",), "schedules": ("halves",)}
+        _, (found,) = run(slow, skipped=(begin + 2 * length - 1,), **schedules)
+        assert found.gains == {"halves": pytest.approx(-1.0), "tensor_parallel": pytest.approx(0.2)}
+        turns = [range(begin + first * length, begin + (first + 1) * length) for first in (2, 5)]
+        _, (found,) = run(slow, skipped=[one for turn in turns for one in turn], **schedules)
+        assert found.gains == {"tensor_parallel": pytest.approx(0.2)} and found.schedule is None
 
     def test_a_run_that_ends_early_decides_nothing(self, run):
         _, verdict = run(lambda out: 1.0, iterations=10)

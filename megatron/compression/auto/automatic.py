@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class Automatic:
         self.decision: Decision | None = None
         """None until the first model chunk is there."""
         self._check: Check | None = None
+        self._probe_interval = 0
         self._built: list[torch.nn.Module] = []
         settings = self.config.asdict()
         settings = {key: value for key, value in settings.items() if key not in SAME_RESULTS}
@@ -56,8 +59,7 @@ class Automatic:
             decision = self._decide(chunks)
             self.compression.adopt(decided_config(self.config, decision, self.args))
             chunks = self.compression.attach_model(chunks)
-            self._begin_check(decision, chunks)
-            self._announce(decision)
+            self._announce(self._begin_check(decision, chunks))
             return chunks
         return self.compression.attach_model(chunks)
 
@@ -103,17 +105,31 @@ class Automatic:
         self._tell(f"as decided before: {self.args.load}/{store.FILE} (remove it to measure anew)")
         return decision
 
-    def _begin_check(self, decision: Decision, chunks: list[torch.nn.Module]) -> None:
+    def _begin_check(self, decision: Decision, chunks: list[torch.nn.Module]) -> Decision:
+        """Arrange what the run is to try; the decision with what it can have."""
         config, run = self.compression.config, self.compression.run
         unchecked = [] if decision.checked else list(decision.settings())
-        schedules = Schedules(self.args, config, run, chunks if "tensor_parallel" in unchecked else [])
+        names: list[str] = []
+        take: Callable[[str | None], object] = lambda name: None  # noqa: E731
+        tensor = next((one for one in decision.choices if one.dimension == "tensor_parallel"), None)
+        if tensor is not None and tensor.settings and (decision.schedule or not decision.checked):
+            schedules = Schedules(self.args, config, run, chunks, exact=tensor.loss == 0)
 
-        def take(name: str | None) -> None:
-            self.compression.config = schedules.take(name)
-
+            take = partial(self._take, schedules)
+            tried = [decision.schedule] if decision.checked else list(SCHEDULES)
+            for name in [one for one in tried if one in schedules.impossible]:
+                self._tell(f"{name}: not tried: {schedules.impossible[name]}")
+            if decision.schedule in schedules.names:
+                take(decision.schedule)
+            else:
+                decision = replace(decision, schedule=None)
+            names = [] if decision.checked else schedules.names
         first = config.start_iteration or 0
-        self._check = Check(unchecked, schedules.names, first, run.policy.iteration, take, self._checked)
+        self._check = Check(unchecked, names, first, run.policy.iteration, take, self._checked)
         run.policy.left_out = self._check.left_out
+        if unchecked:  # the probe's exact collectives would be timed
+            self._probe_interval, run.probe.interval = run.probe.interval, 0
+        return decision
 
     def _announce(self, decision: Decision) -> None:
         """Log the decision."""
@@ -129,17 +145,24 @@ class Automatic:
             self._say(f"compression: {line}")
         self._keep(decision)
 
+    def _take(self, schedules: Schedules, name: str | None) -> None:
+        self.compression.config = schedules.take(name)
+
     def _checked(self, verdict: Verdict) -> None:
         """Take in what the run has measured, on all ranks."""
-        useless = {}
+        useless, run = {}, self.compression.run
+        run.probe.interval = self._probe_interval
         for name, gain in verdict.gains.items():
             measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
             if name in SCHEDULES:
-                taken = "taken" if name == verdict.schedule else "not taken"
+                without = ", since tensor parallelism is off" if "tensor_parallel" in verdict.off else ""
+                taken = "taken" if name == verdict.schedule else f"not taken{without}"
                 self._tell(f"{name}: {measured}: {taken}")
                 continue
-            off = name in verdict.off
-            self._tell(f"{name.replace('_', ' ')}: {measured}: {'switched off' if off else 'kept'}")
+            off, by = name in verdict.off, ""
+            if name == "tensor_parallel" and verdict.schedule:
+                by = f" by {verdict.schedule}"
+            self._tell(f"{name.replace('_', ' ')}{by}: {measured}: {'switched off' if off else 'kept'}")
             if off:
                 useless[name] = f"switched off: in this run {measured}"
         if self.decision is not None:

@@ -94,7 +94,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     HALVES: {"overlap": "halves"},
 }
 """How tensor parallelism may hide what its codec leaves, by flag: fields of its config. What they gain
-depends on how fast a host launches kernels (-14 to +11 %, docs/results/iterations.md): a run tries them."""
+depends on how fast a host launches kernels (0.75 to 1.14 of the speed, docs/results/iterations.md), so that a
+run tries them."""
 
 
 def within(budget: float, dimension: str) -> list[Candidate]:

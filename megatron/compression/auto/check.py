@@ -25,7 +25,8 @@ class Verdict:
     """What the turns have shown, on all ranks."""
 
     gains: dict[str, float]
-    """By dimension, of an iteration without it; by schedule, of one without that."""
+    """By dimension, of an iteration without it; by schedule, of one without that. What could not be timed is
+    left out, and stays as it was decided."""
     off: set[str]
     """Dimensions that stay uncompressed."""
     schedule: str | None
@@ -60,7 +61,10 @@ class Check:
         self._turns: list[str | None] = [None, *dimensions, *schedules] * ROUNDS
         self._first, self._iteration, self._take, self._decided = first, iteration, take, decided
         self._begin: int | None = None
+        self._place: int | None = None
+        """Of the last iteration seen; Megatron skips those of --iterations-to-skip."""
         self._last = 0.0
+        self._schedule: str | None = None
         self._times: dict[str | None, list[float]] = {turn: [] for turn in self._turns}
         self.off: set[str] = set()
         """Dimensions that stay uncompressed."""
@@ -92,15 +96,19 @@ class Check:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if 0 <= place < self.iterations and place % TURN:
+        if 0 <= place < self.iterations and place % TURN and self._place == place - 1:
             self._times[self._turns[place // TURN]].append(now - self._last)
-        self._last = now
-        if self._turn(place + 1) != self._turn(place):
-            turn = self._turn(place + 1)
-            self._take(turn if turn in self._schedules else None)
+        self._last, self._place = now, place
+        turn = self._turn(place + 1)
+        self._switch(turn if turn in self._schedules else None)
         if place + 1 >= self.iterations:
             self.done = True
             self._decide()
+
+    def _switch(self, schedule: str | None) -> None:
+        if schedule != self._schedule:
+            self._schedule = schedule
+            self._take(schedule)
 
     def _turn(self, place: int) -> str | None:
         """Of an iteration, counted from the first turn's."""
@@ -114,14 +122,14 @@ class Check:
         seconds = dict(zip(self._times, medians.tolist(), strict=True))
         everything = seconds[None]
         gains = {name: 1 - seconds[name] / everything for name in self._schedules}
-        best = max(gains, key=gains.__getitem__, default=None)
-        schedule = best if best is not None and gains[best] >= LEAST_GAIN else None
+        schedule = max((name for name in gains if gains[name] >= LEAST_GAIN), key=gains.get, default=None)
         for name in self._dimensions:
             with_it = seconds[schedule] if name == "tensor_parallel" else everything
             gains[name] = 1 - with_it / seconds[name]
-        self.off = {name for name in self._dimensions if gains[name] < LEAST_GAIN}
+        gains = {name: gain for name, gain in gains.items() if not math.isnan(gain)}
+        self.off = {name for name in self._dimensions if gains.get(name, 1.0) < LEAST_GAIN}
         schedule = None if "tensor_parallel" in self.off else schedule
-        self._take(schedule)
+        self._switch(schedule)
         self._decided(Verdict(gains, self.off, schedule))
 
 

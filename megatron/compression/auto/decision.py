@@ -39,12 +39,6 @@ class Choice:
         """The same without compression."""
         return replace(self, settings=None, name="none", gain=0.0, loss=0.0, why=why)
 
-    def with_schedule(self, schedule: str) -> "Choice":
-        """The same by one of ``SCHEDULES``."""
-        return replace(
-            self, settings={**(self.settings or {}), **SCHEDULES[schedule]}, name=f"{self.name}, {schedule}"
-        )
-
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
         gain, loss = (f"{100 * self.gain:.1f} %", f"+{self.loss:.3g} %") if self.settings else ("-", "-")
@@ -66,6 +60,8 @@ class Decision:
     """That the timings took."""
     checked: bool = False
     """Whether the run has compared iterations with and without."""
+    schedule: str | None = None
+    """One of ``SCHEDULES``, by which tensor parallelism sends; None: none of them."""
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Of the dimensions that compress."""
@@ -79,6 +75,8 @@ class Decision:
     def from_dict(cls, values: Mapping[str, Any]) -> "Decision":
         """Raises: TypeError, KeyError: other values than ``asdict`` gives."""
         choices = tuple(_typed(Choice(**one)) for one in values["choices"])
+        if values.get("schedule") not in (None, *SCHEDULES):
+            raise TypeError(f"schedule {values['schedule']!r} is unknown")
         for one in choices:
             if one.dimension not in CANDIDATES:
                 raise TypeError(f"dimension {one.dimension!r} is unknown")
@@ -95,12 +93,11 @@ class Decision:
             schedule: one of ``SCHEDULES``, which tensor parallelism takes.
         """
 
-        def checked(one: Choice) -> Choice:
-            if one.dimension in useless:
-                return one.switched_off(useless[one.dimension])
-            return one.with_schedule(schedule) if schedule and one.dimension == "tensor_parallel" else one
-
-        return replace(self, choices=tuple(map(checked, self.choices)), checked=True)
+        choices = tuple(
+            one.switched_off(useless[one.dimension]) if one.dimension in useless else one
+            for one in self.choices
+        )
+        return replace(self, choices=choices, checked=True, schedule=schedule)
 
     def table(self) -> list[str]:
         """Lines for the log and the report."""
@@ -112,16 +109,15 @@ class Decision:
             "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
             for row in rows
         ]
-        return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+        lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+        return [*lines, f"tensor parallel by {self.schedule}"] if self.schedule else lines
 
 
 _SETTINGS = {
     field: (int, float) if isinstance(value, float) else type(value)
-    for settings in (
-        *(one.settings for known in CANDIDATES.values() for one in known),
-        *(one.items() for one in SCHEDULES.values()),
-    )
-    for field, value in settings
+    for known in CANDIDATES.values()
+    for one in known
+    for field, value in one.settings
 }
 """Fields that a choice's settings may have, with their types."""
 

@@ -11,8 +11,7 @@ from megatron.compression.auto.measurement import of_any_rank
 from megatron.compression.communication.run import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel import hooks
-from megatron.compression.tensor_parallel.block import HalvesBlock, check_layers
+from megatron.compression.tensor_parallel import block, hooks
 
 
 class Schedules:
@@ -20,15 +19,26 @@ class Schedules:
 
     Args:
         args: Megatron's, validated.
-        config: as decided.
-        chunks: the model chunks of this pipeline stage, attached; none where nothing is to be tried.
+        config: as decided, with a codec of tensor parallelism.
+        chunks: the model chunks of this pipeline stage, attached.
+        exact: no bit of the run is to change.
     """
 
     def __init__(
-        self, args: Namespace, config: CompressionConfig, run: Run, chunks: Sequence[torch.nn.Module]
+        self,
+        args: Namespace,
+        config: CompressionConfig,
+        run: Run,
+        chunks: Sequence[torch.nn.Module],
+        exact: bool,
     ) -> None:
         self._args, self._decided, self._run, self._chunks = args, config, run, chunks
-        self.names = [name for name in SCHEDULES if of_any_rank(self._why_not(name)) is None]
+        self._exact = exact
+        reasons = {name: of_any_rank(self._why_not(name)) for name in SCHEDULES}
+        self.names = [name for name, reason in reasons.items() if reason is None]
+        """That are possible on all ranks."""
+        self.impossible = {name: reason for name, reason in reasons.items() if reason is not None}
+        """The others, with the reason."""
 
     def take(self, name: str | None) -> CompressionConfig:
         """Go by a schedule from the next iteration on; None: by none of them.
@@ -37,7 +47,7 @@ class Schedules:
         """
         config = self._config(name)
         for chunk in self._chunks:
-            hooks.schedule(chunk, config.tensor_parallel)
+            hooks.schedule(chunk, config.tensor_parallel, block.TriedHalvesBlock)
         return config
 
     def _config(self, name: str | None) -> CompressionConfig:
@@ -45,8 +55,8 @@ class Schedules:
         return replace(self._decided, tensor_parallel=replace(self._decided.tensor_parallel, **more))
 
     def _why_not(self, name: str) -> str | None:
-        if not self._chunks or not self._decided.tensor_parallel.enabled:
-            return "tensor parallelism is not decided here"
+        if self._exact:
+            return "it adds up in another order, and no bit is to change"
         groups = {site.group for chunk in self._chunks for site in hooks.sites_of(chunk)}
         if not all(self._run.transports.transport(group).overlaps for group in groups):
             return "a collective over symmetric memory fills the device"
@@ -54,7 +64,11 @@ class Schedules:
             config = self._config(name)
             config.check(self._args)
             for chunk in self._chunks if config.tensor_parallel.halves else ():
-                check_layers(chunk, HalvesBlock)
+                block.check_layers(chunk, block.TriedHalvesBlock)
+                if self._args.micro_batch_size == 1:
+                    reason = block.why_not_along_the_sequence(chunk.decoder.layers)
+                    if reason is not None:
+                        return reason
         except CompressionConfigError as error:
-            return str(error)
+            return str(error).rpartition("; ")[0]  # without the fix: nobody has asked for it
         return None

@@ -3,19 +3,21 @@
 They take the place of ``TransformerBlock`` by a change of class, and have its state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.compression import patches
@@ -24,10 +26,12 @@ from megatron.compression.errors import CompressionConfigError, InputError
 from megatron.compression.tensor_parallel.sequence_halves import HalfAttention, arguments_by_half, deal
 from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
 from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves, check_sequence_halves
+from megatron.compression.torch_native.attention import SDPACoreAttention
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """What attention is given whatever the lane."""
 _NOT_TAKEN = ("context", "inference_context", "inference_params", "packed_seq_params", "attention_bias")
+_NOT_TAKEN += ("extract_layer_indices",)
 
 
 class Dropout:
@@ -110,9 +114,8 @@ class TurnsBlock(TransformerBlock):
 
         Raises: InputError: an argument that turns do not take.
         """
-        for name in _NOT_TAKEN:
-            if options.get(name) is not None:
-                raise InputError(f"{self.flag} takes no {name}; drop the flag")
+        if reason := self._refusal(hidden_states if self.pre_process else self.input_tensor, options):
+            raise InputError(f"{reason}; drop {self.flag}")
         hidden_states = hidden_states if self.pre_process else self.input_tensor
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
@@ -127,6 +130,12 @@ class TurnsBlock(TransformerBlock):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+    def _refusal(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> str | None:
+        """Why turns cannot compute this; None: they can."""
+        return next(
+            (f"{one} does not take turns" for one in _NOT_TAKEN if options.get(one) is not None), None
+        )
 
     def _draws(self, layer: torch.nn.Module, sizes: Sequence[int], dim: int) -> list[Dropout]:
         probability = layer.hidden_dropout if self.training else 0.0
@@ -165,15 +174,20 @@ class HalvesBlock(TurnsBlock):
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         generates = any(options.get(name) is not None for name in ("inference_context", "inference_params"))
-        whole = hidden_states if self.pre_process else self.input_tensor
-        single = whole.shape[1] < 2
-        if generates or not self.layers or (single and not torch.is_grad_enabled()):
+        batch = (hidden_states if self.pre_process else self.input_tensor).shape[1]
+        if generates or not self.layers or (batch < 2 and not torch.is_grad_enabled()):
             return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
-        if single:
-            check_sequence_halves(self.config, whole.shape[0])
-            if any(layer.self_attention.attn_mask_type is not AttnMaskType.causal for layer in self.layers):
-                raise InputError(f"{HALVES} halves one sequence by causal attention, which this is not")
         return super().forward(hidden_states, attention_mask, **options)
+
+    def _refusal(self, hidden_states, options):
+        if hidden_states.shape[1] < 2:
+            try:
+                check_sequence_halves(self.config, hidden_states.shape[0])
+            except CompressionConfigError as error:
+                return str(error).rpartition("; ")[0]
+            if reason := why_not_along_the_sequence(self.layers):
+                return reason
+        return super()._refusal(hidden_states, options)
 
     def _lanes(self, hidden_states):
         dim = _halved(hidden_states.shape[1])
@@ -198,8 +212,13 @@ class HalvesBlock(TurnsBlock):
         if dim == 0:
             ranks = self._site.group.size() if self.config.sequence_parallel else 1
             by_lane = arguments_by_half(arguments, ranks * sizes[0])
-        elif mask is not None and mask.shape[0] == sum(sizes):
-            by_lane = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
+        else:
+            if mask is not None and mask.shape[0] == sum(sizes):
+                by_lane = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
+            angles = arguments["rotary_pos_emb"]
+            if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(sizes):  # each sequence's (mrope)
+                parts = zip(by_lane, angles.split(sizes, 1), strict=True)
+                by_lane = [one | {"rotary_pos_emb": part} for one, part in parts]
         blocks = []
         for layer in layers:
             draws = self._draws(layer, sizes, dim)
@@ -214,6 +233,16 @@ class HalvesBlock(TurnsBlock):
         return blocks
 
 
+class TriedHalvesBlock(HalvesBlock):
+    """The same where ``--compression auto`` tries it: what halves cannot compute is computed whole."""
+
+    def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
+        """``[s, b, h] -> [s, b, h]``."""
+        if self._refusal(hidden_states if self.pre_process else self.input_tensor, options):
+            return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
+        return super().forward(hidden_states, attention_mask, **options)
+
+
 def _halved(batch: int) -> int:
     """The dimension of ``[s, b, h]`` along which a micro-batch is halved."""
     return 1 if batch > 1 else 0
@@ -225,18 +254,48 @@ def check_layers(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:
     Raises: CompressionConfigError: a layer that turns do not cover, or a setting.
     """
     cls.check(chunk.config)
-    if type(chunk.decoder) not in (TransformerBlock, cls):
+    decoder = getattr(chunk, "decoder", None)
+    if type(decoder) is not TransformerBlock and not isinstance(decoder, TurnsBlock):
         raise CompressionConfigError(
-            f"{cls.flag} covers megatron-core's TransformerBlock, not {type(chunk.decoder).__name__}; drop "
-            "the flag"
+            f"{cls.flag} covers a decoder of megatron-core's TransformerBlock, not {type(decoder).__name__}; "
+            "drop the flag"
         )
-    for path, layer in chunk.decoder.layers.named_children():
-        attention, mlp = layer.self_attention, layer.mlp
-        ordinary = isinstance(attention, SelfAttention) and not isinstance(attention, MLASelfAttention)
-        if not (ordinary and type(mlp) is MLP and isinstance(layer.cross_attention, IdentityOp)):
+    for path, layer in decoder.layers.named_children():
+        if reason := _why_not_in_turns(layer):
             raise CompressionConfigError(
-                f"{cls.flag} covers layers of one self-attention and one dense MLP, not {path}; drop the flag"
+                f"{cls.flag} covers layers of one self-attention and one dense MLP, but layer {path} "
+                f"{reason}; drop the flag"
             )
+
+
+def _why_not_in_turns(layer: torch.nn.Module) -> str | None:
+    """What of a layer would not be computed where its modules are called in its place."""
+    if type(layer) is not TransformerLayer:
+        return f"is a {type(layer).__name__}"
+    attention = layer.self_attention
+    if not isinstance(attention, SelfAttention) or isinstance(attention, MLASelfAttention):
+        return f"has a {type(attention).__name__}"
+    if type(layer.mlp) is not MLP:
+        return f"has a {type(layer.mlp).__name__}"
+    others = layer.cross_attention, layer.pre_cross_attn_layernorm
+    if not all(isinstance(one, IdentityOp) for one in others):
+        return "has cross attention"
+    if any(one is not get_bias_dropout_add for one in (layer.self_attn_bda, layer.mlp_bda)):
+        return "adds to the residual stream in a way of its own"
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        return "has hooks"
+    return None
+
+
+def why_not_along_the_sequence(layers: Iterable[torch.nn.Module]) -> str | None:
+    """Why one sequence cannot be halved for these layers' attention; None: it can."""
+    for layer in layers:
+        attention = layer.self_attention
+        if attention.attn_mask_type is not AttnMaskType.causal:
+            return "attention that is not causal cannot have its one sequence halved"
+        if not isinstance(attention.core_attention, SDPACoreAttention):
+            return f"{type(attention.core_attention).__name__} takes no fewer queries than keys"
+    return None
 
 
 def attach(chunk: torch.nn.Module, cls: type[TurnsBlock]) -> None:

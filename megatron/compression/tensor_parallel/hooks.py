@@ -85,9 +85,15 @@ def attach(
     return model
 
 
-def schedule(chunk: torch.nn.Module, config: TensorParallelConfig) -> None:
+def schedule(
+    chunk: torch.nn.Module,
+    config: TensorParallelConfig,
+    halves: type[block.HalvesBlock] = block.HalvesBlock,
+) -> None:
     """From the next iteration on, hide an attached chunk's messages as ``chunks`` and ``overlap`` say.
 
+    Args:
+        halves: what the chunk's transformer block becomes for ``overlap`` halves.
     Raises: CompressionConfigError: a layer that cannot take turns.
     """
     if not any(True for _ in sites_of(chunk)):
@@ -96,7 +102,7 @@ def schedule(chunk: torch.nn.Module, config: TensorParallelConfig) -> None:
         if isinstance(module, CompressedColumnParallelLinear | CompressedRowParallelLinear):
             module.chunks = config.chunks
     if config.halves:
-        block.attach(chunk, block.HalvesBlock)
+        block.attach(chunk, halves)
     elif isinstance(getattr(chunk, "decoder", None), block.HalvesBlock):
         patches.change_class(chunk.decoder, TransformerBlock)
 
