@@ -59,7 +59,7 @@ def test_report_files(tmp_path) -> None:
     write_report(_report(), tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["summary"]["tp_bytes_per_iteration"] == pytest.approx(0.6e6)
-    assert report["summary"]["tp_ratio"] == pytest.approx(1.1 / 0.6)
+    assert report["summary"]["dimensions"]["tensor parallel"]["ratio"] == pytest.approx(1.1 / 0.6)
     assert report["summary"]["first_loss"] == 5.0 and report["summary"]["last_loss"] == 4.0
     assert report["summary"]["validation_loss"] == 4.5
     markdown = (tmp_path / "report.md").read_text()

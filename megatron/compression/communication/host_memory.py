@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,32 +100,6 @@ def awaited(count: int, step: Step) -> int:
 def tells(step: Step) -> bool:
     """Whether a receiver says behind a step how many pieces it has emptied."""
     return step.number % SLOTS == SLOTS - 1 or step.number == step.pieces - 1
-
-
-class Streams(Protocol):
-    """Two queues of copies and waits: what goes to host memory, and what comes from it. See
-    ``CopyEngines``."""
-
-    def begin(self) -> None:
-        """Let both queues wait for what has been launched."""
-
-    def copy(self, sends: bool, host: int, device: int, size: int) -> None:
-        """Copy ``size`` bytes between two addresses."""
-
-    def copy_own(self, to: int, source: int, size: int) -> None:
-        """Copy what stays on the device."""
-
-    def await_counter(self, sends: bool, counter: int, value: int) -> None:
-        """Let a queue wait until the counter at an address is ``value`` or more."""
-
-    def set_counter(self, sends: bool, counter: int, value: int) -> None:
-        """Set a counter behind the copies before it."""
-
-    def end(self, kept: Any) -> Any:
-        """A handle whose ``wait`` lets later work wait for both queues; ``kept`` is kept alive until then."""
-
-    def close(self) -> None:
-        """Give the memory back, which has not been used."""
 
 
 class CopyEngines:
@@ -275,7 +249,7 @@ class HostMemory:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, streams: Callable[[int, int], Streams] = CopyEngines
+        self, group: dist.ProcessGroup, streams: Callable[[int, int], CopyEngines] = CopyEngines
     ) -> None:
         self.group, self.rank, self.world = group, group.rank(), group.size()
         pairs = self.world * (self.world - 1)
@@ -296,7 +270,7 @@ class HostMemory:
         _mapped.append(self._memory)
         self._sent, self._got = [0] * self.world, [0] * self.world
 
-    def _map(self, path: str, size: int, streams: Callable[[int, int], Streams]) -> str | None:
+    def _map(self, path: str, size: int, streams: Callable[[int, int], CopyEngines]) -> str | None:
         """Map a file and make the streams; why it cannot be done, or None."""
         try:
             with open(path, "r+b") as file:

@@ -20,16 +20,13 @@ def summarize(report: dict) -> dict:
     crossed = _mean([row.get("bytes_between_nodes", {}) for row in training])
     prefixes = {**DIMENSIONS, "all": ""}
     dimensions = {name: dimension_total(per_iteration, prefix) for name, prefix in prefixes.items()}
-    sent, plain = dimensions["tensor parallel"]
     return {
         "milliseconds_per_iteration": _median_time(training),
         "peak_memory_bytes": report.get("memory", {}),
         "bytes_per_iteration": {name: _pair(*total) for name, total in totals.items() if any(total)},
         "bytes_between_nodes": {name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()},
         "probe_bytes_per_iteration": probe_bytes(per_iteration),
-        "tp_bytes_per_iteration": sent,
-        "tp_uncompressed_bytes_per_iteration": plain,
-        "tp_ratio": plain / sent if sent else None,
+        "tp_bytes_per_iteration": dimensions["tensor parallel"][0],
         "dimensions": {
             name: _pair(*total) | {"ratio": total[1] / total[0]}
             for name, total in dimensions.items()
