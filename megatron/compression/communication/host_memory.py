@@ -152,9 +152,11 @@ class CopyEngines:
             raise
 
     def close(self) -> None:
+        """Give the memory back, which has not been used."""
         self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
+        """Let both queues wait for what has been launched."""
         if torch._C._cuda_isCurrentStreamCapturing():
             raise HostMemoryError(
                 "an exchange through host memory cannot be part of a CUDA graph: its replays would count on; "
@@ -182,23 +184,28 @@ class CopyEngines:
         return event
 
     def copy(self, sends: bool, host: int, device: int, size: int) -> None:
+        """Copy ``size`` bytes between two addresses, in the queue to host memory (``sends``) or the one from it."""
         if sends:
             check(self._driver.cuMemcpyDtoHAsync_v2(host, device, size, self._down))
         else:
             check(self._driver.cuMemcpyHtoDAsync_v2(device, host, size, self._up))
 
     def copy_own(self, to: int, source: int, size: int) -> None:
+        """Copy what stays on the device."""
         check(self._driver.cuMemcpyDtoDAsync_v2(to, source, size, self._up))
 
     def await_counter(self, sends: bool, counter: int, value: int) -> None:
+        """Let a queue wait until the counter at an address is ``value`` or more."""
         stream = self._down if sends else self._up  # 0: until it is at least the value, modulo 2^32
         check(self._driver.cuStreamWaitValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def set_counter(self, sends: bool, counter: int, value: int) -> None:
+        """Set a counter behind the copies before it."""
         stream = self._down if sends else self._up
         check(self._driver.cuStreamWriteValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def end(self, kept: Any) -> "_UnderWay":
+        """A handle whose ``wait`` lets later work wait for both queues; ``kept`` is kept alive until then."""
         return _UnderWay(self, (self._recorded(self._down), self._recorded(self._up)), kept)
 
     def let_wait(self, events: tuple[int, ...]) -> None:
