@@ -184,7 +184,7 @@ class CopyEngines:
         return event
 
     def copy(self, sends: bool, host: int, device: int, size: int) -> None:
-        """Copy ``size`` bytes between two addresses, in the queue to host memory (``sends``) or the one from it."""
+        """Copy ``size`` bytes between two addresses, to host memory (``sends``) or from it."""
         if sends:
             check(self._driver.cuMemcpyDtoHAsync_v2(host, device, size, self._down))
         else:
