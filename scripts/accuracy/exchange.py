@@ -25,8 +25,7 @@ class Exchange:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.world_size = setting.world_size
-        tensor, stages = setting.codecs, dict.fromkeys(setting.codecs)
-        self.codecs, self.stage_codecs = (stages, tensor) if setting.pipeline else (tensor, stages)
+        self.codecs = setting.codecs
         self.number = 0
         """Exchanges so far."""
 
@@ -61,7 +60,7 @@ class Exchange:
 
     def send(self, x: torch.Tensor, sequence: int, direction: str) -> torch.Tensor:
         """x [T, h], one sequence after the other, as messages [sequence, samples, h], one a micro-batch."""
-        codec = self.stage_codecs[direction]
+        codec = self.codecs[f"stage_{direction}"]
         if codec is None:
             return x.clone()
         batch = x.view(-1, sequence, x.shape[1])

@@ -2,9 +2,11 @@
 
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 
 RANKS = 4
@@ -13,6 +15,8 @@ MESSAGE = (1024, 4, 768)
 """Tokens, samples and channels of a message, by which bits a value are counted."""
 LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 """Of expert parallelism, in the order in which a token and its gradient take them."""
+WAYS = ("forward", "backward", "stage_forward", "stage_backward", "gradients", "weights", *LEGS)
+"""Everything that has a codec of its own."""
 _SPECS: dict[str, str | tuple[str, str]] = {
     "none": "none",
     "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
@@ -51,17 +55,22 @@ _ON_LEGS = {"": LEGS, "-dispatch": ("dispatch",), "-to-experts": ("dispatch", "c
 
 @dataclass(frozen=True)
 class Setting:
-    """A form of parallelism and the codecs of its exchanges; see exchange.py for what they encode."""
+    """The codecs of each kind of parallelism's exchanges; exchange.py and data_parallel.py say what they
+    encode."""
 
     name: str
     forward: str = "none"
-    """Spec of the activations' codec; ``FIRST/SECOND`` for one each in the two hops."""
+    """Spec of the tensor-parallel activations' codec; ``FIRST/SECOND`` for one each in the two hops."""
     backward: str = "none"
-    """The same of the gradients."""
+    """The same of their gradients."""
     sequence_parallel: bool = False
     world_size: int = RANKS
-    pipeline: bool = False
-    """Whether the codecs encode what pipeline stages send each other instead."""
+    stage_forward: str = "none"
+    """Specs of what pipeline stages send each other."""
+    stage_backward: str = "none"
+    gradients: str = "none"
+    """Specs of what data parallelism sends: the gradients, and the changes of the weights."""
+    weights: str = "none"
     dispatch: str = "none"
     """Specs of the legs of expert parallelism."""
     combine: str = "none"
@@ -73,8 +82,8 @@ class Setting:
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
-        """By direction and leg; None: uncompressed."""
-        specs = {way: getattr(self, way) for way in ("forward", "backward", *LEGS)}
+        """By direction, leg and what else has one; None: uncompressed."""
+        specs = {way: getattr(self, way) for way in WAYS}
         return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
 
     def as_dict(self) -> dict:
@@ -83,20 +92,45 @@ class Setting:
 
 
 def setting_of(name: str) -> Setting:
-    """The setting of a name of the results (``-sp``: with sequence parallelism), or of any spec; behind
-    ``ep-``, of the legs of expert parallelism.
+    """The setting of a name of the results, or of any spec: of tensor parallelism (``-sp``: with sequence
+    parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, of ``--pp-compression``;
+    before ``-dp``, of ``--dp-compression``. Several kinds of parallelism are joined by ``+``.
 
-    ``-pp`` behind a spec of ``--pp-compression``: between pipeline stages. Gradients go as that flag says, or
-    as a second spec behind ``,,`` does.
+    Pipeline gradients and data-parallel weights go as those flags say, or as a second spec behind ``,,``.
 
     Raises:
-        CompressionConfigError: neither.
+        CompressionConfigError: none of these, one kind of parallelism twice, or what is not simulated.
     """
-    if name.endswith("-pp"):
-        there, _, back = name.removesuffix("-pp").partition(",,")
-        config = PipelineParallelConfig(compression=there, backward=back or None)
-        backward = config.backward_codec
-        return Setting(name, config.compression, backward.name if backward else "none", pipeline=True)
+    whole = Setting(name)
+    for part in name.split("+"):
+        one = _one_kind(part)
+        changed = {f.name: getattr(one, f.name) for f in fields(one)[1:] if getattr(one, f.name) != f.default}
+        if any(getattr(whole, way) != "none" for way in changed if way in WAYS):
+            raise CompressionConfigError(f"{name} has one kind of parallelism twice; leave one of them out")
+        whole = replace(whole, **changed)
+    return whole
+
+
+def _one_kind(name: str) -> Setting:
+    kind = name[-3:]
+    if kind in ("-pp", "-dp"):
+        there, _, other = name.removesuffix(kind).partition(",,")
+        if kind == "-pp":
+            stages = PipelineParallelConfig(compression=there, backward=other or None)
+            back = stages.backward_codec.name if stages.backward_codec else "none"
+            return Setting(name, stage_forward=stages.compression, stage_backward=back)
+        config = DataParallelConfig(compression=there, weights=other or None)
+        gradients, weights = getattr(config.compressor, "codec", None), config.weight_codec
+        known = all(codec is None or not codec.sees_shape for codec in (gradients, weights))
+        if config.feedback != "none" or (gradients is None and there != "none") or not known:
+            raise CompressionConfigError(
+                f"{name}: only codecs that see no shapes, without error feedback, are simulated; give one"
+            )
+        return Setting(
+            name,
+            gradients=gradients.name if gradients else "none",
+            weights=weights.name if weights else "none",
+        )
     if name.startswith("ep-"):
         suffix = next(end for end in reversed(_ON_LEGS) if name.endswith(end))
         spec = name.removeprefix("ep-").removesuffix(suffix)
@@ -108,7 +142,8 @@ def setting_of(name: str) -> Setting:
 
 
 def bits_of(setting: dict) -> float:
-    """Mean bits a value over the hops of both directions, or over the four legs, of the setting of a record.
+    """Mean bits a value of the setting of a record: over the hops of both directions, or over the four legs;
+    of several kinds of parallelism, over those that are compressed.
 
     Records of 2026 spell codecs ``int6:128:single:dither``, one a hop, some with what there is no more.
     """
@@ -116,12 +151,13 @@ def bits_of(setting: dict) -> float:
         hops = ("forward1", "forward2", "backward1", "backward2")
         return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
     codecs = Setting(**setting).codecs
-    if any(codecs[leg] for leg in LEGS):
-        hops = [codecs[leg] for leg in LEGS]
-    else:
-        ways = codecs["forward"], codecs["backward"]
-        hops = [hop for codec in ways for hop in (codec.hops if codec else (None, None))]
-    return statistics.fmean(hop.bits_per_value(MESSAGE) if hop else 16.0 for hop in hops)
+    kinds = [[codecs[way] for way in kind] for kind in (WAYS[:2], WAYS[2:4], WAYS[4:6], LEGS)]
+    compressed = [kind for kind in kinds if any(kind)]
+    return statistics.fmean(statistics.fmean(map(_bits, kind)) for kind in compressed or [[None]])
+
+
+def _bits(codec: Codec | None) -> float:
+    return 16.0 if codec is None else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
 
 
 def _old_bits(codec: str) -> float:

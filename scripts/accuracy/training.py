@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from scripts.accuracy import layers
+from scripts.accuracy.data_parallel import DataParallel
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.model import GPT
 from scripts.accuracy.settings import Setting, setting_of
@@ -149,17 +150,16 @@ class Trainer:
         model.use_sequence_parallelism(setting.sequence_parallel)
         order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
         parameters = list(model.parameters())
+        ranks = DataParallel(setting, parameters)
         losses, began = [], time.perf_counter()
         for _ in range(steps):
             for group in self.optimizer.param_groups:
                 group["lr"] = schedule.rate(self.step)
             window = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
-            loss = model(*corpus.take(corpus.train, window)).mean()
-            loss.backward()
+            losses.append(ranks.backward(model, *corpus.take(corpus.train, window)))
             torch.nn.utils.clip_grad_norm_(parameters, schedule.clip)
-            self.optimizer.step()
+            ranks.step(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
             self.step += 1
             if save and self.step in save:
                 self.save(save[self.step])

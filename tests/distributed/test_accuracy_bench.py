@@ -7,8 +7,13 @@ import torch.distributed as dist
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.all_gather import all_gather
 from megatron.compression.communication.all_reduce import all_reduce
+from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.reduce_scatter import reduce_scatter
+from megatron.compression.communication.topology import find_topology
 from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
+from megatron.compression.data_parallel.compressor import GradientBucket
+from scripts.accuracy.data_parallel import NODES, RANKS, sum_gradients
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import Setting
 from tests.distributed.spawn import spawn
@@ -21,15 +26,24 @@ def _partials(world_size: int) -> torch.Tensor:
     return torch.randn(world_size, 8, 256, generator=generator).bfloat16()
 
 
+def _gradients() -> torch.Tensor:
+    return torch.randn(RANKS, 4 * 4096 * RANKS, generator=torch.Generator().manual_seed(4))
+
+
 def worker(rank: int, world_size: int) -> dict:
     """This rank's results of the real collectives."""
     transport, own = TorchTransport(dist.group.WORLD), _partials(world_size)[rank]
+    topology = find_topology(dist.group.WORLD, RANKS // NODES)
     results = {}
     for spec in SPECS:
         codec = parse_codec(spec)
         works = [all_reduce(own, codec, transport), reduce_scatter(own, codec, transport)]
         works.append(all_gather(own[:2], codec, transport))
         results[spec] = [work.wait().float().numpy() for work in works]
+        if not codec.sees_shape:
+            bucket = GradientBucket(_gradients()[rank], (), 1 / RANKS, True, topology, Ledger())
+            CodecGradientSync(bucket, codec).start().wait()
+            results[spec].append(bucket.shard.numpy())
     return results
 
 
@@ -46,8 +60,11 @@ def test_simulation_has_the_bits_of_the_collectives(spec: str, ranks: list[dict]
     slices = Exchange(Setting("s", spec, spec, sequence_parallel=True))
     scattered = slices.reduce(partials, "backward").float()
     gathered = slices.gather(torch.cat([p[:2] for p in partials]), "forward").float()
+    codec = parse_codec(spec)
+    summed = None if codec.sees_shape else sum_gradients(_gradients(), codec.hops, 1 / RANKS).chunk(RANKS)
     for rank, results in enumerate(ranks):
-        reduced, shard, whole = (torch.from_numpy(array) for array in results[spec])
+        reduced, shard, whole, *gradients = (torch.from_numpy(array) for array in results[spec])
         assert torch.equal(reduced, total)
         assert torch.equal(shard, scattered[2 * rank : 2 * rank + 2])
         assert torch.equal(whole, gathered)
+        assert summed is None or torch.equal(gradients[0], summed[rank])

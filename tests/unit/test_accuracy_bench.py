@@ -93,8 +93,9 @@ def test_each_hop_has_its_own_codec(partials):
 def test_stages_send_messages_there_and_back():
     """tah-quant and normalize see a micro-batch's tokens, samples and channels; the sums stay exact."""
     setting = setting_of("tah-quant-pp")
-    assert (setting.forward, setting.backward) == ("tah-quant", parse_codec("tah-quant").backward.name)
-    assert setting_of("int4:group=32,,int8-pp").backward == "int8"
+    assert setting.forward == setting.backward == "none" and setting.stage_forward == "tah-quant"
+    assert setting.stage_backward == parse_codec("tah-quant").backward.name
+    assert setting_of("int4:group=32,,int8-pp").stage_backward == "int8"
     exchange = Exchange(setting)
     layers.attach(exchange)
     x = torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
@@ -104,7 +105,7 @@ def test_stages_send_messages_there_and_back():
         ("forward", x.detach(), sent),
         ("backward", torch.ones_like(x).cumsum(0), x.grad),
     ):
-        codec = exchange.stage_codecs[direction]
+        codec = exchange.codecs[f"stage_{direction}"]
         messages = before.view(2, 4, 16, 128).transpose(1, 2)
         expected = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype).transpose(1, 2)
         assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
@@ -123,6 +124,19 @@ def test_names_stand_for_specs_and_specs_for_themselves():
         setting_of("int7-nearest")
 
 
+def test_kinds_of_parallelism_are_joined():
+    three = setting_of("paper-sp+tah-quant-pp+sdp4bit-dp")
+    assert three.sequence_parallel and three.forward == three.backward == "taco"
+    assert three.stage_forward == "tah-quant" and three.gradients == "sdp4bit"
+    assert three.weights == "sdp4bit:intra=4,group=2048,hadamard=off"
+    alone = [bits_of(setting_of(name).as_dict()) for name in three.name.split("+")]
+    assert bits_of(three.as_dict()) == pytest.approx(sum(alone) / 3)
+    assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
+    for name in ("int6+int8", "tagc-dp", "loco-dp", "tah-quant-dp"):
+        with pytest.raises(ValueError, match=r"twice|simulated"):
+            setting_of(name)
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     """A tiny corpus of repeated patterns."""
@@ -133,6 +147,23 @@ def tokens(tmp_path_factory):
         ids = words[generator.integers(0, 40, count)].reshape(-1)
         np.save(folder / f"{name}.npy", ids.astype(np.uint16))
     return folder
+
+
+def test_data_parallel_weights_follow_the_masters(tokens):
+    """Ranks hold bf16, which their codec changes towards the fp32 masters; without codecs nothing moves."""
+    config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.float32)
+    trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=8, batch=4, warmup=2))
+    losses, weights = {}, {}
+    for name in ("none", "int8,,none-dp", "int8,,int8-dp", "none,,int4-dp"):
+        trainer.start(3)
+        losses[name] = trainer.run(setting_of(name), 8, 3)["losses"]
+        weights[name] = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    exact = weights["none"]
+    error = {name: float((own - exact).norm() / exact.norm()) for name, own in weights.items()}
+    assert losses["none,,int4-dp"][0] == pytest.approx(losses["none"][0], rel=1e-3)
+    assert 0 < error["int8,,none-dp"] < 0.01 and 0 < error["int8,,int8-dp"] < error["none,,int4-dp"] < 0.05
+    for name, own in weights.items():
+        assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
 
 
 def test_a_run_repeats_and_a_branch_continues_bitwise(tokens, tmp_path):
