@@ -161,7 +161,7 @@ def test_data_parallel_weights_follow_the_masters(tokens):
     exact = weights["none"]
     error = {name: float((own - exact).norm() / exact.norm()) for name, own in weights.items()}
     assert losses["none,,int4-dp"][0] == pytest.approx(losses["none"][0], rel=1e-3)
-    assert 0 < error["int8,,none-dp"] < 0.01 and 0 < error["int8,,int8-dp"] < error["none,,int4-dp"] < 0.05
+    assert not error.pop("none") and all(0 < one < 0.004 for one in error.values()), "as bf16 rounds"
     for name, own in weights.items():
         assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
 
