@@ -1,4 +1,4 @@
-"""A GPT as Megatron's: pre-norm, learned positions, GELU, biases, untied output; fp32 weights."""
+"""A GPT as Megatron's: pre-norm, learned positions, GELU, biases, untied output; or a Qwen. fp32 weights."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.compression.huggingface.models import DenseModel
 from scripts.accuracy import layers
 from scripts.accuracy.experts import Experts
+from scripts.accuracy.qwen import QwenBlock, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class ModelConfig:
     chosen: int = 2
     """Experts of a token."""
     expert_width: int = 1536
+    qwen: DenseModel | None = None
+    """A Qwen's layers, whose sizes are the same numbers; its own vocabulary is not used."""
 
 
 class Norm(nn.Module):
@@ -110,13 +114,18 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, compile_blocks: bool = False) -> None:
         super().__init__()
         self.config = config
+        qwen = config.qwen
         self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
-        self.positions = nn.Parameter(torch.empty(config.sequence, config.hidden))
+        self.positions = None if qwen else nn.Parameter(torch.empty(config.sequence, config.hidden))
         self.blocks = nn.ModuleList(
-            Block(config, bool(config.massive) and layer == MASSIVE_LAYER) for layer in range(config.layers)
+            QwenBlock(qwen, config.sequence)
+            if qwen
+            else Block(config, bool(config.massive) and layer == MASSIVE_LAYER)
+            for layer in range(config.layers)
         )
-        self.norm = Norm(config.hidden)
-        self.output = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.norm = RMSNorm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
+        tied = qwen is not None and qwen.tied
+        self.output = self.words if tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.sequence_parallel = False
         self.token_losses = token_losses
         if compile_blocks:
@@ -138,7 +147,7 @@ class GPT(nn.Module):
                     std = 0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             for block in self.blocks:
-                if block.sees_first_token:
+                if getattr(block, "sees_first_token", False):
                     block.fc2[MASSIVE_CHANNEL % self.config.hidden, 0] = self.config.massive
 
     def use_sequence_parallelism(self, value: bool) -> None:
@@ -153,7 +162,8 @@ class GPT(nn.Module):
         ids = ids.reshape(-1)
         rows = self.words[ids].to(dtype)
         x = layers.reduce_embedding(rows, ids, config.vocabulary).view(-1, config.sequence, config.hidden)
-        x = (x + self.positions.to(dtype)).view(-1, config.hidden)
+        x = x if self.positions is None else x + self.positions.to(dtype)
+        x = x.view(-1, config.hidden)
         stage = -(-config.layers // PIPELINE_STAGES)
         for layer, block in enumerate(self.blocks):
             if layer and layer % stage == 0:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("111m", "111m-massive", "350m", "tiny", "moe", "moe-tiny")
+SIZES = ("111m", "111m-massive", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny", "moe", "moe-tiny")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,9 +53,14 @@ def sizes(args: argparse.Namespace):
     """ModelConfig and Schedule of ``--size``."""
     import torch
 
+    from megatron.compression.huggingface.models import MODELS
     from scripts.accuracy.model import ModelConfig
     from scripts.accuracy.training import Schedule
 
+    if args.size.startswith("qwen"):  # in the TACO paper's batches of 64 x 512
+        qwen = MODELS[args.size.removeprefix("qwen")]
+        model = ModelConfig(layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, sequence=512, qwen=qwen)
+        return model, Schedule(args.steps, 64, 3e-4, 3e-5, warmup=args.steps // 10)
     experts = {"experts": 8} if "moe" in args.size else {}
     if "tiny" in args.size:
         model = ModelConfig(512, 2, 64, 2, 32, torch.float32, **experts, expert_width=64)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_weight_gradients import FULL, _gradients, _wrapped
@@ -64,6 +65,9 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict, size: int, 
             loss = wrapped(**batch(number, rank, size)).float().mean()
             loss.backward()
             losses.append(float(loss.detach()))
+    for parameter in model.parameters():  # as Megatron does: of its own tokens, which halves deal anew
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.main_grad)
     return Step(losses, _gradients(model))
 
 
