@@ -27,28 +27,11 @@ from pathlib import Path
 import demo
 from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, fresh_folder, gpu_count, parse_setting, torchrun
 
-from megatron.compression.huggingface.flags import as_arguments
-from megatron.compression.huggingface.models import MODELS, megatron_flags
-
-
-def qwen(name: str) -> str:
-    """A Qwen model's flags with the corpus's own vocabulary, in the TACO paper's batches of 64 x 512."""
-    flags = megatron_flags(MODELS[name])
-    for flag in ("--vocab-size", "--padded-vocab-size", "--max-position-embeddings"):
-        flags.pop(flag, None)
-    batch = "--seq-length 512 --max-position-embeddings 512 --global-batch-size 64 --lr 3e-4 --min-lr 3e-5"
-    return f"{' '.join(map(str, as_arguments(flags)))} {batch}"
-
-
 SHAPES = {
     "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4",
     "small": "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
     "--max-position-embeddings 512 --global-batch-size 64 --lr 1e-3 --min-lr 1e-4",
-    "350m": "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
-    "--max-position-embeddings 2048 --global-batch-size 64 --lr 3e-4 --min-lr 3e-5",
-    "qwen2.5-0.5b": qwen("2.5-0.5b"),
-    "qwen3-0.6b": qwen("3-0.6b"),
     "111m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
     "--max-position-embeddings 1024 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5 "
     "--untie-embeddings-and-output-weights",

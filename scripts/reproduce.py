@@ -7,7 +7,7 @@
 
 Every command runs under a time limit, writes what it prints and its JSON into --output, and never stops the
 others. The table at the end says what ran, how long, and how it ended; behind a paper's run, what the paper
-has. Runs of losses go on one GPU too, which their ranks then share. The exit status is 1 if a command failed.
+has. Runs of losses go on one GPU too, where their ranks are simulated or share it. The exit status is 1 if a command failed.
 The papers' own sizes and settings: examples/paper. What came out: docs/results/paper.md.
 """
 
@@ -55,15 +55,15 @@ DATA_PARALLEL = (
 )
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
-LOSSES_3D = (
-    "scripts/losses.py --share-gpus --data-parallel 8 --noise-seed 0 --tensor-model-parallel-size 2"
-    " --pipeline-model-parallel-size 2 --sequence-parallel"
+ENDINGS = "-m scripts.accuracy.run --plan ending --work-dir {output}/{work} --size {size} --minutes {minutes}"
+STAGES = (
+    "int6:group=64,scales=single,normalize=standardize,outliers=on,,"
+    "int6:group=32,scales=single,hadamard=off,outliers=on-pp"
 )
-GPT_350M = "--seq-length 1024 --max-position-embeddings 1024 --global-batch-size 32"
-"""In batches of scripts.accuracy's endings of it."""
+"""What ``--compression auto`` takes between pipeline stages within its usual budget."""
+WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
+"""Codec of the changes of SDP4Bit's weights."""
 HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
-ALL = "--tp-compression-min-mb 0"
-"""However small the messages are."""
 
 
 def _losses(stage: str, name: str, dimension: str, minutes: int, options: str, paper: str = "") -> tuple:
@@ -74,21 +74,11 @@ def _losses(stage: str, name: str, dimension: str, minutes: int, options: str, p
 
 
 def _endings(
-    stage: str, name: str, model: str, iterations: int, minutes: int, codecs: str, paper: str
-) -> list:
-    """An uncompressed training at TP 2, PP 2 and DP 2, and its last quarter again with each setting."""
-    kept, common = iterations * 3 // 4, f"{LOSSES_3D} --model {model} --iterations {iterations}"
-    saved = f"--save {{output}}/{name}_weights --save-interval {kept} --codecs none"
-    loaded = f"--load {{output}}/{name}_weights --ckpt-step {kept} --data {{output}}/{name}_training/data"
-    return [
-        (stage, 1, minutes, f"{name}_training", f"{common} --output {{output}}/{name}_training {saved}"),
-        (
-            *(stage, 1, minutes, f"{name}_endings"),
-            f"{common} --output {{output}}/{name}_endings {loaded} --time-limit {60 * minutes - 60}"
-            f" --codecs {codecs}",
-            paper,
-        ),
-    ]
+    stage: str, name: str, work: str, size: str, minutes: int, settings: str, paper: str, more: str = ""
+) -> tuple:
+    """A row of last quarters of trainings, simulated on one GPU; rows of one ``work`` share the trainings."""
+    line = ENDINGS.replace("{work}", work).replace("{size}", size).replace("{minutes}", str(minutes - 1))
+    return stage, 1, minutes, name, f"{line}{more} --settings {settings}", paper
 
 
 PAPERS = (
@@ -121,29 +111,30 @@ PAPERS = (
         ' "none --compression auto" none --json {output}/taco_3d.json',
         "TACO: Qwen2.5-7B at TP 2, PP 2, DP 2 is one of its runs; up to 1.87",
     ),
-    (
-        *("taco", 1, 30, "taco_350m_endings"),
-        "-m scripts.accuracy.run --work-dir {output}/taco_350m --size 350m --plan ending --seeds 1"
-        " --steps 924 --minutes 28 --settings paper int6:outliers=on int6655-quadratic auto-pp tah-quant"
-        " tah-quant-pp taco:format=fp8-e5m2,group=256",
+    _endings(
+        *("taco", "taco_350m_endings", "350m", "350m", 30),
+        "paper int6:outliers=on int6655-quadratic auto-pp tah-quant tah-quant-pp"
+        " taco:format=fp8-e5m2,group=256",
         "TACO, GPT-350M over 20,000 iterations: validation loss 2.3899 uncompressed, 2.3958 with TACO"
         " (+0.25 %), 2.4587 with TAH-Quant on tensor parallelism (+2.88 %)",
+        " --steps 924 --seeds 1",
+    ),
+    _endings(
+        *("taco", "taco_3d_endings", "350m", "350m", 30),
+        f"paper+tah-quant-pp+sdp4bit-dp int6:outliers=on+auto-pp+sdp4bit-dp"
+        f" int6:outliers=on+{STAGES}+sdp4bit-dp sdp4bit-dp",
+        "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
+        " --steps 924 --seeds 1",
     ),
     *(
-        row
-        for model in ("qwen3-0.6b", "qwen2.5-0.5b")
-        for row in _endings(
-            *("taco", f"taco_{model}", model, 200, 15),
-            f'none "none --taco {ALL}" "none --tp-compression auto {ALL}" "none --taco {ALL}'
-            ' --pp-compression taco --pp-backward-compression taco"',
+        _endings(
+            *("taco", f"taco_{model}_endings", model, model, 20),
+            "paper-sp int6:outliers=on-sp paper-sp+taco,,taco-pp paper-sp+tah-quant-pp+sdp4bit-dp"
+            f" int6:outliers=on-sp+{STAGES}+sdp4bit-dp",
             "TACO: Qwen3-0.6B at TP 2, PP 2, DP 2 is one of its runs; near-lossless",
+            " --steps 200",
         )
-    ),
-    *_endings(
-        *("taco", "taco_3d", f"350m {GPT_350M}", 400, 25),
-        f'none "none --compression-3d {ALL}" "sdp4bit --tp-compression int6:outliers=on {ALL}'
-        f' --pp-compression auto" "none --taco {ALL}" "none --pp-compression tah-quant" sdp4bit',
-        "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
+        for model in ("qwen3-0.6b", "qwen2.5-0.5b")
     ),
     (
         *("tah-quant", 2, 8, "tah_quant_times"),
@@ -169,12 +160,9 @@ PAPERS = (
         " --json {output}/sdp4bit_times.json",
         "SDP4Bit: up to 4.08 times as fast as fp32 gradients on 128 GPUs, one sequence a GPU and iteration",
     ),
-    _losses(
-        *("sdp4bit", "sdp4bit_losses", "data", 20),
-        '--model 111m --iterations 600 --codecs none "sdp4bit --dp-compression-node-size 1"'
-        ' "sdp4bit none --dp-compression-node-size 1"'
-        ' "sdp4bit:hadamard=off none --dp-compression-node-size 1"'
-        ' "none sdp4bit:intra=4,group=2048,hadamard=off"',
+    _endings(
+        *("sdp4bit", "sdp4bit_endings", "sdp4bit", "111m", 20),
+        f"sdp4bit-dp sdp4bit,,none-dp sdp4bit:hadamard=off,,none-dp none,,{WEIGHTS}-dp",
         "SDP4Bit, 125M to 6.7B over 80,000 iterations: validation loss at most +0.24 %",
     ),
     (

@@ -68,11 +68,16 @@ def test_settings_are_ones_that_there_are() -> None:
     import bench_end_to_end
 
     from scripts._launch import parse_setting
+    from scripts.accuracy.run import parse
+    from scripts.accuracy.settings import setting_of
 
     for command in reproduce.COMMANDS:
         words = shlex.split(command.line)
         if "--shape" in words:
             bench_end_to_end.parse(filled(command)[1:])
+        if words[:2] == ["-m", "scripts.accuracy.run"]:
+            for name in parse(filled(command)[2:]).settings or ():
+                assert setting_of(name).codecs
         if "--codecs" in words:
             for text in words[words.index("--codecs") + 1 :]:
                 if text.startswith("--"):

@@ -16,8 +16,8 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 RECOMMENDED: dict[str, dict[str, float]] = {
     "tp": {"auto": 0.085, "int8": 0.006, "lossless": 0.0},
-    "pp": {"auto": 1.0, "int6:group=64,scales=single,normalize=standardize": 0.02, "lossless": 0.0},
-    "dp": {"sdp4bit": 0.21, "lossless": 0.0},
+    "pp": {"auto": 1.0, "int6:group=64,scales=single,normalize=standardize": 0.056, "lossless": 0.0},
+    "dp": {"sdp4bit": 0.03, "lossless": 0.0},
     "ep": {"int8": 0.003, "int6": 0.015},
 }
 """By dimension: specs and what they cost in validation loss, percent, the most seen (docs/choosing.md)."""
