@@ -7,8 +7,8 @@
 
 Every command runs under a time limit, writes what it prints and its JSON into --output, and never stops the
 others. The table at the end says what ran, how long, and how it ended; behind a paper's run, what the paper
-has. Runs of losses go on one GPU too, where their ranks are simulated or share it. The exit status is 1 if a command failed.
-The papers' own sizes and settings: examples/paper. What came out: docs/results/paper.md.
+has. Runs of losses go on one GPU too, where their ranks are simulated or share it. The exit status is 1 if a
+command failed. The papers' own sizes and settings: examples/paper. What came out: docs/results/paper.md.
 """
 
 from __future__ import annotations

@@ -37,20 +37,27 @@ class Exchange:
             direction: forward or backward.
             whole: an all-reduce also with sequence parallelism.
         """
-        self.number += 1
         codec, shape, dtype = self.codecs[direction], partials.shape[1:], partials.dtype
-        if codec is None:
-            return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
+        if codec is None or (self.setting.sequence_parallel and not whole):
+            return self.reduce_scatter(partials, direction)
+        self.number += 1
         first, second = codec.hops
         payloads, piece = self._encode(partials, codec, first)
-        if self.setting.sequence_parallel and not whole:
-            return joined(first.decode_sum(payloads, piece, dtype), shape)
         total = first.decode_sum_encode(payloads, piece, second)
         return joined(second.decode(total, piece, dtype), shape)
 
+    def reduce_scatter(self, partials: torch.Tensor, direction: str) -> torch.Tensor:
+        """[W, T, h] of the ranks -> the shards of their sum together, [T, h]."""
+        self.number += 1
+        codec, dtype = self.codecs[direction], partials.dtype
+        if codec is None:
+            return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
+        payloads, piece = self._encode(partials, codec, codec.hops[0])
+        return joined(codec.hops[0].decode_sum(payloads, piece, dtype), partials.shape[1:])
+
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
         """What there is of x [T, h] where it arrives: on every rank after the all-gather of slices, or at the
-        experts and back (a leg of ``Setting``)."""
+        experts and back (a leg of ``Setting``), or keys and values (context_forward)."""
         self.number += 1
         codec = self.codecs[direction]
         if codec is None:

@@ -75,7 +75,7 @@ def survey(worker: run.Worker) -> list[list]:
         trainer.load(path)
         looker = Survey(worker.config.layers, worker.config.sequence)
         layers.attach(looker)
-        worker.model.use_sequence_parallelism(False)
+        worker.model.use(setting_of("none"))
         window = torch.arange(worker.schedule.batch, device=worker.device)
         worker.model(*trainer.corpus.take(trainer.corpus.valid, window)).mean().backward()
         trainer.optimizer.zero_grad(set_to_none=True)

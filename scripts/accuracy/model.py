@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from megatron.compression.huggingface.models import DenseModel
 from scripts.accuracy import layers
+from scripts.accuracy.attention import attend
 from scripts.accuracy.experts import Experts
 from scripts.accuracy.qwen import QwenBlock, RMSNorm
+from scripts.accuracy.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Block(nn.Module):
         h = config.hidden
         self.config = config
         self.sees_first_token = sees_first_token
-        self.sequence_parallel = False
+        self.sequence_parallel = self.context_parallel = False
         self.norm1, self.norm2 = Norm(h), Norm(h)
         self.qkv, self.qkv_bias = weight_and_bias(3 * h, h)
         self.projection, self.projection_bias = weight_and_bias(h, h)
@@ -77,9 +79,7 @@ class Block(nn.Module):
         y = layers.gather(y) if self.sequence_parallel else y
         qkv = layers.column_linear(y, self.qkv.to(dtype)) + self.qkv_bias.to(dtype)
         qkv = qkv.view(-1, config.sequence, config.heads, 3, config.hidden // config.heads)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(x.shape)
+        y = attend(*qkv.unbind(3), self.context_parallel)
         x = x + (layers.row_linear(y, self.projection.to(dtype)) + self.projection_bias.to(dtype))
         y = self.norm2(x)
         y = layers.gather(y) if self.sequence_parallel else y
@@ -150,11 +150,12 @@ class GPT(nn.Module):
                 if getattr(block, "sees_first_token", False):
                     block.fc2[MASSIVE_CHANNEL % self.config.hidden, 0] = self.config.massive
 
-    def use_sequence_parallelism(self, value: bool) -> None:
-        """Gather the inputs of the column-parallel layers or not."""
-        self.sequence_parallel = value
+    def use(self, setting: Setting) -> None:
+        """Exchange what a setting's kinds of parallelism do from now on."""
+        self.sequence_parallel = setting.sequence_parallel
         for block in self.blocks:
-            block.sequence_parallel = value
+            block.sequence_parallel = setting.sequence_parallel
+            block.context_parallel = setting.context_parallel
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """fp32 [B * S] losses."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron.compression.huggingface.models import DenseModel
 from scripts.accuracy import layers
+from scripts.accuracy.attention import attend
 
 
 class RMSNorm(nn.Module):
@@ -46,7 +47,8 @@ class QwenBlock(nn.Module):
     def __init__(self, model: DenseModel, sequence: int) -> None:
         super().__init__()
         h, width = model.hidden, model.heads * model.head_dim
-        self.model, self.sequence, self.sequence_parallel = model, sequence, False
+        self.model, self.sequence = model, sequence
+        self.sequence_parallel = self.context_parallel = False
         self.norm1, self.norm2 = RMSNorm(h, model.norm_epsilon), RMSNorm(h, model.norm_epsilon)
         rows = width + 2 * model.groups * model.head_dim
         self.qkv = nn.Parameter(torch.empty(rows, h))
@@ -75,11 +77,8 @@ class QwenBlock(nn.Module):
         qkv = layers.column_linear(y, self.qkv.to(dtype))
         qkv = qkv if self.qkv_bias is None else qkv + self.qkv_bias.to(dtype)
         qkv = qkv.view(-1, self.sequence, model.groups, each + 2, model.head_dim)
-        q, k, v = qkv.split([each, 1, 1], dim=3)
-        q, k = q.flatten(2, 3), k.flatten(2, 3)
+        q, k, v = (part.flatten(2, 3) for part in qkv.split([each, 1, 1], dim=3))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (rotate(part, *self.angles) for part in (q, k))
-        k, v = (part.flatten(2, 3).repeat_interleave(each, dim=2) for part in (k[:, :, :, None], v))
-        y = F.scaled_dot_product_attention(*(p.transpose(1, 2) for p in (q, k, v)), is_causal=True)
-        return y.transpose(1, 2).reshape(-1, model.heads * model.head_dim)
+        return attend(q, k, v, self.context_parallel)

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import asdict, dataclass, fields, replace
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
@@ -15,7 +16,8 @@ MESSAGE = (1024, 4, 768)
 """Tokens, samples and channels of a message, by which bits a value are counted."""
 LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 """Of expert parallelism, in the order in which a token and its gradient take them."""
-WAYS = ("forward", "backward", "stage_forward", "stage_backward", "gradients", "weights", *LEGS)
+PAIRS = tuple((f"{of}forward", f"{of}backward") for of in ("", "stage_", "context_"))
+WAYS = (*(way for pair in PAIRS for way in pair), "gradients", "weights", *LEGS)
 """Everything that has a codec of its own."""
 _SPECS: dict[str, str | tuple[str, str]] = {
     "none": "none",
@@ -71,6 +73,9 @@ class Setting:
     gradients: str = "none"
     """Specs of what data parallelism sends: the gradients, and the changes of the weights."""
     weights: str = "none"
+    context_forward: str = "none"
+    """Specs of the keys and values that ranks with parts of a sequence gather, and of their gradients."""
+    context_backward: str = "none"
     dispatch: str = "none"
     """Specs of the legs of expert parallelism."""
     combine: str = "none"
@@ -86,6 +91,11 @@ class Setting:
         specs = {way: getattr(self, way) for way in WAYS}
         return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
 
+    @property
+    def context_parallel(self) -> bool:
+        """Whether ranks share sequences."""
+        return any(getattr(self, way) != "none" for way in PAIRS[2])
+
     def as_dict(self) -> dict:
         """For JSON."""
         return asdict(self)
@@ -94,9 +104,9 @@ class Setting:
 def setting_of(name: str) -> Setting:
     """The setting of a name of the results, or of any spec: of tensor parallelism (``-sp``: with sequence
     parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, of ``--pp-compression``;
-    before ``-dp``, of ``--dp-compression``. Several kinds of parallelism are joined by ``+``.
+    before ``-cp`` and ``-dp``, of those flags. Several kinds of parallelism are joined by ``+``.
 
-    Pipeline gradients and data-parallel weights go as those flags say, or as a second spec behind ``,,``.
+    What goes back, and data-parallel weights, go as those flags say, or as a second spec behind ``,,``.
 
     Raises:
         CompressionConfigError: none of these, one kind of parallelism twice, or what is not simulated.
@@ -113,12 +123,14 @@ def setting_of(name: str) -> Setting:
 
 def _one_kind(name: str) -> Setting:
     kind = name[-3:]
-    if kind in ("-pp", "-dp"):
+    if kind in ("-pp", "-cp", "-dp"):
         there, _, other = name.removesuffix(kind).partition(",,")
-        if kind == "-pp":
-            stages = PipelineParallelConfig(compression=there, backward=other or None)
-            back = stages.backward_codec.name if stages.backward_codec else "none"
-            return Setting(name, stage_forward=stages.compression, stage_backward=back)
+        if kind != "-dp":
+            once = PipelineParallelConfig if kind == "-pp" else ContextParallelConfig
+            sent = once(compression=there, backward=other or None)
+            back = sent.backward_codec.name if sent.backward_codec else "none"
+            pair = PAIRS[1 if kind == "-pp" else 2]
+            return Setting(name, **dict(zip(pair, (sent.compression, back), strict=True)))
         config = DataParallelConfig(compression=there, weights=other or None)
         gradients, weights = getattr(config.compressor, "codec", None), config.weight_codec
         known = all(codec is None or not codec.sees_shape for codec in (gradients, weights))
@@ -151,7 +163,7 @@ def bits_of(setting: dict) -> float:
         hops = ("forward1", "forward2", "backward1", "backward2")
         return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
     codecs = Setting(**setting).codecs
-    kinds = [[codecs[way] for way in kind] for kind in (WAYS[:2], WAYS[2:4], WAYS[4:6], LEGS)]
+    kinds = [[codecs[way] for way in kind] for kind in (*PAIRS, ("gradients", "weights"), LEGS)]
     compressed = [kind for kind in kinds if any(kind)]
     return statistics.fmean(statistics.fmean(map(_bits, kind)) for kind in compressed or [[None]])
 

@@ -147,7 +147,7 @@ class Trainer:
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
-        model.use_sequence_parallelism(setting.sequence_parallel)
+        model.use(setting)
         order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
         parameters = list(model.parameters())
         ranks = DataParallel(setting, parameters)
@@ -192,7 +192,7 @@ class Trainer:
         model, corpus, batch = self.model, self.corpus, self.schedule.batch
         tokens = corpus.valid if tokens is None else tokens
         layers.attach(Exchange(setting))
-        model.use_sequence_parallelism(setting.sequence_parallel)
+        model.use(setting)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = self.batches(part)
         for i in range(batches):

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.compression.codecs import parse_codec
+from megatron.compression.context_parallel.gather import chunks_of
 from megatron.compression.huggingface.models import DenseModel
 from scripts.accuracy import corpus, layers
+from scripts.accuracy.attention import attend
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.experts import Experts
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
@@ -58,7 +60,7 @@ def test_without_codecs_it_is_the_plain_model(name):
     gradients = torch.autograd.grad(expected.mean(), list(model.parameters()))
     exchange = Exchange(setting)
     layers.attach(exchange)
-    model.use_sequence_parallelism(setting.sequence_parallel)
+    model.use(setting)
     losses = model(ids, targets)
     assert torch.allclose(losses, expected, atol=1e-5)
     for ours, exact in zip(
@@ -126,7 +128,7 @@ def test_a_qwen_is_hugging_faces(family):
     for name in ("none", "none-sp"):
         setting = setting_of(name)
         layers.attach(Exchange(setting))
-        model.use_sequence_parallelism(setting.sequence_parallel)
+        model.use(setting)
         model.zero_grad()
         losses = model(ids, targets)
         assert torch.allclose(losses, expected, atol=1e-5)
@@ -183,6 +185,40 @@ def test_stages_send_messages_there_and_back():
         assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
     partials = torch.randn(4, 8, 128).bfloat16()
     assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
+
+
+def test_ranks_share_a_sequence():
+    """Context parallelism: each rank's queries see decoded keys and values, and have gradients of their own."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 16, 4, 32, generator=generator, requires_grad=True)
+    k, v = (torch.randn(3, 16, 2, 32, generator=generator, requires_grad=True) for _ in "kv")
+    grad = torch.randn(3 * 16, 128, generator=generator)
+    plain = attend(q, k, v, False)
+    exact = torch.autograd.grad(plain, (q, k, v), grad)
+    layers.attach(Exchange(setting_of("identity-cp")))
+    y = attend(q, k, v, True)
+    assert torch.allclose(y, plain, atol=1e-6)
+    for ours, other in zip(torch.autograd.grad(y, (q, k, v), grad), exact, strict=True):
+        assert torch.allclose(ours, other, atol=1e-5)
+    setting = setting_of("int4,,int5-cp")
+    assert (setting.context_forward, setting.context_backward) == ("int4", "int5")
+    layers.attach(Exchange(setting))
+    y = attend(q, k, v, True)
+    there, back = parse_codec("int4"), parse_codec("int5")
+    sent = torch.cat([k, v], dim=2).view(1, -1, 128).detach()
+    sent = there.decode(there.encode(sent), sent.shape[1:], torch.float32).view(3, 16, 4, 32).requires_grad_()
+    rows = attend(q, *sent.split(2, dim=2), False)
+    assert torch.allclose(y, rows, atol=1e-6) and not torch.allclose(y, plain, atol=1e-2)
+    parts = []
+    for rank in range(4):
+        mine = torch.zeros(16, dtype=torch.bool)
+        for number in chunks_of(rank, 4):
+            mine[2 * number : 2 * number + 2] = True
+        part = torch.where(mine.repeat(3)[:, None], grad, 0)
+        parts.append(torch.autograd.grad(rows, sent, part, retain_graph=True)[0].view(-1, 128))
+    expected = back.decode_sum(back.encode(torch.stack(parts))[:, None], (48, 128), torch.float32)
+    keys, values = torch.autograd.grad(y, (k, v), grad)
+    assert torch.allclose(torch.cat([keys, values], dim=2).view(48, 128), expected[0], atol=1e-5)
 
 
 def test_names_stand_for_specs_and_specs_for_themselves():
