@@ -188,7 +188,7 @@ def test_stages_send_messages_there_and_back():
 
 
 def test_ranks_share_a_sequence():
-    """Context parallelism: each rank's queries see decoded keys and values, and have gradients of their own."""
+    """Context parallelism: a rank's queries see decoded keys and values, and have gradients of their own."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 16, 4, 32, generator=generator, requires_grad=True)
     k, v = (torch.randn(3, 16, 2, 32, generator=generator, requires_grad=True) for _ in "kv")
