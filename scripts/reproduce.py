@@ -56,11 +56,11 @@ DATA_PARALLEL = (
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
 ENDINGS = "-m scripts.accuracy.run --plan ending --work-dir {output}/{work} --size {size} --minutes {minutes}"
-STAGES = (
+BETWEEN_STAGES = (
     "int6:group=64,scales=single,normalize=standardize,outliers=on,,"
     "int6:group=32,scales=single,hadamard=off,outliers=on-pp"
 )
-"""What ``--compression auto`` takes between pipeline stages within its usual budget."""
+"""What ``--compression auto`` takes there within its usual budget, with int8 and sdp4bit."""
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
 """Codec of the changes of SDP4Bit's weights."""
 HALVES, CHUNKS = "--tp-compression-overlap halves", "--tp-compression-chunks 2"
@@ -122,7 +122,7 @@ PAPERS = (
     _endings(
         *("taco", "taco_3d_endings", "350m", "350m", 30),
         f"paper+tah-quant-pp+sdp4bit-dp int6:outliers=on+auto-pp+sdp4bit-dp"
-        f" int6:outliers=on+{STAGES}+sdp4bit-dp sdp4bit-dp",
+        f" int8:outliers=on+{BETWEEN_STAGES}+sdp4bit-dp sdp4bit-dp",
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
         " --steps 924 --seeds 1",
     ),
@@ -130,7 +130,7 @@ PAPERS = (
         _endings(
             *("taco", f"taco_{model}_endings", model, model, 20),
             "paper-sp int6:outliers=on-sp paper-sp+taco,,taco-pp paper-sp+tah-quant-pp+sdp4bit-dp"
-            f" int6:outliers=on-sp+{STAGES}+sdp4bit-dp",
+            f" int8:outliers=on-sp+{BETWEEN_STAGES}+sdp4bit-dp",
             "TACO: Qwen3-0.6B at TP 2, PP 2, DP 2 is one of its runs; near-lossless",
             " --steps 200",
         )
@@ -162,7 +162,7 @@ PAPERS = (
     ),
     _endings(
         *("sdp4bit", "sdp4bit_endings", "sdp4bit", "111m", 20),
-        f"sdp4bit-dp sdp4bit,,none-dp sdp4bit:hadamard=off,,none-dp none,,{WEIGHTS}-dp",
+        f"sdp4bit-dp sdp4bit,,none-dp sdp4bit:hadamard=off,,none-dp none,,{WEIGHTS}-dp identity,,identity-dp",
         "SDP4Bit, 125M to 6.7B over 80,000 iterations: validation loss at most +0.24 %",
     ),
     (

@@ -35,6 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context_parallel: bool) -> Tensor:
     batch, sequence, heads, width = q.shape
     groups = k.shape[2]
     if context_parallel:
+        assert not sequence % (2 * RANKS), "as --context-parallel-size wants it"
         copies = gather_sequence(torch.cat([k, v], dim=2).view(batch * sequence, -1))
         k, v = copies.view(-1, sequence, 2 * groups, width).split(groups, dim=2)
         q = q.repeat(RANKS, 1, 1, 1)

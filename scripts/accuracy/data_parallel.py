@@ -1,7 +1,8 @@
 """Data parallelism of a few ranks on one device, with the arithmetic of the real one.
 
-Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them
-(megatron.compression.data_parallel.codec_gradients): quantised inside each node, and again between nodes.
+Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them with the
+distributed optimizer (megatron.compression.data_parallel.codec_gradients): quantised inside each node, and
+again between nodes.
 Weights stay fp32 where they are trained; what all ranks compute with is bf16 and changes by what
 the codec of the weights says of the difference (megatron.compression.data_parallel.weights).
 """
@@ -15,10 +16,10 @@ from torch import Tensor
 from megatron.compression.codecs import Codec
 from megatron.compression.data_parallel.codec_gradients import ALIGNMENT
 from scripts.accuracy.model import GPT
-from scripts.accuracy.settings import Setting
+from scripts.accuracy.settings import RANKS, Setting
 
-RANKS, NODES = 4, 2
-"""Data-parallel ranks, and nodes that they are on: 8-bit exchanges inside and 4-bit ones between them."""
+NODES = 2
+"""That the ranks are on: SDP4Bit sends 8 bits inside of them and 4 between them."""
 
 
 def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float) -> Tensor:

@@ -11,7 +11,7 @@ from scripts.accuracy import layers
 from scripts.accuracy.attention import attend
 from scripts.accuracy.experts import Experts
 from scripts.accuracy.qwen import QwenBlock, RMSNorm
-from scripts.accuracy.settings import Setting
+from scripts.accuracy.settings import RANKS, Setting
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class ModelConfig:
     expert_width: int = 1536
     qwen: DenseModel | None = None
     """A Qwen's layers, whose sizes are the same numbers; its own vocabulary is not used."""
+    ranks: int = RANKS
+    """Of tensor parallelism."""
+    stages: int = 4
+    """Of the pipeline, between which activations are sent where a setting says so."""
 
 
 class Norm(nn.Module):
@@ -49,8 +53,6 @@ class Norm(nn.Module):
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
 
 
-PIPELINE_STAGES = 4
-"""Between which activations are sent where a setting says so."""
 MASSIVE_LAYER, MASSIVE_CHANNEL = 1, 300
 """Where a model's massive activations come from, and where they stand."""
 
@@ -147,7 +149,7 @@ class GPT(nn.Module):
                     std = 0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             for block in self.blocks:
-                if getattr(block, "sees_first_token", False):
+                if block.sees_first_token:
                     block.fc2[MASSIVE_CHANNEL % self.config.hidden, 0] = self.config.massive
 
     def use(self, setting: Setting) -> None:
@@ -165,7 +167,7 @@ class GPT(nn.Module):
         x = layers.reduce_embedding(rows, ids, config.vocabulary).view(-1, config.sequence, config.hidden)
         x = x if self.positions is None else x + self.positions.to(dtype)
         x = x.view(-1, config.hidden)
-        stage = -(-config.layers // PIPELINE_STAGES)
+        stage = -(-config.layers // config.stages)
         for layer, block in enumerate(self.blocks):
             if layer and layer % stage == 0:
                 x = layers.send(x, config.sequence)

@@ -44,6 +44,9 @@ class QwenBlock(nn.Module):
         sequence: tokens of one.
     """
 
+    sees_first_token = False
+    """As a block of model.py may."""
+
     def __init__(self, model: DenseModel, sequence: int) -> None:
         super().__init__()
         h, width = model.hidden, model.heads * model.head_dim

@@ -57,9 +57,10 @@ def sizes(args: argparse.Namespace):
     from scripts.accuracy.model import ModelConfig
     from scripts.accuracy.training import Schedule
 
-    if args.size.startswith("qwen"):  # in the TACO paper's batches of 64 x 512
+    if args.size.startswith("qwen"):  # in the TACO paper's batches of 64 x 512, with its ranks
         qwen = MODELS[args.size.removeprefix("qwen")]
-        model = ModelConfig(layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, sequence=512, qwen=qwen)
+        parallel = {"ranks": 2, "stages": 2, "sequence": 512}
+        model = ModelConfig(layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, qwen=qwen, **parallel)
         return model, Schedule(args.steps, 64, 3e-4, 3e-5, warmup=args.steps // 10)
     experts = {"experts": 8} if "moe" in args.size else {}
     if "tiny" in args.size:
@@ -153,7 +154,8 @@ class Worker:
         """Do a run; what its record holds of it."""
         from scripts.accuracy.settings import setting_of
 
-        checkpoints, start, setting = self.args.work_dir / "checkpoints", time.time(), setting_of(job.setting)
+        checkpoints, start = self.args.work_dir / "checkpoints", time.time()
+        setting = setting_of(job.setting, self.config.ranks)
         if job.start:
             self.trainer.load(checkpoints / f"{job.start}.pt")
         else:

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 
 from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.context_parallel.config import ContextParallelConfig
@@ -17,6 +17,9 @@ MESSAGE = (1024, 4, 768)
 LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 """Of expert parallelism, in the order in which a token and its gradient take them."""
 PAIRS = tuple((f"{of}forward", f"{of}backward") for of in ("", "stage_", "context_"))
+_FLAT = (*PAIRS[2], "gradients", "weights")
+"""Ways whose messages are simulated as rows of values, without tokens and channels."""
+_SENT_ONCE = {"-pp": (PipelineParallelConfig, PAIRS[1]), "-cp": (ContextParallelConfig, PAIRS[2])}
 WAYS = (*(way for pair in PAIRS for way in pair), "gradients", "weights", *LEGS)
 """Everything that has a codec of its own."""
 _SPECS: dict[str, str | tuple[str, str]] = {
@@ -83,7 +86,13 @@ class Setting:
     dispatch_backward: str = "none"
 
     def __post_init__(self) -> None:
-        _ = self.codecs
+        for way, codec in self.codecs.items():
+            if codec is not None and codec.lossless:
+                raise CompressionConfigError(f"{self.name}: {codec.name} changes no bit; leave it out")
+            if codec is not None and codec.sees_shape and way in _FLAT:
+                raise CompressionConfigError(
+                    f"{self.name}: {codec.name} sees messages' shapes, which are not simulated; give another"
+                )
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
@@ -101,56 +110,57 @@ class Setting:
         return asdict(self)
 
 
-def setting_of(name: str) -> Setting:
+def setting_of(name: str, ranks: int = RANKS) -> Setting:
     """The setting of a name of the results, or of any spec: of tensor parallelism (``-sp``: with sequence
-    parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, of ``--pp-compression``;
-    before ``-cp`` and ``-dp``, of those flags. Several kinds of parallelism are joined by ``+``.
+    parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, ``-cp`` and ``-dp``, of
+    those flags. Several kinds of parallelism are joined by ``+``.
 
     What goes back, and data-parallel weights, go as those flags say, or as a second spec behind ``,,``.
+
+    Args:
+        ranks: of tensor parallelism.
 
     Raises:
         CompressionConfigError: none of these, one kind of parallelism twice, or what is not simulated.
     """
-    whole = Setting(name)
-    for part in name.split("+"):
-        one = _one_kind(part)
-        changed = {f.name: getattr(one, f.name) for f in fields(one)[1:] if getattr(one, f.name) != f.default}
-        if any(getattr(whole, way) != "none" for way in changed if way in WAYS):
+    changes: dict[str, dict] = {}
+    for part in re.split(r"(?<!\+)\+(?=[a-z])", name):
+        kind, found = _one_kind(part, ranks)
+        if kind in changes:
             raise CompressionConfigError(f"{name} has one kind of parallelism twice; leave one of them out")
-        whole = replace(whole, **changed)
-    return whole
+        changes[kind] = found
+    if "-cp" in changes and len(changes) > 1:
+        raise CompressionConfigError(f"{name}: context parallelism is simulated alone; leave the others out")
+    return Setting(
+        **{"name": name, "world_size": ranks, **{k: v for one in changes.values() for k, v in one.items()}}
+    )
 
 
-def _one_kind(name: str) -> Setting:
+def _one_kind(name: str, ranks: int) -> tuple[str, dict]:
+    """A kind of parallelism, and the fields of ``Setting`` that it sets."""
     kind = name[-3:]
-    if kind in ("-pp", "-cp", "-dp"):
-        there, _, other = name.removesuffix(kind).partition(",,")
-        if kind != "-dp":
-            once = PipelineParallelConfig if kind == "-pp" else ContextParallelConfig
-            sent = once(compression=there, backward=other or None)
-            back = sent.backward_codec.name if sent.backward_codec else "none"
-            pair = PAIRS[1 if kind == "-pp" else 2]
-            return Setting(name, **dict(zip(pair, (sent.compression, back), strict=True)))
-        config = DataParallelConfig(compression=there, weights=other or None)
-        gradients, weights = getattr(config.compressor, "codec", None), config.weight_codec
-        known = all(codec is None or not codec.sees_shape for codec in (gradients, weights))
-        if config.feedback != "none" or (gradients is None and there != "none") or not known:
-            raise CompressionConfigError(
-                f"{name}: only codecs that see no shapes, without error feedback, are simulated; give one"
-            )
-        return Setting(
-            name,
-            gradients=gradients.name if gradients else "none",
-            weights=weights.name if weights else "none",
-        )
+    there, _, other = name.removesuffix(kind).partition(",,")
+    if kind in _SENT_ONCE:
+        config, pair = _SENT_ONCE[kind]
+        sent = config(compression=there, backward=other or None)
+        back = sent.backward_codec.name if sent.backward_codec else "none"
+        return kind, dict(zip(pair, (sent.compression, back), strict=True))
+    if kind == "-dp":
+        replicas = DataParallelConfig(compression=there, weights=other or None)
+        gradients, weights = getattr(replicas.compressor, "codec", None), replicas.weight_codec
+        if replicas.feedback != "none" or (gradients is None and there != "none"):
+            raise CompressionConfigError(f"{name}: error feedback is not simulated; give a codec without")
+        names = (codec.name if codec else "none" for codec in (gradients, weights))
+        return kind, dict(zip(("gradients", "weights"), names, strict=True))
     if name.startswith("ep-"):
         suffix = next(end for end in reversed(_ON_LEGS) if name.endswith(end))
         spec = name.removeprefix("ep-").removesuffix(suffix)
-        return Setting(name, **dict.fromkeys(_ON_LEGS[suffix], "taco" if spec == "fp8" else spec))
+        return "ep", dict.fromkeys(_ON_LEGS[suffix], "taco" if spec == "fp8" else spec)
     base = name.removesuffix("-sp")
     found = _SPECS.get(base, base)
     forward, backward = (found, found) if isinstance(found, str) else found
-    return Setting(name, forward, backward, base != name, 2 if base == "none-tp2" else RANKS)
+    one = {"forward": forward, "backward": backward, "sequence_parallel": base != name}
+    return "tp", one | {"world_size": 2 if base == "none-tp2" else ranks}
 
 
 def bits_of(setting: dict) -> float:

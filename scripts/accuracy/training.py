@@ -151,6 +151,7 @@ class Trainer:
         order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
         parameters = list(model.parameters())
         ranks = DataParallel(setting, parameters)
+        assert not save or setting.weights == "none", "the fp32 weights would not be saved"
         losses, began = [], time.perf_counter()
         for _ in range(steps):
             for group in self.optimizer.param_groups:
@@ -175,7 +176,7 @@ class Trainer:
         if part == 1:
             result["test"] = self.evaluate(setting, tokens=corpus.test)
             if any(setting.codecs.values()):
-                result["valid_uncompressed"] = self.evaluate(setting_of("none"))
+                result["valid_uncompressed"] = self.evaluate(setting_of("none", setting.world_size))
         return result
 
     def batches(self, part: int = 1) -> int:

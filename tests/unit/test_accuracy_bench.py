@@ -183,6 +183,13 @@ def test_stages_send_messages_there_and_back():
         messages = before.view(2, 4, 16, 128).transpose(1, 2)
         expected = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype).transpose(1, 2)
         assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
+    sliced = Exchange(setting_of("none-sp+tah-quant-pp"))
+    parts = x.detach().view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)  # a rank's tokens each
+    codec = sliced.codecs["stage_forward"]
+    expected = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype).view(2, 4, 4, 4, 128)
+    assert torch.equal(
+        sliced.send(x.detach(), 16, "forward"), expected.permute(0, 3, 1, 2, 4).reshape(x.shape)
+    )
     partials = torch.randn(4, 8, 128).bfloat16()
     assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
 
@@ -240,8 +247,15 @@ def test_kinds_of_parallelism_are_joined():
     alone = [bits_of(setting_of(name).as_dict()) for name in three.name.split("+")]
     assert bits_of(three.as_dict()) == pytest.approx(sum(alone) / 3)
     assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
-    for name in ("int6+int8", "tagc-dp", "loco-dp", "tah-quant-dp"):
-        with pytest.raises(ValueError, match=r"twice|simulated"):
+    assert setting_of("paper+auto-pp", 2).world_size == setting_of("auto-pp", 2).world_size == 2
+    assert setting_of("zero++-dp").gradients == "sdp4bit:intra=4,hadamard=off"
+    refused = {"int6+int8": "twice", "int6+none-tp2": "twice", "int6,,none-dp+none,,int8-dp": "twice"}
+    refused |= dict.fromkeys(
+        ("tagc-dp", "loco-dp", "tah-quant-dp", "tah-quant-cp", "int8-cp+int6"), "simulated"
+    )
+    refused |= {"lossless-dp": "no bit", "lossless": "no bit"}
+    for name, words in refused.items():
+        with pytest.raises(ValueError, match=words):
             setting_of(name)
 
 

@@ -54,7 +54,6 @@ class TestChoice:
         gains["tensor_parallel"][INT8] = 0.15
         assert choose(gains, 0.1) == {"tensor_parallel": INT6}
         assert choose(gains, 0.0) == {}
-        assert choose(gains, 0.0) == {}
 
     def test_what_would_gain_nothing_is_not_tried(self):
         assert choose({"tensor_parallel": {INT6: 0.004, INT8: -0.1}}, 0.1) == {}

@@ -85,6 +85,16 @@ def test_settings_are_ones_that_there_are() -> None:
                 parse_setting(text)
 
 
+def test_specs_are_those_of_the_package() -> None:
+    """reproduce.py needs nothing installed, so it has copies."""
+    from megatron.compression.auto.candidates import within
+    from megatron.compression.data_parallel.presets import PRESETS
+
+    assert PRESETS["sdp4bit"].weights == reproduce.WEIGHTS
+    (stages,) = (one.name for one in within(0.1, "pipeline_parallel") if not one.exact)
+    assert stages.replace(", back ", ",,") + "-pp" == reproduce.BETWEEN_STAGES
+
+
 @pytest.mark.parametrize(
     ("name", "code", "ended"),
     [

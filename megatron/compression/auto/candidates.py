@@ -1,9 +1,9 @@
 """What ``--compression auto`` chooses among, and what each costs in validation loss.
 
 The costs are those of docs/results, of the codec as it was measured; ``outliers=on``, which protects the
-models that have massive activations, was on for int4 between stages alone and lowers a codec's error. Two
-seeds or more are averaged, and what is better than uncompressed counts as 0: a cost of 0 is no promise that
-no bit changes, which ``exact`` is.
+models that have massive activations, was on for int4 and int6 between stages alone and lowers a codec's
+error. Two seeds or more are averaged, and what is better than uncompressed counts as 0: a cost of 0 is no
+promise that no bit changes, which ``exact`` is.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         _candidate(0.0, _NONE, "lossless", min_mb=0.0),
     ),
     "data_parallel": (
-        # both compress the distributed optimizer's weights too
+        # both compress the distributed optimizer's weights too, with which the cost was measured
         _candidate(0.030, _ENDINGS, "sdp4bit"),
         _candidate(0.0, _NONE, "lossless"),
     ),
