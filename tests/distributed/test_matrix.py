@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 16
+ITERATIONS = 12
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
@@ -133,7 +133,7 @@ def model_flags(architecture: str, tied: bool) -> list[str]:
     flags = f"""--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 8 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 6 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 
@@ -236,7 +236,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     expected = {iteration: serial.losses[iteration] for iteration in run.losses}
     assert run.losses == pytest.approx(expected, rel=cell.tolerance)
     assert run.losses != serial.losses, "nothing was compressed"
-    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.2, "it has learnt something"
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.1, "it has learnt something"
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)
     assert "number of skipped iterations:   0 | number of nan iterations:   0" in run.output
     check_replicas(run, cell.tied)
