@@ -28,9 +28,9 @@ def tensor_worker(rank: int, world_size: int) -> dict[str, dict]:
         run = run_with(spec)
         model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        losses, rows = [], None
+        audit, losses, rows = TransportAudit(world_size), [], None
         for step in range(STEPS):
-            with TransportAudit(world_size) if step == 0 else nullcontext(audit) as audit:
+            with audit if step == 0 else nullcontext():
                 loss = model(**batch(0, rank, BATCH)).float().mean()
                 loss.backward()
                 for parameter in model.parameters():

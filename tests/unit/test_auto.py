@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.compression import CompressionConfig, CompressionConfigError, attach, parse_codec
-from megatron.compression.auto import check, store
+from megatron.compression.auto import check, schedules, store
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.candidates import CANDIDATES, within
 from megatron.compression.auto.decision import Choice, Decision, choose
@@ -498,6 +498,7 @@ class TestCheck:
             iterations=60,
             schedules=(),
             skipped=(),
+            room=True,
         ):
             now, clock, verdict, history, taken = [0], [0.0], [], [], [None]
             monkeypatch.setattr(check.time, "perf_counter", lambda: clock[0])
@@ -507,6 +508,7 @@ class TestCheck:
                 first,
                 lambda: now[0],
                 taken.append,
+                lambda: room,
                 lambda given: verdict.append(given),
             )
             for now[0] in range(iterations):
@@ -577,6 +579,28 @@ class TestCheck:
         turns = [range(begin + first * length, begin + (first + 1) * length) for first in (2, 5)]
         _, (found,) = run(slow, skipped=[one for turn in turns for one in turn], **schedules)
         assert found.gains == {"tensor_parallel": pytest.approx(0.2)} and found.schedule is None
+
+    def test_without_room_no_schedule_takes_a_turn(self, run):
+        history, (found,) = run(
+            lambda out: 1.0 + bool(out), ("tensor_parallel",), schedules=("chunks", "halves"), room=False
+        )
+        assert not any({"chunks", "halves"} & out for out in history)
+        assert found.gains == {"tensor_parallel": pytest.approx(0.5)} and found.schedule is None
+
+    def test_room_is_what_the_largest_iteration_leaves(self, monkeypatch):
+        """Free memory and what the allocator holds in reserve, less the peak, on the rank that has least."""
+        monkeypatch.setattr(schedules, "of_any_rank", lambda reason: reason)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2, 100))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 95)
+        for peak, left in (
+            (90, None),
+            (94, "leave 3.0 % of a device's memory, under 5 %"),
+            (99, "leave 0.0 %"),
+        ):
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak: peak)
+            found = schedules.shortage()
+            assert (found is None) if left is None else (left in found)
 
     def test_a_run_that_ends_early_decides_nothing(self, run):
         _, verdict = run(lambda out: 1.0, iterations=10)

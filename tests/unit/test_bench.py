@@ -46,7 +46,9 @@ def test_neighbours_share_a_run_where_only_codecs_differ():
 def test_auto_is_timed_behind_its_check():
     """As many iterations as the check has turns, with every schedule that may be tried."""
     options, _, _ = bench_end_to_end.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
-    found = check.Check(["tensor_parallel", "pipeline_parallel"], list(SCHEDULES), 0, lambda: 0, print, print)
+    found = check.Check(
+        ["tensor_parallel", "pipeline_parallel"], list(SCHEDULES), 0, lambda: 0, print, bool, print
+    )
     assert _bench.checked_in(options) == 1 + check.WARM_UP + found.iterations
     options, _, _ = bench_end_to_end.parse(["--data-parallel", "2"])
     assert _bench.checked_in(options) == 1 + check.WARM_UP + 2 * 2 * check.TURN

@@ -14,7 +14,7 @@ from megatron.compression.auto.candidates import BUDGET, SCHEDULES
 from megatron.compression.auto.check import Check, Verdict
 from megatron.compression.auto.decision import Decision
 from megatron.compression.auto.measurement import Measurement, decided_config
-from megatron.compression.auto.schedules import Schedules
+from megatron.compression.auto.schedules import Schedules, shortage
 from megatron.compression.compression import Compression
 from megatron.compression.config import SAME_RESULTS
 from megatron.compression.errors import CompressionConfigError
@@ -125,7 +125,8 @@ class Automatic:
                 decision = replace(decision, schedule=None)
             names = [] if decision.checked else schedules.names
         first = config.start_iteration or 0
-        self._check = Check(unchecked, names, first, run.policy.iteration, take, self._checked)
+        iteration = run.policy.iteration
+        self._check = Check(unchecked, names, first, iteration, take, self._may_take, self._checked)
         run.policy.left_out = self._check.left_out
         if unchecked:  # the probe's exact collectives would be timed
             self._probe_interval, run.probe.interval = run.probe.interval, 0
@@ -147,6 +148,12 @@ class Automatic:
 
     def _take(self, schedules: Schedules, name: str | None) -> None:
         self.compression.config = schedules.take(name)
+
+    def _may_take(self) -> bool:
+        reason = shortage()
+        if reason is not None:
+            self._tell(f"neither chunks nor halves are tried: {reason}")
+        return reason is None
 
     def _checked(self, verdict: Verdict) -> None:
         """Take in what the run has measured, on all ranks."""

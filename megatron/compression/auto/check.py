@@ -45,6 +45,7 @@ class Check:
         first: the first iteration, counted from 0, that compresses anything.
         iteration: the zero-based one that all ranks are in.
         take: takes a schedule, or None, for the next iterations.
+        may_take: whether there is room to try schedules, the same on all ranks; asked before the first turn.
         decided: called on all ranks.
     """
 
@@ -55,20 +56,27 @@ class Check:
         first: int,
         iteration: Callable[[], int],
         take: Callable[[str | None], object],
+        may_take: Callable[[], bool],
         decided: Callable[[Verdict], None],
     ) -> None:
-        self._dimensions, self._schedules = dimensions, schedules
-        self._turns: list[str | None] = [None, *dimensions, *schedules] * ROUNDS
+        self._dimensions = dimensions
+        self._plan(schedules)
         self._first, self._iteration, self._take, self._decided = first, iteration, take, decided
+        self._may_take: Callable[[], bool] | None = may_take
+        """None: it has been asked."""
         self._begin: int | None = None
         self._place: int | None = None
         """Of the last iteration seen; Megatron skips those of --iterations-to-skip."""
         self._last = 0.0
         self._schedule: str | None = None
-        self._times: dict[str | None, list[float]] = {turn: [] for turn in self._turns}
         self.off: set[str] = set()
         """Dimensions that stay uncompressed."""
         self.done = not dimensions
+
+    def _plan(self, schedules: Sequence[str]) -> None:
+        self._schedules = schedules
+        self._turns: list[str | None] = [None, *self._dimensions, *schedules] * ROUNDS
+        self._times: dict[str | None, list[float]] = {turn: [] for turn in self._turns}
 
     @property
     def iterations(self) -> int:
@@ -93,6 +101,10 @@ class Check:
         place = iteration - 1 - self._begin  # of the iteration that has just ended
         if place < -1:
             return
+        if self._may_take is not None:
+            if self._schedules and not self._may_take():
+                self._plan(())
+            self._may_take = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()

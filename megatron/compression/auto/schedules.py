@@ -13,6 +13,26 @@ from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel import block, hooks
 
+ROOM = 0.05
+"""Of a device's memory, which has to be left for a try: halves took 0.5 % more (docs/results/iterations.md),
+chunks take another output of a layer."""
+
+
+def shortage() -> str | None:
+    """Why a schedule is not to be tried: the largest iteration so far leaves too little memory on some rank.
+
+    Collective over all ranks.
+    """
+    reason = None
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        left = (free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()) / total
+        if left < ROOM:
+            reason = (
+                f"iterations leave {100 * max(left, 0):.1f} % of a device's memory, under {100 * ROOM:.0f} %"
+            )
+    return of_any_rank(reason)
+
 
 class Schedules:
     """Those of ``SCHEDULES`` that a run can have. Made by all ranks together.
