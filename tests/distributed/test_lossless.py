@@ -124,7 +124,12 @@ RUNS = {
 """Flags; those that compress, the spec behind the first; what does not fit in the second iteration."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+THOROUGH = [
+    pytest.param("tensor", marks=pytest.mark.thorough)
+]  # "sequence" is the same with other collectives
+
+
+@pytest.mark.parametrize("name", [*THOROUGH, *(name for name in RUNS if name != "tensor")])
 def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     """In bf16, to the last digit, in training and evaluation, with payloads that fit and with some that do
     not. Where all fit nobody looks; the step in which one does not is repeated, and that alone."""
