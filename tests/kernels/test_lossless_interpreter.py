@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_kernels_keep_every_bit() -> None:
-    assert output_interpreted(__file__) == "90 cases"
+    assert output_interpreted(__file__) == "60 cases"
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     speed_up()
     count = 0
     for dtype in (torch.bfloat16, torch.float32):
-        for numel in (136, 2048, 2051):
+        for numel in (136, 2051):
             layout = layout_of(numel, dtype, 0.07)
             for name, x in cases(2, numel, dtype, seed=numel):
                 payloads, exact = launch.encode(x, layout), reference.encode(x, layout)
