@@ -39,7 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context_parallel: bool) -> Tensor:
         copies = gather_sequence(torch.cat([k, v], dim=2).view(batch * sequence, -1))
         k, v = copies.view(-1, sequence, 2 * groups, width).split(groups, dim=2)
         q = q.repeat(RANKS, 1, 1, 1)
-    k, v = (part.repeat_interleave(heads // groups, dim=2) for part in (k, v))
+    each = (-1, -1, -1, heads // groups, -1)
+    k, v = (part.unsqueeze(3).expand(each).flatten(2, 3) for part in (k, v))
     y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
     y = y.transpose(1, 2)
     if context_parallel:  # each rank's own rows
