@@ -88,8 +88,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     """The cluster that the options describe. Raises: InputError: an impossible one."""
     constants = Constants.load(options.calibration)
     for flag, value in (("--gemm-tflops", options.gemm_tflops), ("--memory-gb", options.memory_gb)):
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{flag} {value:g} must be above 0")
+        if value is not None and not 1e-3 <= value < math.inf:
+            raise InputError(f"{flag} {value:g} must be a number from 0.001 on")
     if options.gemm_tflops:
         constants = replace(constants, gemm_tflops=options.gemm_tflops)
     return Cluster(
@@ -135,7 +135,7 @@ def table(rows: list[Advice]) -> str:
     phases = [
         name for name in rows[0].prediction.phases if any(r.prediction.phases[name] >= 0.05 for r in rows)
     ]
-    lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss at most"]]
+    lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss"]]
     lines.append(["---"] * len(lines[0]))
     for row in rows:
         found = row.prediction
