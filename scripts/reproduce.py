@@ -162,7 +162,8 @@ PAPERS = (
     ),
     _endings(
         *("sdp4bit", "sdp4bit_endings", "sdp4bit", "111m", 20),
-        f"sdp4bit-dp sdp4bit,,none-dp sdp4bit:hadamard=off,,none-dp none,,{WEIGHTS}-dp identity,,identity-dp",
+        f"sdp4bit-dp sdp4bit,,none-dp sdp4bit:hadamard=off,,none-dp none,,{WEIGHTS}-dp identity,,identity-dp"
+        " sdp4bit-ddp",
         "SDP4Bit, 125M to 6.7B over 80,000 iterations: validation loss at most +0.24 %",
     ),
     (

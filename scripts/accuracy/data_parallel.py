@@ -1,8 +1,8 @@
 """Data parallelism of a few ranks on one device, with the arithmetic of the real one.
 
-Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them with the
-distributed optimizer (megatron.compression.data_parallel.codec_gradients): quantised inside each node, and
-again between nodes.
+Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them
+(megatron.compression.data_parallel.codec_gradients): quantised inside each node, again between nodes, and
+without the distributed optimizer once more.
 Weights stay fp32 where they are trained; what all ranks compute with is bf16 and changes by what
 the codec of the weights says of the difference (megatron.compression.data_parallel.weights).
 """
@@ -22,15 +22,18 @@ NODES = 2
 """That the ranks are on: SDP4Bit sends 8 bits inside of them and 4 between them."""
 
 
-def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float) -> Tensor:
+def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False) -> Tensor:
     """fp32 [n], ``scale`` times the sum of the ranks' gradients [RANKS, n], n a multiple of 4096.
 
     Args:
         hops: the codecs inside a node and between nodes.
+        unsharded: encode the sum once more, to be gathered.
     """
     first, last = hops
     payloads, shape = first.encode(rows).view(NODES, RANKS // NODES, 1, -1), rows.shape[1:]
     nodes = torch.cat([first.decode_sum_encode(node, shape, last) for node in payloads])
+    if unsharded:
+        nodes = last.decode_sum_encode(nodes[:, None], shape, last)
     return last.decode_sum(nodes[:, None], shape, torch.float32, scale)[0]
 
 
@@ -45,6 +48,7 @@ class DataParallel:
     def __init__(self, setting: Setting, parameters: Sequence[torch.nn.Parameter]) -> None:
         gradients, self.codec = setting.codecs["gradients"], setting.codecs["weights"]
         self.hops = None if gradients is None else gradients.hops
+        self.unsharded = setting.unsharded
         self.parameters = list(parameters)
         self.sizes = [parameter.numel() for parameter in self.parameters]
         if self.codec is not None:
@@ -63,7 +67,7 @@ class DataParallel:
             loss = model(*own).mean()
             rows.append(self._flat(torch.autograd.grad(loss, self.parameters)))
             losses.append(loss.detach())
-        total = sum_gradients(torch.stack(rows), self.hops, 1 / RANKS)
+        total = sum_gradients(torch.stack(rows), self.hops, 1 / RANKS, self.unsharded)
         for parameter, gradient in zip(self.parameters, self._split(total), strict=True):
             parameter.grad = gradient
         return torch.stack(losses).mean()

@@ -76,6 +76,8 @@ class Setting:
     gradients: str = "none"
     """Specs of what data parallelism sends: the gradients, and the changes of the weights."""
     weights: str = "none"
+    unsharded: bool = False
+    """Without the distributed optimizer: the gradients' sum is encoded once more and gathered."""
     context_forward: str = "none"
     """Specs of the keys and values that ranks with parts of a sequence gather, and of their gradients."""
     context_backward: str = "none"
@@ -113,7 +115,7 @@ class Setting:
 def setting_of(name: str, ranks: int = RANKS) -> Setting:
     """The setting of a name of the results, or of any spec: of tensor parallelism (``-sp``: with sequence
     parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, ``-cp`` and ``-dp``, of
-    those flags. Several kinds of parallelism are joined by ``+``.
+    those flags (``-ddp``: without the distributed optimizer). Several kinds are joined by ``+``.
 
     What goes back, and data-parallel weights, go as those flags say, or as a second spec behind ``,,``.
 
@@ -138,20 +140,21 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
 
 def _one_kind(name: str, ranks: int) -> tuple[str, dict]:
     """A kind of parallelism, and the fields of ``Setting`` that it sets."""
-    kind = name[-3:]
-    there, _, other = name.removesuffix(kind).partition(",,")
+    unsharded = name.endswith("-ddp")
+    kind = "-dp" if unsharded else name[-3:]
+    there, _, other = name.removesuffix("-ddp" if unsharded else kind).partition(",,")
     if kind in _SENT_ONCE:
         config, pair = _SENT_ONCE[kind]
         sent = config(compression=there, backward=other or None)
         back = sent.backward_codec.name if sent.backward_codec else "none"
         return kind, dict(zip(pair, (sent.compression, back), strict=True))
     if kind == "-dp":
-        replicas = DataParallelConfig(compression=there, weights=other or None)
+        replicas = DataParallelConfig(compression=there, weights="none" if unsharded else other or None)
         gradients, weights = getattr(replicas.compressor, "codec", None), replicas.weight_codec
         if replicas.feedback != "none" or (gradients is None and there != "none"):
             raise CompressionConfigError(f"{name}: error feedback is not simulated; give a codec without")
         names = (codec.name if codec else "none" for codec in (gradients, weights))
-        return kind, dict(zip(("gradients", "weights"), names, strict=True))
+        return kind, dict(zip(("gradients", "weights"), names, strict=True)) | {"unsharded": unsharded}
     if name.startswith("ep-"):
         suffix = next(end for end in reversed(_ON_LEGS) if name.endswith(end))
         spec = name.removeprefix("ep-").removesuffix(suffix)

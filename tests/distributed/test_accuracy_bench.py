@@ -41,9 +41,10 @@ def worker(rank: int, world_size: int) -> dict:
         works.append(all_gather(own[:2], codec, transport))
         results[spec] = [work.wait().float().numpy() for work in works]
         if not codec.sees_shape:
-            bucket = GradientBucket(_gradients()[rank], (), 1 / RANKS, True, topology, Ledger())
-            CodecGradientSync(bucket, codec).start().wait()
-            results[spec].append(bucket.shard.numpy())
+            for sharded in (True, False):
+                bucket = GradientBucket(_gradients()[rank], (), 1 / RANKS, sharded, topology, Ledger())
+                CodecGradientSync(bucket, codec).start().wait()
+                results[spec].append((bucket.shard if sharded else bucket.gradients).numpy())
     return results
 
 
@@ -61,10 +62,14 @@ def test_simulation_has_the_bits_of_the_collectives(spec: str, ranks: list[dict]
     scattered = slices.reduce(partials, "backward").float()
     gathered = slices.gather(torch.cat([p[:2] for p in partials]), "forward").float()
     codec = parse_codec(spec)
-    summed = None if codec.sees_shape else sum_gradients(_gradients(), codec.hops, 1 / RANKS).chunk(RANKS)
+    shards = whole_sum = None
+    if not codec.sees_shape:
+        shards = sum_gradients(_gradients(), codec.hops, 1 / RANKS).chunk(RANKS)
+        whole_sum = sum_gradients(_gradients(), codec.hops, 1 / RANKS, unsharded=True)
     for rank, results in enumerate(ranks):
         reduced, shard, whole, *gradients = (torch.from_numpy(array) for array in results[spec])
         assert torch.equal(reduced, total)
         assert torch.equal(shard, scattered[2 * rank : 2 * rank + 2])
         assert torch.equal(whole, gathered)
-        assert summed is None or torch.equal(gradients[0], summed[rank])
+        if shards is not None:
+            assert torch.equal(gradients[0], shards[rank]) and torch.equal(gradients[1], whole_sum)

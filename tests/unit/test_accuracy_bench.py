@@ -248,6 +248,8 @@ def test_kinds_of_parallelism_are_joined():
     assert bits_of(three.as_dict()) == pytest.approx(sum(alone) / 3)
     assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
     assert setting_of("paper+auto-pp", 2).world_size == setting_of("auto-pp", 2).world_size == 2
+    plain = setting_of("sdp4bit-ddp")
+    assert plain.unsharded and (plain.gradients, plain.weights) == ("sdp4bit", "none") and not three.unsharded
     assert setting_of("zero++-dp").gradients == "sdp4bit:intra=4,hadamard=off"
     refused = {"int6+int8": "twice", "int6+none-tp2": "twice", "int6,,none-dp+none,,int8-dp": "twice"}
     refused |= dict.fromkeys(
