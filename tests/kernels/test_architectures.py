@@ -67,9 +67,10 @@ def drawn() -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name"), (*MENDED, *drawn()), ids=lambda value: str(value).replace(" ", "-")
-)
+SAMPLE = (*MENDED, *(pytest.param(*one, marks=pytest.mark.thorough) for one in drawn()))
+
+
+@pytest.mark.parametrize(("architecture", "name"), SAMPLE, ids=lambda value: str(value).replace(" ", "-"))
 def test_it_launches_and_spills_little_in_a_loop(architecture: int, name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     setting = SETTINGS[name]
