@@ -131,6 +131,11 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     return None
 
 
+def without_fix(error: InputError) -> str:
+    """What is wrong, for who has not asked for it: the message up to its last part, the fix."""
+    return str(error).rpartition("; ")[0] or str(error)
+
+
 def first_line(error: BaseException) -> str:
     """The message's first line; for a bare assertion the condition that did not hold."""
     text = str(error).strip().splitlines()

@@ -125,20 +125,20 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
     Raises:
         CompressionConfigError: none of these, one kind of parallelism twice, or what is not simulated.
     """
-    changes: dict[str, dict] = {}
+    kinds: set[str] = set()
+    fields: dict = {"name": name, "world_size": ranks}
     for part in re.split(r"(?<!\+)\+(?=[a-z])", name):
-        kind, found = _one_kind(part, ranks)
-        if kind in changes:
+        kind, found = _one_kind(part)
+        if kind in kinds:
             raise CompressionConfigError(f"{name} has one kind of parallelism twice; leave one of them out")
-        changes[kind] = found
-    if "-cp" in changes and len(changes) > 1:
+        kinds.add(kind)
+        fields |= found
+    if "-cp" in kinds and len(kinds) > 1:
         raise CompressionConfigError(f"{name}: context parallelism is simulated alone; leave the others out")
-    return Setting(
-        **{"name": name, "world_size": ranks, **{k: v for one in changes.values() for k, v in one.items()}}
-    )
+    return Setting(**fields)
 
 
-def _one_kind(name: str, ranks: int) -> tuple[str, dict]:
+def _one_kind(name: str) -> tuple[str, dict]:
     """A kind of parallelism, and the fields of ``Setting`` that it sets."""
     unsharded = name.endswith("-ddp")
     kind = "-dp" if unsharded else name[-3:]
@@ -163,7 +163,7 @@ def _one_kind(name: str, ranks: int) -> tuple[str, dict]:
     found = _SPECS.get(base, base)
     forward, backward = (found, found) if isinstance(found, str) else found
     one = {"forward": forward, "backward": backward, "sequence_parallel": base != name}
-    return "tp", one | {"world_size": 2 if base == "none-tp2" else ranks}
+    return "tp", one | ({"world_size": 2} if base == "none-tp2" else {})
 
 
 def bits_of(setting: dict) -> float:

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.compression import preflight
-from megatron.compression.errors import InputError, explain
+from megatron.compression.errors import InputError, explain, without_fix
 
 
 def raised(function: str, error: Exception) -> Exception:
@@ -60,3 +60,9 @@ def test_a_package_that_is_missing_is_named(monkeypatch, given: dict, line: str)
     preflight.check_packages(Namespace(wandb_project="", optimizer="adam"))
     with pytest.raises(InputError, match=line):
         preflight.check_packages(Namespace(**{"wandb_project": "", "optimizer": "sgd"} | given))
+
+
+def test_what_is_wrong_can_stand_without_the_fix() -> None:
+    """A message that has none stays whole."""
+    assert without_fix(InputError("--a is 1; so is --b; drop it")) == "--a is 1; so is --b"
+    assert without_fix(InputError("--a is 1")) == "--a is 1"

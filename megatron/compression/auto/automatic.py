@@ -114,7 +114,6 @@ class Automatic:
         tensor = next((one for one in decision.choices if one.dimension == "tensor_parallel"), None)
         if tensor is not None and tensor.settings and (decision.schedule or not decision.checked):
             schedules = Schedules(self.args, config, run, chunks, exact=tensor.loss == 0)
-
             take = partial(self._take, schedules)
             tried = [decision.schedule] if decision.checked else list(SCHEDULES)
             for name in [one for one in tried if one in schedules.impossible]:

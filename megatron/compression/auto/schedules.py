@@ -10,7 +10,7 @@ from megatron.compression.auto.candidates import SCHEDULES
 from megatron.compression.auto.measurement import of_any_rank
 from megatron.compression.communication.run import Run
 from megatron.compression.config import CompressionConfig
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, without_fix
 from megatron.compression.tensor_parallel import block, hooks
 
 ROOM = 0.05
@@ -90,5 +90,5 @@ class Schedules:
                     if reason is not None:
                         return reason
         except CompressionConfigError as error:
-            return str(error).rpartition("; ")[0]  # without the fix: nobody has asked for it
+            return without_fix(error)  # nobody has asked for it
         return None

@@ -22,7 +22,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.compression import patches
 from megatron.compression.communication.site import CommSite
-from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.errors import CompressionConfigError, InputError, without_fix
 from megatron.compression.tensor_parallel.sequence_halves import HalfAttention, arguments_by_half, deal
 from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
 from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves, check_sequence_halves
@@ -114,10 +114,10 @@ class TurnsBlock(TransformerBlock):
 
         Raises: InputError: an argument that turns do not take.
         """
-        if reason := self._refusal(hidden_states if self.pre_process else self.input_tensor, options):
-            raise InputError(f"{reason}; drop {self.flag}")
-        hidden_states = hidden_states if self.pre_process else self.input_tensor
-        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        received = self._received(hidden_states)
+        if reason := self._refusal(received, options):
+            return self._refused(reason, hidden_states, attention_mask, options)
+        hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
         of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
         with of_ranks() if self.config.sequence_parallel else nullcontext():
@@ -130,6 +130,13 @@ class TurnsBlock(TransformerBlock):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+
+    def _received(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What this stage computes with: its argument, or what the stage before has sent."""
+        return hidden_states if self.pre_process else self.input_tensor
+
+    def _refused(self, reason: str, hidden_states, attention_mask, options) -> torch.Tensor:
+        raise InputError(f"{reason}; drop {self.flag}")
 
     def _refusal(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> str | None:
         """Why turns cannot compute this; None: they can."""
@@ -174,7 +181,7 @@ class HalvesBlock(TurnsBlock):
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         generates = any(options.get(name) is not None for name in ("inference_context", "inference_params"))
-        batch = (hidden_states if self.pre_process else self.input_tensor).shape[1]
+        batch = self._received(hidden_states).shape[1]
         if generates or not self.layers or (batch < 2 and not torch.is_grad_enabled()):
             return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
         return super().forward(hidden_states, attention_mask, **options)
@@ -184,7 +191,7 @@ class HalvesBlock(TurnsBlock):
             try:
                 check_sequence_halves(self.config, hidden_states.shape[0])
             except CompressionConfigError as error:
-                return str(error).rpartition("; ")[0]
+                return without_fix(error)
             if reason := why_not_along_the_sequence(self.layers):
                 return reason
         return super()._refusal(hidden_states, options)
@@ -236,11 +243,8 @@ class HalvesBlock(TurnsBlock):
 class TriedHalvesBlock(HalvesBlock):
     """The same where ``--compression auto`` tries it: what halves cannot compute is computed whole."""
 
-    def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
-        """``[s, b, h] -> [s, b, h]``."""
-        if self._refusal(hidden_states if self.pre_process else self.input_tensor, options):
-            return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
-        return super().forward(hidden_states, attention_mask, **options)
+    def _refused(self, reason, hidden_states, attention_mask, options):
+        return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
 
 
 def _halved(batch: int) -> int:
