@@ -24,7 +24,7 @@ import torch
 from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.communication.error_bound import ErrorBound
 
-GROUPS = (32, 64, 128, 256, 512)
+GROUPS = (32, 64, 128, 256)
 CODECS = [
     f"{name}group={group}" for name in ("taco:", "int8:", "int6:", "int5:", "int4:") for group in GROUPS
 ]

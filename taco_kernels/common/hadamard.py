@@ -66,17 +66,15 @@ def split_bf16(x):
 
 @triton.jit
 def to_blocks(x, C: tl.constexpr):
-    """x[R, G] as [R * BLOCKS, POINT], a group's blocks in rows 8, 64 (of 4) and 128 (of 8) apart.
+    """x[R, G] as [R * BLOCKS, POINT], a group's blocks in rows 8 and 64 (of 4) apart.
 
-    An accumulator's rows r and r + 8, and r and r + 64 or 128, lie in the same thread.
+    An accumulator's rows r and r + 8, and r and r + 64, lie in the same thread.
     """
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
         x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT]), [0, 2, 1, 3])
     elif C.BLOCKS == 4:
         x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT]), [2, 0, 3, 1, 4])
-    elif C.BLOCKS == 8:
-        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, 2, C.POINT]), [2, 3, 0, 4, 1, 5])
     return tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
 
 
@@ -93,12 +91,6 @@ def across_blocks(h, C: tl.constexpr):
         low, high = tl.split(h)
         low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3]))
         h = tl.permute(tl.join(low + high, low - high), [0, 1, 4, 3, 2])
-    elif C.BLOCKS == 8:
-        h = tl.permute(tl.reshape(h, [2, 2, C.R // LOW, 2, LOW, C.POINT]), [2, 4, 5, 0, 1, 3])
-        low, high = tl.split(h)  # [R / LOW, LOW, POINT, high bit, middle bit]
-        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 3, 5, 4]))
-        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 5, 3]))
-        h = tl.permute(tl.join(low + high, low - high), [0, 1, 5, 4, 3, 2])
     return tl.reshape(h, [C.R, C.G])
 
 

@@ -50,13 +50,6 @@ def choose_splits(tiles: int, lane: Lane) -> int:
     return lane.world_size if tiles * lane.world_size <= lane.programs else 1
 
 
-def resident_of(kernel, programs: int, config: CodecConfig, own: Device) -> int:
-    """How many of a lane's programs are resident at once: those that transform sums of 16 K values take 128
-    KiB of a multiprocessor's 227."""
-    large = kernel is reduce_scatter_kernel and config.hadamard and tile_of(config, own) > 8192
-    return min(programs, own.multiprocessors) if large else programs
-
-
 def all_reduce(
     lane: Lane,
     x: torch.Tensor,
@@ -183,8 +176,7 @@ def _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, co
     to_wire, from_wire, constants = _constants(
         kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail
     )
-    resident = resident_of(kernel, lane.programs, config, _own(lane.table.device))
-    steps = ceil_div(tiles, resident // splits)
+    steps = ceil_div(tiles, lane.programs // splits)
     programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
     own = lane.table, lane.steps, lane.memory, lane.rank, lane.error_address, lane.timeout_ns
     fixed = to_wire, from_wire, *own, *message, *rows[:4]

@@ -108,7 +108,7 @@ class SymmetricGroup:
     in the same order.
 
     The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
-    on each of 132 multiprocessors 50 MiB at 2 ranks, 100 at 4, 200 at 8.
+    on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
 
     Args:
         group: ranks on one host; see ``unavailable_reason``.

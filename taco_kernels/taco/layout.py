@@ -24,7 +24,7 @@ from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 SCALES = ("dual", "single", "signed")
 GRIDS = ("uniform", "quadratic")
-GROUP_SIZES = (32, 64, 128, 256, 512)
+GROUP_SIZES = (32, 64, 128, 256)
 
 _QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
 _PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
@@ -38,7 +38,7 @@ class CodecConfig:
     format: str = "fp8-e4m3"
     """One of FORMATS; int6, int5 and int4 are bit-packed."""
     group_size: int = 128
-    """Values that share a scale and a Hadamard transform; a power of two from 32 to 512."""
+    """Values that share a scale and a Hadamard transform; a power of two from 32 to 256."""
     scales: str = "dual"
     """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up.
     ``signed``: the same with a sign, integers only. Symmetric grids leave the code -2^(bits - 1) unused; with

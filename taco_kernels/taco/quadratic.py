@@ -13,8 +13,8 @@ n + 1 lies (n + a + 1)^2 - a (a + 1), so the code of the nearest one is
 
 of |v| to the nearest sixteenth: a square root then need not be exact, since its argument plus 1 / 32 is far
 enough from every square. ``a`` has the least squared error for Gaussian groups of 128, whose squared error is
-0.81, 0.79 and 0.79 (4, 5, 6 bits) of that of a uniform grid with a sign (layout.py), 0.75, 0.74 and 0.73 in
-groups of 512, 0.87, 0.86 and 0.85 in 32.
+0.81, 0.79 and 0.79 (4, 5, 6 bits) of that of a uniform grid with a sign (layout.py), 0.87, 0.86 and 0.85 in
+groups of 32.
 
 The step has a sign, too: max(far / v(M), near / v(M - 1)) of the largest magnitudes on either side of zero,
 to the nearest bf16, so that whichever decides it has a code's value, and a lone one comes back. Half a bf16

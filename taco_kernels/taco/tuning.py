@@ -29,14 +29,8 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(registers=80)
     if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
         tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
-    if config.group_size == 512 and tuning.tile == 8192:  # hadamard.to_blocks wants 128 rows of 128
-        tuning = tuning._replace(tile=16384, stages=min(tuning.stages, 3), programs=2)
-    if config.group_size == 512 and operation == "decode_sum":
-        tuning = tuning._replace(stages=1)  # shared memory for one tile
     if config.outliers and operation == "decode" and tuning.programs == 3:
         tuning = tuning._replace(registers=168)
-    elif config.outliers and operation == "encode" and config.group_size == 512:
-        tuning = tuning._replace(stages=1)
     elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
         tuning = tuning._replace(tile=4096, warps=4)
     return tuning
@@ -66,8 +60,6 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
     if operation == "encode" and config.outliers:
         # Beside a tile are its words, should there be massive values. One stage: what is fetched ahead goes
         # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
-        if config.group_size == 512:
-            return Tuning(8192, 4, 1, 2)
         crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
         return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)
     if operation == "encode" and not config.hadamard:
@@ -77,14 +69,12 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
 
 def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
     """Of sm_100: smaller tiles where sums or lists beside them spill."""
-    if config.group_size == 512:
-        tuning = tuning._replace(tile=8192)
     if operation == "encode":
         if config.outliers and config.hadamard and config.group_size >= 128:
             return tuning._replace(warps=8, programs=1)
         if config.outliers and not config.hadamard:
             return tuning._replace(tile=LEAST_TILE)
-        least = config.outliers or not config.hadamard or config.group_size in (64, 512)
+        least = config.outliers or not config.hadamard or config.group_size == 64
         return tuning._replace(tile=4096) if least else tuning
     return _compiled_on_blackwell(tuning, operation, config)
 
@@ -122,6 +112,4 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
 
 def for_fp32(tuning: Tuning, config: CodecConfig, device: Device) -> Tuning:
     """An encode of values that take twice the registers: without a limit on them."""
-    if device.small and config.outliers and config.group_size == 512:
-        tuning = tuning._replace(tile=4096)
     return tuning._replace(registers=None)

@@ -16,7 +16,7 @@ SIGNED = (
     ("int5", 64, True),
     ("int5", 32, False),
     ("int6", 128, True),
-    ("int6", 512, False),
+    ("int6", 256, False),
     ("int8", 128, True),
     ("int8", 64, True),
 )
@@ -28,7 +28,7 @@ QUADRATIC = (
     ("int5", 128, True),
     ("int5", 256, True),
     ("int6", 128, True),
-    ("int6", 512, True),
+    ("int6", 256, True),
 )
 """The same on the quadratic grid."""
 

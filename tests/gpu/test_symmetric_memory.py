@@ -29,7 +29,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
         (4, CodecConfig("int8"), (512, 1024), torch.bfloat16),
         (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),
         (4, CodecConfig("fp8-e5m2"), (256, 1000), torch.float32),
-        (2, CodecConfig("int4", 512), (64, 4096), torch.float16),
+        (2, CodecConfig("int4", 256), (64, 4096), torch.float16),
         (4, CodecConfig("int5", 32, "single"), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int8", hadamard=False), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),

@@ -43,7 +43,7 @@ SETTINGS = {f"{setting.family} {setting.name}": setting for setting in every_set
 MENDED = (
     (80, "taco decode_sum fp8-e4m3 128 dual bfloat16"),
     (80, "taco encode fp8-e4m3 128 dual outliers bfloat16 tail"),
-    (86, "taco encode fp8-e4m3 512 dual bfloat16"),
+    (86, "taco encode fp8-e4m3 256 dual bfloat16"),
     (100, "taco decode int6 64 signed bfloat16"),
     (120, "taco decode int6 128 signed outliers bfloat16 tail"),
 )
@@ -152,26 +152,22 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
 
 def test_programs_that_wait_for_peers_are_resident(tmp_path, monkeypatch) -> None:
     """As many as a lane starts, by what compiled kernels take."""
-    from taco_kernels.symmetric_memory import collectives
     from taco_kernels.symmetric_memory.group import resident_programs
 
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 2, 1]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    config, h200 = CodecConfig("int8", 512, "signed"), device_of(90)
-    assert collectives.resident_of(collectives.two_shot_kernel, 264, config, h200) == 264
-    assert collectives.resident_of(collectives.reduce_scatter_kernel, 264, config, h200) == 132
-    for kernel, name, programs in (
-        ("two_shot", "all_reduce int8 128 dual", 2),
-        ("reduce_scatter", "reduce_scatter int8 512 signed", 1),
+    for kernel, name in (
+        ("two_shot", "all_reduce int8 128 dual"),
+        ("reduce_scatter", "reduce_scatter int8 256 signed"),
     ):
         [usage] = usages(SETTINGS[f"symmetric_memory {name} bfloat16"], 90, kernel)
-        assert usage.programs >= programs and usage.spilled == 0, usage
+        assert usage.programs >= 2 and usage.spilled == 0, usage
 
 
 def test_chunks_of_a_collective_have_the_tile_of_its_fused_kernel() -> None:
     """On a smaller one products may sum in another order, and a code may be another."""
     device = device_of(90)
-    for config in (CodecConfig("int6"), CodecConfig("fp8-e4m3", 512), CodecConfig("int4", 32, "signed")):
+    for config in (CodecConfig("int6"), CodecConfig("fp8-e4m3", 256), CodecConfig("int4", 32, "signed")):
         for groups, chunks in product((1, 5, 16, 100), (1, 2, 8, 16)):
             assert tuning_in("encode", config, device, groups, chunks).tile == tile_of(config, device)
         assert tuning_in("encode", config, device, 5, 17).tile < tile_of(config, device)

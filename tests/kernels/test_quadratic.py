@@ -92,7 +92,7 @@ def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
     assert ((y - lone[:, None]).abs().amin(1) <= 1.0001 * 2**-8 * lone).all(), "it comes back to half a bf16"
 
 
-GAINS = {32: (0.875, 0.860, 0.855), 128: (0.806, 0.791, 0.787), 512: (0.755, 0.740, 0.733)}
+GAINS = {32: (0.875, 0.860, 0.855), 128: (0.806, 0.791, 0.787), 256: (0.778, 0.763, 0.760)}
 
 
 @pytest.mark.parametrize("group_size", GAINS)

@@ -122,7 +122,7 @@ def make_cases(world_size: int) -> list[Case]:
     settings = (
         (CodecConfig("int6", 128, "dual"), (6, 700), torch.float32),
         (CodecConfig("int8", 64, "single"), (6, 300), torch.float16),
-        (CodecConfig("int4", 512, "dual"), (6, 170), torch.bfloat16),
+        (CodecConfig("int4", 256, "dual"), (6, 170), torch.bfloat16),
     )
     for config, shape, dtype in settings[:1] if world_size == 2 else settings[1:]:
         generator = torch.Generator().manual_seed(0)

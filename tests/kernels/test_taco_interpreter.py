@@ -71,7 +71,7 @@ def check_format(format: str) -> None:
             (64, "single", True, torch.bfloat16),
             (128, "dual", True, torch.float16),
             (128, "single", False, torch.float32),
-            (512, "single", True, torch.float32),
+            (256, "single", True, torch.float32),
             (64, "signed", False, torch.float32),
             (128, "signed", True, torch.bfloat16),
             (32, "quadratic", False, torch.float32),
@@ -109,15 +109,17 @@ def check_format(format: str) -> None:
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             again = launch.decode(rows, config, short.shape, dtype)
             expected = reference.decode(rows, config, short.shape, dtype)
-            # sums of codes are exact in any order; but the interpreter truncates where bf16 is rounded
+            # sums of codes are exact in any order, but for e5m2's, which span 32 binades; and the interpreter
+            # truncates where bf16 is rounded
             ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
-            torch.testing.assert_close(again, expected, rtol=ulp, atol=0)
+            bit = 2**-22 if format == "fp8-e5m2" and dtype == torch.float32 else 0.0
+            torch.testing.assert_close(again, expected, rtol=ulp + bit, atol=bit)
 
             y = torch.full(shape, 7.0, dtype=dtype)
             target = torch.full((3, 2, 3 * group_size), 7.0, dtype=dtype)[:, :, :group_size] if strided else y
             launch.decode(exact, config, shape, dtype, out=target)
             expected = reference.decode(exact, config, shape, dtype)
-            torch.testing.assert_close(target, expected, rtol=ulp, atol=0, equal_nan=True)
+            torch.testing.assert_close(target, expected, rtol=ulp + bit, atol=bit, equal_nan=True)
             assert bool(target.isnan().any()) == strided
 
             senders = torch.randn(3, numel, generator=g)

@@ -134,7 +134,7 @@ def test_off_by_default() -> None:
         ({"compression": "taco:format=fp9"}, "taco:format=fp9", "fp8-e4m3"),
         ({"compression": "int6/int8/int8:group=64"}, "int8/int8:group=64", "give them the same group size"),
         ({"compression": "taco:group=100"}, "taco:group=100", "choose one of 32, 64"),
-        ({"compression": "taco:group=1024"}, "taco:group=1024", "512"),
+        ({"compression": "taco:group=1024"}, "taco:group=1024", "256"),
         ({"compression": "taco:scales=signed"}, "scales=signed", "give int6"),
         ({"compression": "fp8"}, "--tp-compression: codec 'fp8' is unknown", "choose one of"),
         ({"backward": "fp8"}, "--tp-backward-compression: codec 'fp8' is unknown", "choose one of"),

@@ -48,7 +48,11 @@ def test_codecs(settings: dict, expected: tuple) -> None:
         ("int8", {"moe_token_dispatcher_type": "flex"}, r"flex \(deepep\) sends tokens inside its kernels"),
         ("int8", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm exchanges"),
         ("int8", {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
-        ("int8:group=512", {}, "int8:group=512 encodes 512 values together, .* a token's 256"),
+        (
+            "int8:group=256",
+            {"hidden_size": 128},
+            "int8:group=256 encodes 256 values together, .* a token's 128",
+        ),
         ("int8", {"moe_latent_size": 64}, "a token's 64"),
         ("lossless", {}, "lossless may cut a message"),
         ("tah-quant", {}, "tah-quant looks at all tokens of a message"),

@@ -30,7 +30,7 @@ class IntCodec(GroupedCodec):
 
     bits: int
     group: int = 128
-    """Values that share a scale (and a transform): 32, 64, 128, 256 or 512."""
+    """Values that share a scale (and a transform): 32, 64, 128 or 256."""
 
     scales: str = "signed"
     """single = one bf16 a group, signed = the same with a sign that says at which end the group's extreme

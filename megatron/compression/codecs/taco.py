@@ -17,7 +17,7 @@ class TacoCodec(GroupedCodec):
     """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4."""
 
     group: int = 128
-    """Values that share one transform and one pair of scales: 32, 64, 128, 256 or 512."""
+    """Values that share one transform and one pair of scales: 32, 64, 128 or 256."""
 
     scales: str = "dual"
     """Scales sent with each group: dual = two fp32 (the paper's), single = one bf16."""
