@@ -16,7 +16,6 @@ import torch
 from megatron.compression import patches
 from megatron.compression.caat_net import hooks as caat_net
 from megatron.compression.codecs.grouped import fp8_in_software
-from megatron.compression.communication.bounded_run import BoundedRun
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
@@ -72,7 +71,6 @@ class Compression:
         self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
         self._experts = Experts(config.expert_parallel, self.run)
         self._engine = TransformerEngineLayers(self.run)
-        self._bounded: BoundedRun | None = None
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
 
     @property
@@ -126,8 +124,8 @@ class Compression:
         """Behind an iteration, counted from 1: let the error bound decide at the log interval."""
         bound = self.run.policy.error_bound
         if bound is not None:
-            self._bounded = self._bounded or BoundedRun(bound, log_interval)
-            self._bounded.on_training_log(iteration)
+            for line in bound.on_training_log(iteration, log_interval):
+                self._say(f"compression: {line}")
 
     def state(self) -> dict[str, Any]:
         """What a resume needs beside weights and optimizer: plain values, the same on every rank. The
@@ -138,8 +136,11 @@ class Compression:
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what ``state`` gave."""
         self.steps = state.get("steps", 0)
-        if self.run.policy.error_bound is not None:
-            BoundedRun(self.run.policy.error_bound, 0).restore(state.get("error_bound"))
+        bound, saved = self.run.policy.error_bound, state.get("error_bound")
+        if bound is not None and saved:
+            bound.restore(saved)
+            sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in saved)
+            self._say(f"compression: uncompressed as when the checkpoint was saved: {sites}")
 
 
 def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: Any) -> Compression:

@@ -27,13 +27,8 @@ from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
-from megatron.compression.torch_native import add_native_defaults, apply_native_defaults, spec
-from megatron.compression.torch_native.block import block_spec
-from megatron.compression.torch_native.spec import (
-    CompressedSpecProvider,
-    is_covered,
-    is_covered_local,
-)
+from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
+from megatron.compression.torch_native.spec import block_spec, is_covered, is_covered_local
 
 STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""
@@ -220,11 +215,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     transformer = model_config.transformer
     if not is_covered_local(transformer):
         return default_layer_spec(model_config, vp_stage)
-    backend = CompressedSpecProvider()
-    experts = None
-    if transformer.num_moe_experts is not None:
-        experts = spec.gpt_layer_spec(transformer, backend, experts=True)
-    return block_spec(transformer, spec.gpt_layer_spec(transformer, backend), vp_stage, experts)
+    return block_spec(transformer, vp_stage)
 
 
 def _megatron_settings(args: Namespace) -> dict:

@@ -340,17 +340,14 @@ def _build(rank: int, case: Case) -> list:
     """The chunks of this rank: megatron-core's local layers, with norms that take sequence parallelism."""
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-    from megatron.compression.torch_native import TorchLayerNorm, block_spec
+    from megatron.compression.torch_native.spec import block_spec
     from tests.distributed.tiny_gpt import VOCABULARY, device_of, transformer_config
 
     def layers(config, vp_stage=None):
-        layer = get_gpt_layer_local_spec()
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchLayerNorm
-        return block_spec(config.transformer, layer, vp_stage)
+        return block_spec(config.transformer, vp_stage)
 
     transformer = transformer_config(
         case.tensor,

@@ -1,13 +1,10 @@
 """Settings of expert parallelism: specs, what follows from them, and what is refused, in one line."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
-from megatron.compression.torch_native.block import _expert_layers
 from tests.unit.megatron_args import parsed
 
 EXPERTS = dict(
@@ -98,14 +95,3 @@ def test_tensor_parallel_experts_need_a_codec_of_rows() -> None:
     resolved("--tp-compression", "lossless", tensor_model_parallel_size=2)
     resolved("--tp-compression", "lossless", **shared, moe_pad_expert_input_to_capacity=True)
     resolved("--taco", **shared)
-
-
-def test_layers_of_experts() -> None:
-    """Every n-th from the first, or as a pattern says, which must have an entry a layer."""
-
-    def layers(every) -> list[int]:
-        return _expert_layers(SimpleNamespace(moe_layer_freq=every, num_layers=4))
-
-    assert layers(1) == [1, 1, 1, 1] and layers(2) == [1, 0, 1, 0] and layers([0, 1, 1, 0]) == [0, 1, 1, 0]
-    with pytest.raises(InputError, match=r"--moe-layer-freq .* for each of --num-layers 4"):
-        layers([0, 1])

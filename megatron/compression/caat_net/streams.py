@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.communication.site import CommSite
-from megatron.compression.tensor_parallel.mappings import Exchange
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,

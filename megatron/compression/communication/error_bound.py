@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import massive
@@ -99,6 +100,30 @@ class ErrorBound:
         }
         self.tripped.update(new)
         return new
+
+    def on_training_log(self, iteration: int, interval: int) -> list[str]:
+        """Behind an iteration, counted from 1: decide at the log interval, in all pipeline stages.
+
+        Any rank may write the checkpoint, so each takes over what the others' stages have decided.
+        Returns: A line for each site's traffic that goes uncompressed from now on.
+        """
+        self.interval = interval
+        if iteration % interval:
+            return []
+        new = self.decide(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() > 1:
+            parts: list[dict] = [{}] * stages.size()
+            dist.all_gather_object(parts, new, group=stages)
+            new = {one: error for part in parts for one, error in part.items()}
+        self.tripped.update(new)
+        past = (
+            f"past --compression-error-bound {self.bound:g}; it goes uncompressed after iteration {iteration}"
+        )
+        return [
+            f"{site} {kind} has a relative error of {error:.4g}, {past}"
+            for (site, kind), error in sorted(new.items())
+        ]
 
     def state(self) -> list[list]:
         """``tripped`` as plain lists, for a checkpoint."""

@@ -9,6 +9,7 @@ gathered and put in order, and their gradients reduce-scattered: the way of Llam
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.uncompressed import (
     uncompressed_all_gather,
@@ -33,24 +34,6 @@ def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
     return rank, 2 * world_size - 1 - rank
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, group, site):
-        ctx.group, ctx.site = group, site
-        work = site.all_gather(part, "cp.forward") if site else uncompressed_all_gather(part, group)
-        return in_order(work.wait(), group.size())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        parts, site = dealt(gradient, ctx.group.size()), ctx.site
-        work = (
-            site.reduce_scatter(parts, "cp.backward")
-            if site
-            else uncompressed_reduce_scatter(parts, ctx.group)
-        )
-        return work.wait(), None, None
-
-
 def gather_sequence(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +47,16 @@ def gather_sequence(
     """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
     parts = [key.flatten(2), value.flatten(2)]
-    gathered = _Gather.apply(torch.cat(parts, dim=-1), group, site)
+
+    def there(part: torch.Tensor) -> torch.Tensor:
+        work = site.all_gather(part, "cp.forward") if site else uncompressed_all_gather(part, group)
+        return in_order(work.wait(), group.size())
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        parts = dealt(gradient, group.size())
+        scatter = uncompressed_reduce_scatter(parts, group) if site is None else None
+        return (scatter or site.reduce_scatter(parts, "cp.backward")).wait()
+
+    gathered = Exchange.apply(torch.cat(parts, dim=-1), there, back)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])

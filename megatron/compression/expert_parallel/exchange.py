@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.expert_parallel.site import TokenSite
 from megatron.compression.tensor_parallel.layers import has_backward
-from megatron.compression.tensor_parallel.mappings import Exchange
 
 OTHER = "ep.other"
 

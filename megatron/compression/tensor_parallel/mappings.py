@@ -4,28 +4,10 @@ As in megatron-core's tensor_parallel/mappings.py: a reduce in the forward is a 
 reduce-scatter an all-gather, a split an all-gather.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch.autograd.function import once_differentiable
 
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.communication.site import CommSite
-
-Tensors = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Exchange(torch.autograd.Function):
-    """``there`` in the forward, ``back`` for the gradient; both communicate as they like."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, there: Tensors, back: Tensors) -> torch.Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
-        return ctx.back(grad_output), None, None
 
 
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:

@@ -17,9 +17,9 @@ their own. Cost in memory: the row-parallel layer's output gradient lives until 
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron.compression.communication import Work
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 
@@ -91,38 +91,18 @@ class WeightGradient:
         return gradient
 
 
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, exchange):
-        ctx.exchange = exchange
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, placeholder):
-        return ctx.exchange.take(), None
-
-
-class _WeightGradientNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, gradient):
-        ctx.gradient = gradient
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, placeholder):
-        return ctx.gradient.compute(), None
+def _view(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
 
 
 def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
     """``x``, whose gradient is the exchange's result."""
-    return _Arrival.apply(x, exchange)
+    return Exchange.apply(x, _view, lambda _: exchange.take())
 
 
 def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
     """``weight``, whose gradient is computed by ``gradient``."""
-    return _WeightGradientNode.apply(weight, gradient)
+    return Exchange.apply(weight, _view, lambda _: gradient.compute())
 
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:

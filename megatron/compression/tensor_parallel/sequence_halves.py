@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.communication.site import CommSite
 
 
@@ -71,17 +72,6 @@ def _rows(angles: Any, part: slice) -> Any:
     return None if angles is None else angles[part]
 
 
-class _Deal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parts, site, back):
-        ctx.site, ctx.back = site, back
-        return _exchange(parts, site, back)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _exchange(gradient, ctx.site, not ctx.back), None, None
-
-
 def deal(parts: torch.Tensor, site: CommSite, back: bool = False) -> torch.Tensor:
     """A rank's parts of the two halves, one behind the other, from its parts of the whole sequence.
 
@@ -90,7 +80,7 @@ def deal(parts: torch.Tensor, site: CommSite, back: bool = False) -> torch.Tenso
         site: one of the tensor-parallel group, an even number of ranks; counts.
         back: the other way round.
     """
-    return _Deal.apply(parts, site, back)
+    return Exchange.apply(parts, lambda x: _exchange(x, site, back), lambda x: _exchange(x, site, not back))
 
 
 def _exchange(parts: torch.Tensor, site: CommSite, back: bool) -> torch.Tensor:

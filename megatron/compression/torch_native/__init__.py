@@ -4,7 +4,6 @@
 """
 
 from megatron.compression.torch_native.attention import SDPACoreAttention
-from megatron.compression.torch_native.block import block_spec
 from megatron.compression.torch_native.defaults import (
     add_native_defaults,
     apply_native_defaults,

@@ -6,22 +6,16 @@ gradient of the keys' positions, which all heads share, loses what the other ran
 """
 
 import torch
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron.compression.communication.autograd import Exchange
 from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.uncompressed import uncompressed_all_reduce
 from megatron.compression.errors import InputError
 from megatron.compression.tensor_parallel.layers import has_backward
-from megatron.compression.tensor_parallel.mappings import Exchange
 
 
 class DuplicatedLinear(torch.nn.Module):
@@ -103,30 +97,3 @@ class LatentSelfAttention(MLASelfAttention):
         if self.site is not None:
             self.site.count_uncompressed("tp.backward", "all_reduce", gradient.nbytes, "exact")
         return uncompressed_all_reduce(gradient, self.tp_group).wait()
-
-
-def latent_attention_spec(transformer: MLATransformerConfig, backend) -> ModuleSpec:
-    """Causal multi-latent self-attention from a backend's modules.
-
-    Args:
-        backend: a ``BackendSpecProvider`` whose norm is not fused into the linear.
-    """
-    norm = IdentityOp
-    if transformer.qk_layernorm:
-        norm = backend.layer_norm(rms_norm=transformer.normalization == "RMSNorm", for_qk=True)
-    column = backend.column_parallel_linear()
-    return ModuleSpec(
-        module=LatentSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=column,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=column,
-            linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=column,
-            core_attention=backend.core_attention(),
-            linear_proj=backend.row_parallel_linear(),
-            q_layernorm=norm,
-            kv_layernorm=norm,
-        ),
-    )

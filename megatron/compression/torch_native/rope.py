@@ -11,6 +11,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings import rope_utils
 
 from megatron.compression import patches
+from megatron.compression.communication.autograd import Exchange
 
 
 def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -30,17 +31,6 @@ def _rotate_back(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     return _rotation(t, freqs.cos(), -freqs.sin())
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, freqs):
-        ctx.save_for_backward(freqs)
-        return _rotate(t, freqs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _rotate_back(grad, *ctx.saved_tensors), None
-
-
 def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Rotate the first ``freqs.shape[-1]`` values of each head by their position's angles.
 
@@ -52,7 +42,7 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
     """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
-    return _Rotary.apply(t, freqs)
+    return Exchange.apply(t, lambda t: _rotate(t, freqs), lambda grad: _rotate_back(grad, freqs))
 
 
 def fill_rope_fusion_slot() -> bool:

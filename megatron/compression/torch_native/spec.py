@@ -1,42 +1,19 @@
-"""Which modules a GPT layer is made of: megatron-core's local ones with our tensor-parallel layers."""
+"""Which modules a GPT's layers are made of: megatron-core's local ones with torch's attention and norms.
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+Linear layers are megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
+"""
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.compression.tensor_parallel.layers import (
-    CompressedColumnParallelLinear,
-    CompressedRowParallelLinear,
-)
 from megatron.compression.torch_native.attention import SDPACoreAttention
-from megatron.compression.torch_native.latent_attention import latent_attention_spec
+from megatron.compression.torch_native.latent_attention import LatentSelfAttention
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
-
-
-class CompressedSpecProvider(LocalSpecProvider):
-    """megatron-core's local backend: layers that compress, torch's own attention and norms."""
-
-    def column_parallel_linear(self) -> type:
-        """qkv and fc1."""
-        return CompressedColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """Attention projection and fc2."""
-        return CompressedRowParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """Norms that take sequence parallelism, also for queries and keys."""
-        return TorchRMSNorm if rms_norm else TorchLayerNorm
-
-    def core_attention(self) -> type:
-        """torch's fused attention; ``--attention-backend local`` puts megatron-core's in its place."""
-        return SDPACoreAttention
 
 
 def is_covered_local(transformer) -> bool:
@@ -55,49 +32,26 @@ def is_covered(transformer) -> bool:
     )
 
 
-def gpt_layer_spec(transformer, backend: BackendSpecProvider, experts: bool = False) -> ModuleSpec:
-    """A pre-norm layer of causal self-attention and an MLP, from a backend's modules.
-
-    Args:
-        backend: supplies the modules; one whose norm is not fused into the linear.
-        experts: a mixture of experts in place of the dense MLP.
-    """
-    number = transformer.num_moe_experts if experts else None
-    # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
-    fused_norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if not experts:
-        fused_norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    rms_norm = transformer.normalization == "RMSNorm"
-    layer_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=False, has_residual=True)
-    if transformer.qk_l2_norm:
-        qk_norm = L2Norm
-    elif transformer.qk_layernorm:
-        qk_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True)
-    else:
-        qk_norm = IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=backend.column_parallel_linear(),
-            core_attention=backend.core_attention(),
-            linear_proj=backend.row_parallel_linear(),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
+def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this stage and the final norm, for ``GPTModelConfig.transformer_layer_spec``."""
+    block = get_gpt_decoder_block_spec(
+        transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
-    if transformer.multi_latent_attention:
-        attention = latent_attention_spec(transformer, backend)
-        del fused_norms["input_layernorm."]
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=layer_norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=layer_norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=number),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=fused_norms,
-        ),
-    )
+    norm = TorchRMSNorm if transformer.normalization == "RMSNorm" else TorchLayerNorm
+    block.layer_norm = norm
+    for layer in {id(layer): layer.submodules for layer in block.layer_specs}.values():
+        attention = layer.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = norm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) not in (IdentityOp, L2Norm):
+                setattr(attention, name, norm)
+        if transformer.attention_backend is not AttnBackend.local:
+            attention.core_attention = SDPACoreAttention
+        # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if transformer.multi_latent_attention:
+            layer.self_attention.module, names = LatentSelfAttention, {}
+        if layer.mlp.func is not MoELayer:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        layer.sharded_state_dict_keys_map = names
+    return block
