@@ -97,7 +97,8 @@ def flags_of(options: Namespace) -> list:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
     tensor, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
-    micro = int(flags[len(flags) - 1 - flags[::-1].index("--micro-batch-size") + 1])
+    words = [*flags, *options.extra]
+    micro = int(words[len(words) - words[::-1].index("--micro-batch-size")])
     flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []
@@ -138,6 +139,10 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if options.expert_parallel:
         if max(sizes.values()) > 1:
             parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
+        names = ("sequence_parallel", "micro_batches", "no_overlap", "fp32_gradients")
+        if given := [name for name in names if getattr(options, name)]:
+            flag = given[0].replace("_", "-")
+            parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")
         sizes = {"expert": options.expert_parallel}
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension, options.ranks = spread[0], 1

@@ -57,12 +57,8 @@ def read(paths: Sequence[Path]) -> list[dict]:
 def predicted(point: dict, constants: Constants) -> Prediction:
     """Of one measured point, on one node whose link is the point's regime.
 
-    Raises: InputError: the calibration has not measured that link, or a flag is not modelled.
+    Raises: InputError: a flag is not modelled.
     """
-    if point["regime"] not in constants.links:
-        raise InputError(
-            f"the calibration has no link {point['regime']!r}; it has {', '.join(constants.links)}"
-        )
     ranks, link = point["ranks"], constants.links[point["regime"]]
     args = parse_megatron(shlex.split(point["flags"]))
     layout = replace(layout_of(args, ranks), communicators=point["communicators"])
@@ -71,10 +67,23 @@ def predicted(point: dict, constants: Constants) -> Prediction:
 
 
 def compared(points: list[dict], constants: Constants) -> list[dict]:
-    """The points with ``predicted`` milliseconds, ``error`` (predicted over measured, less 1), ``phases``."""
+    """The points with ``predicted`` milliseconds, ``error`` (predicted over measured, less 1), ``phases``.
+
+    What has flags that are not modelled is left out, and said.
+
+    Raises: InputError: the calibration has not measured a point's link.
+    """
     rows = []
     for point in points:
-        result = predicted(point, constants)
+        if point["regime"] not in constants.links:
+            raise InputError(
+                f"the calibration has no link {point['regime']!r}; it has {', '.join(constants.links)}"
+            )
+        try:
+            result = predicted(point, constants)
+        except InputError as error:
+            print(f"not compared: {point['regime']} {point['codec']}: {error}", file=sys.stderr)
+            continue
         error = result.milliseconds / point["milliseconds"] - 1
         rows.append(point | {"predicted": result.milliseconds, "error": error, "phases": result.phases})
     return rows
@@ -125,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             require_folder(options.json, "--json")
         rows = compared(read(options.points), Constants.load(options.calibration))
+        if all(row.get("calibration") for row in rows):
+            raise InputError("no point that counts can be predicted")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

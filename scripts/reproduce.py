@@ -194,7 +194,8 @@ PAPERS = (
         "CAAT-Net, Llama of 1B and 7B at TP 8: no significant drop in accuracy at p = 0.5",
     ),
 )
-LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py compares what they write
+REGIMES = ("nvlink", "pcie", "ethernet")
+LARGE = (  # of hosts with four or eight GPUs
     *(
         (
             *("large", ranks, 8, f"large_collectives_{ranks}"),
@@ -214,7 +215,7 @@ LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py com
             f" --json {{output}}/large_{regime}{name}_tp{ranks}.json",
         )
         for ranks in (4, 8)
-        for regime in ("nvlink", "pcie", "ethernet")
+        for regime in REGIMES
         for name, more in (("", ""), ("_sp", " --sequence-parallel"))
     ),
     *(
@@ -238,6 +239,18 @@ LARGE = (  # of hosts with four or eight GPUs; scripts/predict_iterations.py com
         ' --codecs none "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
         " --output {output}/large_3d_losses --tensor-model-parallel-size 2"
         " --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+    *(
+        (
+            *("large", ranks, 2, f"large_predictions_tp{ranks}"),
+            "-m scripts.predict_iterations --points"
+            + "".join(
+                f" {{output}}/large_{regime}{name}_tp{ranks}.json"
+                for regime in REGIMES
+                for name in ("", "_sp")
+            ),
+        )
+        for ranks in (4, 8)
     ),
 )
 COMMANDS = tuple(

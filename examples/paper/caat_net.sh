@@ -4,7 +4,8 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=1b examples/paper/caat_net.sh
 #   FRACTION=1 ... examples/paper/caat_net.sh           the ordinary model, the paper's baseline
-#   FRACTION=0.5 COMPRESSION='--tp-compression int8' ... with a codec on what is left
+#   COMPRESSION='--tp-compression int8 --tp-compression-min-mb 0' ... with a codec on what is left, whose messages
+#                                                       are small: 1.5 and 4 MiB of 130m and 1b
 #   sbatch --nodes 1 examples/slurm.sbatch paper/caat_net.sh
 #   TINY=1 examples/paper/caat_net.sh                   a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

@@ -22,8 +22,8 @@
 # wins over what is written here. Environment: examples/common.sh says which variables there are.
 #
 # Of the original: the Pile is replaced by DATA_PATH; e5m2 has its own range here, where the code clips at e4m3's
-# largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2), the Qwen
-# runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
+# largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2; 3d: TP 2, PP 2,
+# DP 2), the Qwen runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
 # (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
 set -euo pipefail
 : "${MODEL:=gpt-350m}" "${VARIANT:=taco}"
@@ -32,6 +32,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 RUN=taco_${MODEL}_$VARIANT
 case $MODEL in
     gpt-350m)
+        [ "$VARIANT" != 3d ] || : "${TP:=2}" "${PP:=2}"
         : "${TP:=4}" "${NUM_LAYERS:=24}" "${HIDDEN_SIZE:=1024}" "${NUM_HEADS:=16}" "${SEQ_LENGTH:=2048}"
         : "${MICRO_BATCH_SIZE:=8}" "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=20000}"
         : "${LR_DECAY_ITERS:=70000}" "${LR:=3.0e-4}" "${MIN_LR:=3.0e-5}"

@@ -178,6 +178,12 @@ class CompressionConfig:
             for name, count in ranks.items()
             if getattr(self, name).enabled or (name == "tensor_parallel" and self.tensor_parallel.halves)
         ]
+        alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
+        shared = alltoall and (args.expert_tensor_parallel_size or 1) > 1
+        if shared and self.expert_parallel.enabled and not self.tensor_parallel.enabled:
+            lines.append(
+                "ranks that share an expert send each other tokens uncompressed: give --tp-compression, too"
+            )
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:

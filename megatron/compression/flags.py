@@ -130,8 +130,8 @@ def resolve(args: Namespace) -> CompressionConfig:
         used = (part for part in _WHERE_IN_USE if ACTIVATIONS[part](args) > 1)
         open_parts = [part for part in (*COMPRESSION_3D, *used) if _is_open(parts, part)]
     for settings in parts.values():
-        if "compression" in settings:
-            settings["compression"] = settings["compression"] or "none"
+        if "compression" in settings and settings["compression"] is None:
+            settings["compression"] = "none"
     own = parts.pop("")
     kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}

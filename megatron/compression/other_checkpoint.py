@@ -17,7 +17,7 @@ def checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
     source = f"--load {args.load}" if args.load else f"--pretrained-checkpoint {args.pretrained_checkpoint}"
     text = str(error)
     of_model = isinstance(error, AssertionError) or "mismatch" in text
-    of_optimizer = "optimizer.distributed" in text or "entries in state dict" in text or text == "'optimizer'"
+    of_optimizer = text == "'optimizer'" or any(one in text for one in _OF_OPTIMIZER)
     if not (of_model or of_optimizer):
         return None  # nothing is read
     flags = differing_flags(args)
@@ -29,6 +29,7 @@ def checkpoint_mismatch(error: BaseException, args: Namespace) -> str | None:
     return f"{source}: {reason.rstrip('.')}. Start with the flags that wrote it, or name another checkpoint"
 
 
+_OF_OPTIMIZER = ("optimizer.distributed", "entries in state dict", "Could not find parameter group")
 _SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "max_position_embeddings", "position_embedding_type", "normalization", "swiglu"),

@@ -61,7 +61,7 @@ def check_arguments(args: Namespace) -> None:
 
     Raises:
         InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there;
-            --tp-comm-overlap together with tensor-parallel compression.
+            --tp-comm-overlap together with tensor-parallel compression; a layout that experts cannot have.
     """
     from megatron.compression.data_checks import check_datasets
     from megatron.compression.flags import compresses_tensors
@@ -73,10 +73,33 @@ def check_arguments(args: Namespace) -> None:
             "NCCL and past --tp-compression: drop one of the two"
         )
     check_implementation(args)
+    check_experts(args)
     check_packages(args)
     check_tokenizer(args)
     check_checkpoints(args)
     check_datasets(args)
+
+
+def check_experts(args: Namespace) -> None:
+    """Raises: InputError for what megatron-core refuses when it makes groups, or in a first forward."""
+    if getattr(args, "num_experts", None) is None:
+        return
+    sharing, flag = args.expert_tensor_parallel_size, "--expert-tensor-parallel-size"
+    ranks = sharing * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    if args.world_size % ranks:
+        raise InputError(
+            f"{flag} {sharing} (by default that of --tensor-model-parallel-size), "
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} and the stages make {ranks} "
+            f"ranks, which do not divide the {args.world_size} there are; give {flag} 1, or other sizes"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel and not args.skip_train:
+        raise InputError(
+            "--num-experts with --tensor-model-parallel-size trains with --sequence-parallel alone: add it"
+        )
+    if args.transformer_impl == "local" and getattr(args, "moe_latent_size", None):
+        from megatron.compression.implementation import needs_transformer_engine
+
+        raise needs_transformer_engine("--moe-latent-size", "remove --moe-latent-size")
 
 
 def check_packages(args: Namespace) -> None:
@@ -172,6 +195,8 @@ def check_local_layers(args: Namespace) -> None:
                 f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
                 "use --attention-backend auto"
             )
+    if several and getattr(args, "mtp_num_layers", None):
+        raise needs_transformer_engine("--mtp-num-layers with --context-parallel-size", "drop one of the two")
     recomputed = getattr(args, "recompute_modules", None) or ()
     if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
         raise needs_transformer_engine("--recompute-modules layernorm", "leave layernorm out of it")

@@ -191,14 +191,18 @@ def _follow(
 
 def _groups(args: Namespace) -> dict:
     """This rank's process groups by dimension, for the audit."""
-    experts = args.num_experts is not None
-    return {
-        "expert parallel": parallel_state.get_expert_tensor_and_model_parallel_group() if experts else None,
-        "tensor parallel": parallel_state.get_tensor_model_parallel_group(),
-        "data parallel": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "pipeline parallel": parallel_state.get_pipeline_model_parallel_group(),
-        "context parallel": parallel_state.get_context_parallel_group(),
+    groups = {
+        "expert parallel": [],
+        "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],
+        "data parallel": [parallel_state.get_data_parallel_group(with_context_parallel=True)],
+        "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
+        "context parallel": [parallel_state.get_context_parallel_group()],
     }
+    if args.num_experts is not None:
+        groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
+        groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]
+        groups["data parallel"] += [parallel_state.get_expert_data_parallel_group()]
+    return groups
 
 
 def current_iteration(args: Namespace) -> int:
@@ -210,7 +214,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
 
     Layers of ``--transformer-impl local``, dense and of experts, are built with our layers. Everything else
-    (Transformer Engine, latent attention, heterogeneous blocks) is megatron-core's own choice.
+    (Transformer Engine, heterogeneous blocks) is megatron-core's own choice.
     """
     transformer = model_config.transformer
     if not is_covered_local(transformer):

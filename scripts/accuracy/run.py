@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.compression.errors import CompressionConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("111m", "111m-massive", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny", "moe", "moe-tiny")
 
@@ -229,7 +231,6 @@ def launch(args: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     workers = args.workers or max(1, gpus)
-    plan_of(args)  # a wrong name stops here
     prepare_folders(args)
     # Deterministic cuBLAS; compiler caches that the workers and later calls share.
     environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
@@ -263,6 +264,10 @@ def launch(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = parse(argv)
+    try:
+        plan_of(args)
+    except CompressionConfigError as error:
+        raise SystemExit(f"error: {error}") from None
     if args.worker is None:
         launch(args)
     else:

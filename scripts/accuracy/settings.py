@@ -149,6 +149,8 @@ def _one_kind(name: str) -> tuple[str, dict]:
         back = sent.backward_codec.name if sent.backward_codec else "none"
         return kind, dict(zip(pair, (sent.compression, back), strict=True))
     if kind == "-dp":
+        if unsharded and other:
+            raise CompressionConfigError(f"{name}: without the distributed optimizer no weights travel")
         replicas = DataParallelConfig(compression=there, weights="none" if unsharded else other or None)
         gradients, weights = getattr(replicas.compressor, "codec", None), replicas.weight_codec
         if replicas.feedback != "none" or (gradients is None and there != "none"):

@@ -55,7 +55,7 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
     tensor, data = groups["tensor parallel"], groups["data parallel"]
 
     def audited(name: str, action) -> None:
-        audit = BackendAudit(ledger, lambda: groups)
+        audit = BackendAudit(ledger, lambda: {name: [one] if one else [] for name, one in groups.items()})
         with audit:
             action()
         assert dict(vars(dist.ProcessGroup)) == methods, "everything is as it was"
@@ -87,6 +87,19 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
         ledger.record("dp.gradient", "compressed", "all_gather", SIZE, 0)
 
     audited("payloads", payloads)
+
+    def unequal() -> None:
+        """A row more for one peer than for the other: each rank is said to send half of its buffer."""
+        rows = torch.zeros(2 + data.rank(), SIZE, dtype=torch.uint8)
+        parts = [1, 1 + data.rank()]
+        dist.all_to_all_single(torch.empty_like(rows), rows, parts, parts, group=data)
+        ledger.record("dp.gradient", "compressed", "all_to_all", SIZE // 4, 0)
+        ledger.record("dp.gradient", "excluded", "all_to_all", SIZE, SIZE)
+        flags = torch.zeros(SIZE, dtype=torch.uint8)
+        dist.all_reduce(flags, group=data)
+        ledger.record_uncompressed("dp.gradient", "excluded", "all_reduce", SIZE, 2)
+
+    audited("unequal", unequal)
     if rank % 2 == 0:
         audited("on half of the ranks", lambda: dist.all_reduce(torch.ones(VALUES), group=data))
     else:
@@ -99,7 +112,7 @@ def test_what_the_ledger_does_not_know_is_said() -> None:
     results = spawn(audit_worker, 4)
     assert all(result == results[0] for result in results)
     lines = results[0]
-    for name in ("all counted", "scalars", "other groups", "payloads"):
+    for name in ("all counted", "scalars", "other groups", "payloads", "unequal"):
         assert lines[name] == [], name
     (line,) = lines["an operation twice"]
     assert line.startswith(
@@ -113,7 +126,7 @@ def test_what_the_ledger_does_not_know_is_said() -> None:
 
 def lazy_worker(rank: int, world_size: int) -> tuple[list[str], bool]:
     ledger, model = Ledger(), torch.nn.Linear(2, 2)
-    audit = BackendAudit(ledger, lambda: {"tensor parallel": dist.group.WORLD})
+    audit = BackendAudit(ledger, lambda: {"tensor parallel": [dist.group.WORLD]})
     audit.start_with_first_forward([model])
     big = torch.ones(VALUES)
     dist.all_reduce(big)  # setting up
@@ -138,7 +151,7 @@ def joined_worker(rank: int, world_size: int) -> list[str]:
     ledger = Ledger()
     world = dist.group.WORLD
     part = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    audit = BackendAudit(ledger, lambda: {"data parallel": world, "expert parallel": part})
+    audit = BackendAudit(ledger, lambda: {"data parallel": [world], "expert parallel": [part]})
     with audit:
         dist.all_reduce(torch.ones(VALUES), group=part)
         ledger.record_uncompressed("dp.gradient", "off", "all_reduce", SIZE, 2)

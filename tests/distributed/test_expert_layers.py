@@ -116,11 +116,20 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
             with TransportAudit() as audit:
                 losses[codec], gradients[codec] = _pass(model, rank // sizes[0], few="without" in layout)
             counted[codec] = audit.sent, compression.ledger.rows()
+            if codec == "identity":
+                first = model, compression.ledger
         errors = {codec: _error(found, gradients["none"], codec) for codec, found in gradients.items()}
-        results[layout] = errors | {"losses": losses, "counted": counted}
+        model, ledger = first  # behind it another run was attached
+        _pass(model, rank // sizes[0], few="without" in layout)
+        twice = [_compressed(counted["identity"][1]), _compressed(ledger.rows())]
+        results[layout] = errors | {"losses": losses, "counted": counted, "twice": twice}
         parallel_state.destroy_model_parallel()
         gc.collect()
     return results
+
+
+def _compressed(rows: list[dict]) -> int:
+    return sum(row["sent_bytes"] for row in rows if row["kind"] == "compressed")
 
 
 def _error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], codec: str) -> float:
@@ -168,6 +177,13 @@ def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
     """Of every codec, and without one."""
     for rank in ranks:
         check_counts(rank[layout]["counted"])
+
+
+def test_two_runs_in_one_process(ranks: list[dict]) -> None:
+    """The first one's tokens go through its codec and into its ledger, with another run attached, too."""
+    for by_layout in ranks:
+        for once, again in (found["twice"] for found in by_layout.values()):
+            assert again == 2 * once
 
 
 def test_some_ranks_had_no_token(ranks: list[dict]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.audit import BackendAudit
 from taco_kernels.count_sketch import Layout, SketchConfig
 from tests.distributed.forked import pretrain
 from tests.distributed.launch import tiny_flags
@@ -265,6 +266,11 @@ def training_worker(rank: int, world_size: int, iterations: int) -> list[list[fl
         training, losses = train(rank, setup, count)
         assert same_everywhere(training.digest())
         assert training.kinds() == {"compressed", "excluded"}
+        audit = BackendAudit(training.run.ledger, lambda: {"data parallel": [dist.group.WORLD]})
+        with audit:
+            training.step()
+            training.settle()
+        assert audit.finish() == [], "what is left out travels in payloads, and is counted"
         values, union, leftovers, *_ = training.gradients.compressor.monitor.read().tolist()
         assert values > 0 and union > 0 and leftovers < 0.001 * union
         everything.append(losses)

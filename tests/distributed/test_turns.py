@@ -1,5 +1,6 @@
 """Halves of a micro-batch in turn, and a ladder: what they compute, in fp64, and what they send."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -205,6 +206,44 @@ def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
     return [*found, decoder(), decoder(extract_layer_indices={0})[0]]
 
 
+def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]:
+    """Bytes of all tensors behind each of three training steps, without Python's search for rings."""
+    model = build_tiny_gpt(
+        rank, world_size, run_with("identity"), torch.float32, hidden_dropout=0.1, **changes
+    )
+    prepare(model)
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(3):
+            _loss(model, batch(step, rank, SEQUENCES)).backward()
+            model.zero_grad(set_to_none=True)
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
+            found.append(sum(storages.values()))
+    finally:
+        gc.enable()
+    return found
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+
+
+def _generated(rank: int, world_size: int, prepare) -> torch.Tensor:
+    """What megatron-core's inference engine is given; it wraps what the embedding returns."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.utils import InferenceMode
+
+    model = build_tiny_gpt(rank, world_size, run_with("identity"), torch.float32).eval()
+    prepare(model)
+    inputs = batch(0, rank, 2)
+    tokens, positions = inputs["input_ids"], inputs["position_ids"]
+    context = StaticInferenceContext(2, SEQUENCE)
+    with torch.no_grad(), InferenceMode.active():
+        return model(tokens, positions, None, runtime_gather_output=True, inference_context=context)
+
+
 def _worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     results = {
@@ -217,6 +256,12 @@ def _worker(rank: int, world_size: int) -> dict:
     ]
     results["refused"] = _refused(rank, world_size)
     results["decoders"] = _decoders(rank, world_size)
+    results["kept alive"] = [
+        _kept_alive(rank, world_size, prepare, changes)
+        for prepare in (_in_halves, _as_ladder)
+        for changes in ({}, FULL)
+    ]
+    results["generated"] = [_generated(rank, world_size, one) for one in (lambda model: None, _in_halves)]
     results["ladder"] = {case: _train(rank, world_size, case, _as_ladder) for case in LADDERS}
     return results
 
@@ -287,6 +332,18 @@ def test_what_halves_would_leave_out_is_refused(results: list[dict]) -> None:
         for words, reason in said.items():
             assert reason is not None and words in reason
     assert len(said) == 8
+
+
+def test_nothing_is_kept_behind_a_step(results: list[dict]) -> None:
+    """Masks of dropout go with their backward, of lanes that hold each other too."""
+    for by_case in (rank["kept alive"] for rank in results):
+        for first, second, third in by_case:
+            assert first >= second == third, by_case
+
+
+def test_what_generates_text_is_not_halved(results: list[dict]) -> None:
+    for whole, halves in (rank["generated"] for rank in results):
+        assert torch.equal(whole, halves)
 
 
 def test_angles_of_each_sequence_go_with_it(results: list[dict]) -> None:

@@ -114,7 +114,7 @@ def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
     state = run_with("int8")
     group = parallel_state.get_tensor_model_parallel_group()
     model = build(rank, state, fuse, **changes)
-    with BackendAudit(state.ledger, lambda: {"tensor parallel": group}) as audit:
+    with BackendAudit(state.ledger, lambda: {"tensor parallel": [group]}) as audit:
         model(**batch(0, rank)).float().mean().backward()
     given = {f"{operation} {payload}": sent for (_, operation, payload), sent in audit.given.items()}
     return [f"{line}; given: {given}, counted: {state.ledger.rows()}" for line in audit.finish()]

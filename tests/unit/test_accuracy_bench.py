@@ -183,7 +183,7 @@ def test_kinds_of_parallelism_are_joined():
     refused |= dict.fromkeys(
         ("tagc-dp", "loco-dp", "tah-quant-dp", "tah-quant-cp", "int8-cp+int6"), "simulated"
     )
-    refused |= {"lossless-dp": "no bit", "lossless": "no bit"}
+    refused |= {"lossless-dp": "no bit", "lossless": "no bit", "sdp4bit,,int8-ddp": "no weights travel"}
     for name, words in refused.items():
         with pytest.raises(ValueError, match=words):
             setting_of(name)

@@ -373,6 +373,13 @@ def test_measured_points(capsys, tmp_path):
     assert printed.count("\n| nvlink") + printed.count("\n| pcie") == len(points) >= 26
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert predict_iterations.main(["--points", str(chosen), "--median-limit", "0.1"]) == 1
+    capsys.readouterr()
+    points[0]["flags"] += " --tp-compression int6 --tp-compression-overlap halves"
+    chosen.write_text(json.dumps(points))
+    assert predict_iterations.main(["--points", str(chosen)]) == 0
+    printed = capsys.readouterr()
+    assert "not compared: " in printed.err and "halves" in printed.err
+    assert printed.out.count("\n| nvlink") + printed.out.count("\n| pcie") == len(points) - 1
     points[0]["regime"] = "carrier-pigeon"
     chosen.write_text(json.dumps(points))
     assert predict_iterations.main(["--points", str(chosen)]) == 2

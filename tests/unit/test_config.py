@@ -363,3 +363,10 @@ def test_bad_layers_name_the_flag(text: str) -> None:
     """One line with the flag and what is understood."""
     with pytest.raises(CompressionConfigError, match=r"--tp-compression-layers .* is not a layer; give"):
         TensorParallelConfig(compression="taco", layers=text)
+
+
+@pytest.mark.parametrize("dimension", ["tp", "pp", "dp", "ep", "cp"])
+def test_an_empty_spec_is_no_way_to_say_none(dimension: str) -> None:
+    """``--ep-compression "$CODEC"`` of a script that has not set CODEC."""
+    with pytest.raises(CompressionConfigError, match=f"--{dimension}-compression.* is unknown"):
+        resolve(parsed(f"--{dimension}-compression", ""))

@@ -62,6 +62,27 @@ def test_a_package_that_is_missing_is_named(monkeypatch, given: dict, line: str)
         preflight.check_packages(Namespace(**{"wandb_project": "", "optimizer": "sgd"} | given))
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {"expert_tensor_parallel_size": 2},
+            "make 4 ranks, which do not divide the 2 .*tensor-parallel-size 1",
+        ),
+        ({"sequence_parallel": False}, "trains with --sequence-parallel alone: add it"),
+        ({"moe_latent_size": 64}, "--moe-latent-size needs Transformer Engine"),
+    ],
+)
+def test_layouts_that_experts_cannot_have(given: dict, line: str) -> None:
+    sizes = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2)
+    more = dict(pipeline_model_parallel_size=1, world_size=2, sequence_parallel=True, skip_train=False)
+    run = {"num_experts": 4, "transformer_impl": "local", "moe_latent_size": None} | sizes | more
+    preflight.check_experts(Namespace(**run))
+    preflight.check_experts(Namespace(**run | given | {"num_experts": None}))
+    with pytest.raises(InputError, match=line):
+        preflight.check_experts(Namespace(**run | given))
+
+
 def test_what_is_wrong_can_stand_without_the_fix() -> None:
     """A message that has none stays whole."""
     assert without_fix(InputError("--a is 1; so is --b; drop it")) == "--a is 1; so is --b"

@@ -290,6 +290,7 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
         (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
         (HALVES, {**ONE, **CORE_AGAIN, "recompute_modules": None}, "drop --recompute-granularity selective"),
         (HALVES, {**ONE, **SPLIT, "tensor_model_parallel_size": 3}, "size 3 has no two halves, .* an even"),
+        (HALVES, {**ONE, "seq_length": 1}, "--seq-length leaves a rank 1 token, .* give 2 or more"),
         (HALVES, {**ONE, **SPLIT, "seq_length": 66}, "leaves a rank 33 tokens, .* a multiple of 4"),
         (
             HALVES,

@@ -7,6 +7,7 @@ unknown to it, and would make every ratio look better than it is.
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.compression import patches
 from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
 
+Groups = Sequence[dist.ProcessGroup]
 NEGLIGIBLE = 4096
 """Bytes an iteration that need not be in the ledger: scalar reductions (loss, gradient norm, overflow)."""
 
@@ -36,6 +38,10 @@ _METHODS: dict[str, tuple[str, int]] = {
 }
 """Methods of a process group: the ledger's operation, and which argument is the buffer. All functions of
 torch.distributed come down to these, those that Megatron holds by another name too."""
+_SUMS = ("all_reduce", "reduce_scatter")
+"""Operations that carry no payload: a backend cannot add up codes."""
+_KEYS = list(product(dict.fromkeys(operation for operation, _ in _METHODS.values()), (False, True)))
+"""(operation, whether payloads): what is compared."""
 
 
 class BackendAudit:
@@ -51,13 +57,13 @@ class BackendAudit:
 
     Args:
         ledger: what the counts are compared with.
-        groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process group, data
-            parallelism's with context parallelism where there is any. None or one rank: not used. The same
-            keys in the same order on all ranks. A group whose ranks are some of a dimension's belongs to it.
-            Dimensions that share ranks (experts and data) are looked at together.
+        groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process groups, data
+            parallelism's with context parallelism where there is any; experts may have others. Of one rank:
+            not used. The same keys in the same order on all ranks. A group whose ranks are some of a
+            dimension's belongs to it. Dimensions that share ranks (experts and data) are looked at together.
     """
 
-    def __init__(self, ledger: Ledger, groups: Callable[[], Mapping[str, dist.ProcessGroup | None]]) -> None:
+    def __init__(self, ledger: Ledger, groups: Callable[[], Mapping[str, Groups]]) -> None:
         self.ledger, self.groups = ledger, groups
         self.given: Counter[tuple[dist.ProcessGroup, str, bool]] = Counter()
         """Bytes sent by (group, operation, whether they are a codec's payload, which is uint8)."""
@@ -118,14 +124,15 @@ class BackendAudit:
         self.stop()
         groups = self.groups()
         order, joined = list(groups), _joined(groups)
-        # One place a dimension on every rank, whatever is joined there: all ranks must send as much.
-        sums = torch.zeros(len(order), dtype=torch.float64)
+        # One place a dimension on every rank, whatever is joined there. Of unequal all-to-alls it is the sums
+        # over ranks that agree, not what each is said to send.
+        sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)
         cuda = torch.cuda.is_available() and dist.get_backend() != "gloo"
         sums = sums.to("cuda" if cuda else "cpu")
         dist.all_reduce(sums)
-        means = (sums / dist.get_world_size()).tolist()
+        means = (sums.clamp_min(0).sum(1) / dist.get_world_size()).tolist()
         return [
             f"{' and '.join(name.replace(' parallel', '') for name in names)} parallelism sent {mean:,.0f} "
             "bytes in the first iteration that the ledger does not know (mean over all ranks): a layer or a "
@@ -134,8 +141,8 @@ class BackendAudit:
             if (mean := means[order.index(names[0])]) > NEGLIGIBLE
         ]
 
-    def _missing(self, members: set[int], names: Sequence[str]) -> int:
-        """Bytes beyond the ledger's by operation; payloads apart, since some transports are not seen."""
+    def _missing(self, members: set[int], names: Sequence[str]) -> torch.Tensor:
+        """Bytes beyond the ledger's by ``_KEYS``; payloads apart, since some transports are not seen."""
         given: Counter[tuple[str, bool]] = Counter()
         for (group, operation, payload), sent in self.given.items():
             ranks = set(dist.get_process_group_ranks(group))
@@ -145,13 +152,16 @@ class BackendAudit:
         for (traffic, operation, payload), sent in self._known.items():
             if any(traffic.startswith(DIMENSIONS[name]) for name in names):
                 known[operation, payload] += sent
-        return sum(max(0, sent - known[key]) for key, sent in given.items())
+        return torch.tensor([given[key] - known[key] for key in _KEYS], dtype=torch.float64)
 
     def _in_ledger(self) -> Counter[tuple[str, str, bool]]:
         """Bytes sent so far by (traffic, operation, whether they are a codec's payload)."""
         counts: Counter[tuple[str, str, bool]] = Counter()
         for (_, traffic, kind, operation, _), tally in self.ledger.tallies.items():
-            payload = kind in ("compressed", "fp8") and operation not in ("all_reduce", "reduce_scatter")
+            # what a compressor of gradients leaves out travels in its payloads
+            beside = (traffic, kind, operation) == ("dp.gradient", "excluded", "all_to_all")
+            payload = kind in ("compressed", "fp8") or beside
+            payload = payload and operation not in _SUMS
             counts[traffic, operation, payload] += tally.sent
         return counts
 
@@ -162,7 +172,7 @@ class BackendAudit:
                 buffers = _flat(args[position])
                 size = sum(buffer.nbytes for buffer in buffers)
                 if operation != "broadcast" or _sends(group, args):
-                    payload = bool(buffers) and buffers[0].dtype == torch.uint8
+                    payload = bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
                     self.given[group, operation, payload] += bytes_sent(operation, size, group.size())
             return original(group, *args, **kwargs)
 
@@ -175,11 +185,11 @@ def _sends(group: dist.ProcessGroup, args: tuple) -> bool:
     return root == group.rank()
 
 
-def _joined(groups: Mapping[str, dist.ProcessGroup | None]) -> list[tuple[list[str], set[int]]]:
+def _joined(groups: Mapping[str, Groups]) -> list[tuple[list[str], set[int]]]:
     """(dimensions, ranks) with more than one rank, those that have two ranks in common put together."""
     result: list[tuple[list[str], set[int]]] = []
-    for name, group in groups.items():
-        members = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    for name, own in groups.items():
+        members = {rank for group in own for rank in dist.get_process_group_ranks(group)}
         names = [name]
         for other in [other for other in result if len(other[1] & members) > 1]:
             result.remove(other)

@@ -23,7 +23,7 @@ class ExpertParallelConfig(SentOnce):
     traffic: ClassVar[str] = "ep"
     messages: ClassVar[str] = "a token"
     idle: ClassVar[str] = (
-        "--ep-compression has no effect here: --expert-model-parallel-size is 1, so tokens stay on their rank"
+        "--ep-compression has no effect here: --expert-model-parallel-size is 1, so no rank has other experts"
     )
 
     compression: str = "none"

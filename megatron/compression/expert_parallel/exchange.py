@@ -21,7 +21,7 @@ Way = Mapping[dist.ProcessGroup, TokenSite]
 
 
 class TokenExchange:
-    """Exchanges of the dispatchers of one run."""
+    """Exchanges of all dispatchers of this process, whichever run they are of: sites know their own."""
 
     def __init__(self) -> None:
         self._way: Way | None = None
@@ -145,6 +145,10 @@ class TokenExchange:
         site.count_uncompressed(forward, *there, why)
         if has_backward(x):
             site.count_uncompressed(backward, *back, why)
+
+
+EXCHANGE = TokenExchange()
+"""The one through which dispatchers send: they call functions of a module, which stand there once."""
 
 
 def _traffic(site: TokenSite, tokens: bool) -> tuple[str, str, str | None]:

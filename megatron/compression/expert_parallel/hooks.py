@@ -21,7 +21,7 @@ from megatron.compression.expert_parallel.dispatchers import (
     CompressedAllGatherTokenDispatcher,
     CompressedAlltoAllTokenDispatcher,
 )
-from megatron.compression.expert_parallel.exchange import OTHER, TokenExchange, Way
+from megatron.compression.expert_parallel.exchange import EXCHANGE, OTHER, Way
 from megatron.compression.expert_parallel.site import TokenSite
 
 _CLASSES = {
@@ -35,7 +35,6 @@ class Experts:
 
     def __init__(self, config: ExpertParallelConfig, run: Run) -> None:
         self.config, self.run = config, run
-        self._exchange = TokenExchange()
 
     def attach(self, chunks: list[torch.nn.Module], say: Callable[[str], None] = print) -> None:
         """Give each expert layer's dispatcher its sites. Collective over all ranks where compression is on.
@@ -53,8 +52,8 @@ class Experts:
         layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
         experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
         if experts:
-            patches.through_token_exchange(self._exchange)
-            patches.on_router_reduction(self._count_router)
+            patches.through_token_exchange(EXCHANGE)
+            patches.on_router_reduction(self._count_router)  # of two runs in one process the last one counts
         for path, module in experts.items():
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
@@ -65,7 +64,6 @@ class Experts:
             owner = next((one for one in layers if path.startswith(one + ".")), None)
             number = layers[owner].layer_number if owner is not None else None
             patches.change_class(dispatcher, compressed)
-            dispatcher.exchange = self._exchange
             for way in ("dispatch", "combine"):
                 sites = self._way(dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number))
                 setattr(dispatcher, way, sites)

@@ -30,8 +30,8 @@ from megatron.compression.torch_native.attention import SDPACoreAttention
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """What attention is given whatever the lane."""
-_NOT_TAKEN = ("context", "inference_context", "inference_params", "packed_seq_params", "attention_bias")
-_NOT_TAKEN += ("extract_layer_indices",)
+_OF_INFERENCE = ("inference_context", "inference_params")
+_NOT_TAKEN = ("context", *_OF_INFERENCE, "packed_seq_params", "attention_bias", "extract_layer_indices")
 
 
 class Dropout:
@@ -180,11 +180,12 @@ class HalvesBlock(TurnsBlock):
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        generates = any(options.get(name) is not None for name in ("inference_context", "inference_params"))
-        batch = self._received(hidden_states).shape[1]
-        if generates or not self.layers or (batch < 2 and not torch.is_grad_enabled()):
-            return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
-        return super().forward(hidden_states, attention_mask, **options)
+        # megatron-core's inference engine hands the tensor over in a wrapper
+        whole = not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE)
+        if not whole and not torch.is_grad_enabled():
+            whole = self._received(hidden_states).shape[1] < 2
+        forward = TransformerBlock.forward if whole else TurnsBlock.forward
+        return forward(self, hidden_states, attention_mask, **options)
 
     def _refusal(self, hidden_states, options):
         if hidden_states.shape[1] < 2:

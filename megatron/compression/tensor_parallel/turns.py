@@ -125,7 +125,8 @@ class Entry:
             total = total.to(residual.dtype)
             if bias is not None:
                 total = total + bias
-            drop = self.adjoint.drop = entered.block.draw(total)
+            drop = entered.block.draw(total)
+            self.adjoint.drop = drop if self.x.requires_grad else None
             residual = residual + (total if drop is None else drop(total))
         self.x.data = residual.detach()
         if self.block is not None:
@@ -207,7 +208,9 @@ class Adjoint:
         self._leaf = self._of_norm = None
         if self.of is not None:
             self.of._grad_x = grad
-        return grad, grad if grad is None or self.drop is None else self.drop(grad), grad_parameters
+        # Adjoints hold each other in rings: what is large goes now, not when Python looks for such.
+        drop, self.drop, self.of, self.beside = self.drop, None, None, None
+        return grad, grad if grad is None or drop is None else drop(grad), grad_parameters
 
 
 class _EntryNode(torch.autograd.Function):

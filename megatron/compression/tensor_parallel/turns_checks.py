@@ -63,7 +63,8 @@ def check_halves(args: Namespace) -> None:
     """
     check_turns(args, HALVES)
     if getattr(args, "micro_batch_size", 2) < 2:
-        check_sequence_halves(args, args.seq_length // args.tensor_model_parallel_size)
+        parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        check_sequence_halves(args, args.seq_length // parts)
     if args.attention_dropout > 0:
         raise CompressionConfigError(
             f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
@@ -75,7 +76,7 @@ def check_sequence_halves(args: Namespace, tokens: int) -> None:
     """Refuse what halves of one sequence cannot have; ``args`` as for ``check_turns``.
 
     Args:
-        tokens: of a rank, with sequence parallelism.
+        tokens: of a rank; with sequence parallelism its part.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
     ranks, split, modules = args.tensor_model_parallel_size, args.sequence_parallel, args.recompute_modules
@@ -87,6 +88,7 @@ def check_sequence_halves(args: Namespace, tokens: int) -> None:
             f"--hidden-dropout {args.hidden_dropout:g} draws for the tokens of a rank, which are dealt anew",
             "give 0",
         ),
+        (tokens < 2, f"--seq-length leaves a rank {tokens} token", "give 2 or more"),
         (
             split and ranks % 2,
             f"--tensor-model-parallel-size {ranks} has no two halves",
