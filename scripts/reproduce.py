@@ -222,7 +222,8 @@ LARGE = (  # of hosts with four or eight GPUs
         (
             *("large", ranks, 8, f"large_models_tp{ranks}"),
             f"scripts/bench_end_to_end.py --tensor-parallel {ranks} --regimes nvlink pcie --iterations 9"
-            ' --codecs none "int6 --ladder-residual" "int6 --caat-net-sync-fraction 0.5" none'
+            ' --codecs none "int6 --ladder-residual" "int6 --caat-net-sync-fraction 0.5"'
+            ' "int6 --ladder-residual --caat-net-sync-fraction 0.5" none'
             f" --json {{output}}/large_models_tp{ranks}.json",
         )
         for ranks in (4, 8)

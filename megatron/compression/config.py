@@ -118,7 +118,11 @@ class CompressionConfig:
         flags = [HALVES] * tensors.halves + [LADDER] * self.ladder.residual
         for refused, flag, reason in (
             (len(flags) > 1, LADDER, "has sums travel behind blocks as well"),
-            (fraction < 1, f"--caat-net-sync-fraction {fraction:g}", "has layers that wait for their sums"),
+            (
+                tensors.halves and fraction < 1,
+                f"--caat-net-sync-fraction {fraction:g}",
+                "has not been halved",
+            ),
             (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
         ):
             if flags and refused:

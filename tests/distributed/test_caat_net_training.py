@@ -55,6 +55,14 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("caat"))
 
 
+def _check_all_compressed(run: ForkedRun) -> None:
+    for rank in run.ranks:
+        rows = [row for row in rank.ledger if row["traffic"] in ("tp.forward", "tp.backward")]
+        assert rows and {row["kind"] for row in rows} == {"compressed"}
+        sent, plain = (sum(row[size] for row in rows) for size in ("sent_bytes", "plain_bytes"))
+        assert 3.7 < plain / sent < 4, "8.125 bits for 32, and padding"
+
+
 def _check_replicas(run: ForkedRun) -> None:
     for rank in run.ranks:
         for other in run.ranks:
@@ -103,15 +111,20 @@ def test_layouts_with_a_codec(runs: Runs, layout: str) -> None:
     norms, exact = _gradient_norms(run), _gradient_norms(runs.plain)
     assert len(norms) == len(exact) == ITERATIONS
     assert norms == pytest.approx(exact, rel=CODEC_NORM)
-    for rank in run.ranks:
-        rows = [row for row in rank.ledger if row["traffic"] in ("tp.forward", "tp.backward")]
-        assert rows and {row["kind"] for row in rows} == {"compressed"}
-        sent, plain = (sum(row[size] for row in rows) for size in ("sent_bytes", "plain_bytes"))
-        assert 3.7 < plain / sent < 4, "8.125 bits for 32, and padding"
+    _check_all_compressed(run)
 
 
 def _gradient_norms(run: ForkedRun) -> list[float]:
     return [float(norm) for norm in re.findall(r"grad norm: ([\d.]+)", run.output)]
+
+
+def test_a_ladder_of_streams_trains(runs: Runs) -> None:
+    """Both changes of the model at once, through a codec, on two data-parallel ranks."""
+    layout = DATA.replace(" mlp", "").split()
+    run = runs.train(*TP2, *HALF, *INT8, *layout, "--ladder-residual", ranks=4)
+    _check_replicas(run)
+    _check_all_compressed(run)
+    assert len(run.losses) == ITERATIONS and "that the ledger does not know" not in run.output
 
 
 @pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--micro-batch-size 1"])

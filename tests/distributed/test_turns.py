@@ -52,6 +52,11 @@ ONE |= DEALT
 """The same for micro-batches of one sequence, halved along it, and dealt anew with sequence parallelism."""
 LOSSY = ("int6", "int6, two codecs, sequence parallel", "one, int6")
 LADDERS = ("uncompressed", "identity", "sequence parallel", "recomputed", "recomputed in part", "int6")
+CAAT = {
+    "half": ({"codec": "none", "sync_fraction": 0.5}, dict(hidden_dropout=0.1)),
+    "a quarter, recomputed": ({"codec": "identity", "sync_fraction": 0.25}, dict(LLAMA, **FULL)),
+}
+"""Ladders of which each rank has its own stream (CAAT-Net)."""
 SECOND_MASK = 5
 
 
@@ -59,7 +64,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     """Two micro-batches of a model that ``prepare`` has changed: losses, gradients, random state, bytes."""
     from megatron.core import tensor_parallel
 
-    settings, changes = (CASES | ONE)[case]
+    settings, changes = (CASES | ONE | CAAT)[case]
     size = 1 if case in ONE else SEQUENCES
     dtype = torch.float32 if case in ("lossless", "fp32 residual") else torch.float64
     run = run_with(**settings)
@@ -138,7 +143,8 @@ def _as_plain_ladder(model: torch.nn.Module) -> None:
                 (layer.pre_mlp_layernorm, layer.mlp, {}),
             ):
                 output, bias = block(norm(read), **options)
-                dropped = torch.nn.functional.dropout(output + bias, layer.hidden_dropout, model.training)
+                total = output if bias is None else output + bias
+                dropped = torch.nn.functional.dropout(total, layer.hidden_dropout, model.training)
                 read, x = x, x + dropped
         return model.decoder.final_layernorm(x)
 
@@ -262,6 +268,10 @@ def _worker(rank: int, world_size: int) -> dict:
         for changes in ({}, FULL)
     ]
     results["generated"] = [_generated(rank, world_size, one) for one in (lambda model: None, _in_halves)]
+    for case in CAAT:
+        results[case] = [
+            _train(rank, world_size, case, prepare) for prepare in (_as_plain_ladder, _as_ladder)
+        ]
     results["ladder"] = {case: _train(rank, world_size, case, _as_ladder) for case in LADDERS}
     return results
 
@@ -414,3 +424,14 @@ def test_the_ladder_is_the_formulas(results: list[dict]) -> None:
         _compare(ladders["uncompressed"], {"losses": losses, "gradients": wanted}, 1e-12)
         _compare(ladders["recomputed"], ladders["identity"], 1e-12)
         _compare(ladders["int6"], ladders["uncompressed"], 4e-3)
+
+
+@pytest.mark.parametrize("case", CAAT)
+def test_a_ladder_of_streams_is_the_formula(results: list[dict], case: str) -> None:
+    """Where ranks sum a part of the channels: the same losses and gradients, random numbers, and bytes unless
+    some are sent again in a recomputation."""
+    for plain, ladder in (rank[case] for rank in results):
+        _compare(ladder, plain, 1e-12)
+        assert torch.equal(ladder["random"], plain["random"])
+        assert ladder["sent"] == plain["sent"] or "recomputed" in case
+        assert ladder["kinds"] - {"exact"} == plain["kinds"] - {"exact"}

@@ -266,16 +266,12 @@ def test_a_ladders_sum_travels_behind_the_next_block() -> None:
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
             "--recompute-modules mlp",
         ),
-        ({"caat_net_sync_fraction": 0.5}, "--caat-net-sync-fraction 0.5"),
     ],
 )
 def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
     """One line with the reason and the flags."""
-    megatron = dict(megatron)
-    fraction = megatron.pop("caat_net_sync_fraction", None)
-    more = () if fraction is None else ("--caat-net-sync-fraction", str(fraction))
     with pytest.raises(CompressionConfigError, match=reason) as error:
-        resolve(parsed(*flags, *more, **megatron))
+        resolve(parsed(*flags, **megatron))
     assert "\n" not in str(error.value) and flags[-1] in str(error.value)
 
 
@@ -300,6 +296,11 @@ def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
         (HALVES, {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
         ((*HALVES, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
         ((*HALVES, "--compression", "auto"), {}, "--compression auto tries halves by itself"),
+        (
+            (*HALVES, "--caat-net-sync-fraction", "0.5"),
+            {},
+            "--caat-net-sync-fraction 0.5 has not been halved",
+        ),
         ((*HALVES, *LADDER), {}, "--ladder-residual has sums .* drop it or --tp-compression-overlap halves"),
         (LADDER, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2"),
         ((*LADDER, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),

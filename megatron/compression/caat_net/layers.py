@@ -25,7 +25,7 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels."""
         output = partial_row_parallel_linear(
-            input_, self.weight, self.bias, self.site, self.shared_channels, self.next_weight
+            input_, self.weight, self.bias, self.site, self.shared_channels, self.next_weight, self.entry
         )
         return output, None
 
@@ -37,6 +37,12 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
     """Shared with the row-parallel layer before this one: brings our weight."""
 
     def _forward_impl(self, input, weight, *args, **kwargs):
+        output = self._of_stream(input, weight, *args, **kwargs)
+        if self.entry is not None:
+            self.entry.behind()
+        return output
+
+    def _of_stream(self, input, weight, *args, **kwargs):
         made = self.next_weight.take() if self.next_weight is not None else None
         if made is None:
             return super()._forward_impl(input, weight, *args, **kwargs)

@@ -30,6 +30,7 @@ from megatron.compression.tensor_parallel.overlap import (
     defer,
     placeholder,
 )
+from megatron.compression.tensor_parallel.turns import Entry, empty
 
 
 def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:
@@ -46,7 +47,7 @@ class _PartialRowParallelLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, shared, exchange, gradient):
+    def forward(ctx, x, weight, bias, site, shared, exchange, gradient, entry):
         ctx.site, ctx.shared, ctx.has_bias = site, shared, bias is not None
         ctx.exchange, ctx.gradient = exchange, gradient
         ctx.save_for_backward(x, weight)
@@ -54,7 +55,7 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         partial_sum = torch.matmul(rows, weight[:shared].t())
         work = _sum_over_ranks(partial_sum, site, "tp.forward")
-        pieces = 2 if work.exchanges > 1 else 1
+        pieces = 2 if work.exchanges > 1 and entry is None else 1
         output = x.new_empty(rows.shape[0], weight.shape[0])
         private = weight[shared:].t()
         parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
@@ -65,12 +66,19 @@ class _PartialRowParallelLinear(torch.autograd.Function):
                 torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
             else:
                 torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
-        total = work.wait()
-        if bias is None:
-            output[:, :shared] = total
-        else:
-            torch.add(total, bias[:shared], out=output[:, :shared])
-        return output.view(*x.shape[:-1], weight.shape[0])
+        shape = *x.shape[:-1], weight.shape[0]
+
+        def whole(total: torch.Tensor) -> torch.Tensor:
+            if bias is None:
+                output[:, :shared] = total
+            else:
+                torch.add(total, bias[:shared], out=output[:, :shared])
+            return output.view(shape)
+
+        if entry is None:
+            return whole(work.wait())
+        entry.started = work.then(whole)
+        return empty(x, x.dtype, shape)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -104,7 +112,7 @@ class _PartialRowParallelLinear(torch.autograd.Function):
             # This rank's stream alone: the ranks' are summed once an iteration (caat_net_gradients.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *(None,) * 5
 
 
 class _FinishedLater:
@@ -149,6 +157,7 @@ def partial_row_parallel_linear(
     site: CommSite,
     shared_channels: int,
     handover: Handover | None = None,
+    entry: Entry | None = None,
 ) -> torch.Tensor:
     """This rank's stream of a row-parallel linear layer whose first channels alone are summed (see above).
 
@@ -163,7 +172,10 @@ def partial_row_parallel_linear(
         shared_channels: k, 1 to ``h_out``.
         handover: shared with the column-parallel layer that comes next, whose weight gradient is deferred
             until then.
-    Returns: ``[s, b, h_out]``, bias included: the private channels are scaled with it.
+        entry: of the block that this layer ends, if blocks take turns: gets the result, whose shared channels
+            are left under way.
+    Returns: ``[s, b, h_out]``, bias included: the private channels are scaled with it. Without values where
+    ``entry`` has them.
     """
     exchange, gradient = InputGradientExchange(), _FinishedLater()
     if handover is not None:
@@ -173,7 +185,7 @@ def partial_row_parallel_linear(
         x = arrival(x, exchange)
         if handover is not None:
             handover.make(exchange)
-    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient)
+    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient, entry)
 
 
 def linear_deferring(
