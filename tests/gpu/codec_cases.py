@@ -51,4 +51,4 @@ def case_of(format: str, group_size: int, hadamard: bool = True) -> Case:
     i, j = FORMATS.index(format), GROUP_SIZES.index(group_size)
     config = CodecConfig(format, group_size, ("dual", "single")[(i + j) % 2], hadamard)
     sums = (OPERATIONS[2:4], OPERATIONS[3:], (OPERATIONS[2], OPERATIONS[4]))[(i // 2 + j) % 3]
-    return Case(config, DTYPES[(i + j // 2 * 2) % 3], OPERATIONS[:2] + sums)
+    return Case(config, DTYPES[(i + j) % 3], OPERATIONS[:2] + sums)

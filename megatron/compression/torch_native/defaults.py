@@ -31,8 +31,8 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
     if args.spec == ["local"]:
         args.spec = None
     changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
-    kind = getattr(args, "cp_comm_type", None)
-    if args.transformer_impl == "local" and args.context_parallel_size > 1 and kind not in (None, ["p2p"]):
+    kind, several = getattr(args, "cp_comm_type", None), getattr(args, "context_parallel_size", 1) > 1
+    if args.transformer_impl == "local" and several and kind not in (None, ["p2p"]):
         changed.append(
             f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored"
         )
