@@ -154,6 +154,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_an_entrypoint_that_knows_nothing_of_us() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENTRYPOINT],

@@ -87,6 +87,7 @@ def hugging_face_parameters() -> dict[str, list[dict[str, int]]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_the_published_ones(name, hugging_face_parameters) -> None:
     """Hugging Face's own classes, built from our numbers, have the published number of parameters."""
