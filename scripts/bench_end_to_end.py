@@ -97,8 +97,9 @@ def flags_of(options: Namespace) -> list:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
     tensor, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
-    words = [*flags, *options.extra]
-    micro = int(words[len(words) - words[::-1].index("--micro-batch-size")])
+    given = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    given.add_argument("--micro-batch-size", type=int)
+    micro = given.parse_known_args([*map(str, flags), *options.extra])[0].micro_batch_size
     flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []

@@ -1,4 +1,4 @@
-"""The cost model against measured iterations: every point, median and worst error, a scatter plot.
+"""The cost model against measured iterations: each point that it covers, median and worst error, a plot.
 
     python -m scripts.predict_iterations                            # the tables of docs/results
     python scripts/bench_end_to_end.py --tensor-parallel 2 --json tensor.json
@@ -82,6 +82,8 @@ def compared(points: list[dict], constants: Constants) -> list[dict]:
         try:
             result = predicted(point, constants)
         except InputError as error:
+            if "not modelled" not in str(error):
+                raise
             print(f"not compared: {point['regime']} {point['codec']}: {error}", file=sys.stderr)
             continue
         error = result.milliseconds / point["milliseconds"] - 1
@@ -133,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_file(options.plot)
         if options.json:
             require_folder(options.json, "--json")
-        rows = compared(read(options.points), Constants.load(options.calibration))
+        points = read(options.points)
+        rows = compared(points, Constants.load(options.calibration))
         if all(row.get("calibration") for row in rows):
             raise InputError("no point that counts can be predicted")
     except (OSError, ValueError) as error:
@@ -152,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = [100 * abs(row["error"]) for row in rows if not row.get("calibration")]
     median, worst = statistics.median(errors), max(errors)
     print(f"\n{len(errors)} points: median error {median:.1f} %, worst {worst:.1f} %")
+    if len(rows) < len(points):
+        print(f"Not compared: {len(points) - len(rows)} with flags that are not modelled.")
     if len(errors) < len(rows):
         print(f"Not among them: {len(rows) - len(errors)} that constants were taken from.")
     if options.json:

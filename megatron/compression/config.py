@@ -121,7 +121,7 @@ class CompressionConfig:
             (
                 tensors.halves and fraction < 1,
                 f"--caat-net-sync-fraction {fraction:g}",
-                "has not been halved",
+                "has layers that halves do not cover",
             ),
             (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
         ):

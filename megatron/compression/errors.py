@@ -104,6 +104,10 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         return first_line(error)
     if refused and "current global batch size (" in text:  # of a schedule, as it comes
         return first_line(error)
+    if refused and "without also enabling sequence parallelism" in text:  # in an expert layer's first forward
+        return (
+            "--num-experts at --tensor-model-parallel-size 2 or more trains with --sequence-parallel: add it"
+        )
     if isinstance(error, TypeError) and args is not None and not args.save and came_through(error, _SAVING):
         return (
             "a loss is NaN or infinite, as the lines above say, and Megatron saves before it stops: add "

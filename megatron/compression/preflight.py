@@ -81,7 +81,7 @@ def check_arguments(args: Namespace) -> None:
 
 
 def check_experts(args: Namespace) -> None:
-    """Raises: InputError for what megatron-core refuses when it makes groups, or in a first forward."""
+    """Raises: InputError for what megatron-core refuses when it makes groups, or builds layers."""
     if getattr(args, "num_experts", None) is None:
         return
     sharing, flag = args.expert_tensor_parallel_size, "--expert-tensor-parallel-size"
@@ -92,10 +92,9 @@ def check_experts(args: Namespace) -> None:
             f"--expert-model-parallel-size {args.expert_model_parallel_size} and the stages make {ranks} "
             f"ranks, which do not divide the {args.world_size} there are; give {flag} 1, or other sizes"
         )
-    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel and not args.skip_train:
-        raise InputError(
-            "--num-experts with --tensor-model-parallel-size trains with --sequence-parallel alone: add it"
-        )
+    layers, every = args.num_layers, args.moe_layer_freq
+    if isinstance(every, list) and (len(every) != layers or not set(every) <= {0, 1}):
+        raise InputError(f"--moe-layer-freq {every} must have a 0 or a 1 for each of --num-layers {layers}")
     if args.transformer_impl == "local" and getattr(args, "moe_latent_size", None):
         from megatron.compression.implementation import needs_transformer_engine
 
@@ -195,6 +194,8 @@ def check_local_layers(args: Namespace) -> None:
                 f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
                 "use --attention-backend auto"
             )
+    if latent and getattr(args, "qk_l2_norm", False):
+        raise InputError("--qk-l2-norm does not go with --multi-latent-attention: drop one of the two")
     if several and getattr(args, "mtp_num_layers", None):
         raise needs_transformer_engine("--mtp-num-layers with --context-parallel-size", "drop one of the two")
     recomputed = getattr(args, "recompute_modules", None) or ()

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -124,10 +125,17 @@ def nccl(operation: str, x: torch.Tensor) -> Call:
 def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
     """(method, format, function that makes the call) for everything to compare."""
     yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
-    if operation == "all_reduce" and group is not None and find_spec("flashinfer"):
-        from flashinfer.comm import quantized_all_reduce
+    ranks = dist.get_world_size()  # a power of two, Hopper or later, says FlashInfer's documentation
+    if (
+        operation == "all_reduce"
+        and group is not None
+        and ranks & (ranks - 1) == 0
+        and find_spec("flashinfer")
+    ):
+        with suppress(ImportError):
+            from flashinfer.comm import quantized_all_reduce
 
-        yield "FlashInfer", "fp8-e4m3", lambda: partial(quantized_all_reduce, x, dist.group.WORLD)
+            yield "FlashInfer", "fp8-e4m3", lambda: partial(quantized_all_reduce, x, dist.group.WORLD)
     for format, scales in product(options.formats, options.scales):
         config = CodecConfig(format, options.group_size, scales)
         name = format if scales == "dual" else f"{format} {scales}"

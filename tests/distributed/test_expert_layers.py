@@ -129,7 +129,9 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
 
 
 def _compressed(rows: list[dict]) -> int:
-    return sum(row["sent_bytes"] for row in rows if row["kind"] == "compressed")
+    return sum(
+        row["sent_bytes"] for row in rows if row["kind"] == "compressed" and row["traffic"] != "tp.other"
+    )
 
 
 def _error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], codec: str) -> float:
@@ -183,7 +185,7 @@ def test_two_runs_in_one_process(ranks: list[dict]) -> None:
     """The first one's tokens go through its codec and into its ledger, with another run attached, too."""
     for by_layout in ranks:
         for once, again in (found["twice"] for found in by_layout.values()):
-            assert again == 2 * once
+            assert again == 2 * once > 0
 
 
 def test_some_ranks_had_no_token(ranks: list[dict]) -> None:

@@ -337,7 +337,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
 
 
 def _build(rank: int, case: Case) -> list:
-    """The chunks of this rank: megatron-core's local layers, with norms that take sequence parallelism."""
+    """The chunks of this rank: torch-native layers."""
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection

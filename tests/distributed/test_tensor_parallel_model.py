@@ -174,5 +174,6 @@ def recomputed_mlp_worker(rank: int, world_size: int) -> None:
 
 
 def test_recomputed_mlp() -> None:
-    """``--recompute-modules mlp``, whose backward ran in a circle for ever."""
-    spawn(recomputed_mlp_worker, 2, timeout=60)
+    """``--recompute-modules mlp``, whose backward ran in a circle for ever, on one rank as well."""
+    for ranks in (1, 2):
+        spawn(recomputed_mlp_worker, ranks, timeout=60)

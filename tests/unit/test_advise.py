@@ -374,7 +374,7 @@ def test_measured_points(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert predict_iterations.main(["--points", str(chosen), "--median-limit", "0.1"]) == 1
     capsys.readouterr()
-    points[0]["flags"] += " --tp-compression int6 --tp-compression-overlap halves"
+    points[0]["flags"] += " --attention-dropout 0 --tp-compression int6 --tp-compression-overlap halves"
     chosen.write_text(json.dumps(points))
     assert predict_iterations.main(["--points", str(chosen)]) == 0
     printed = capsys.readouterr()

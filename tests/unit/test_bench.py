@@ -113,8 +113,9 @@ def test_a_layout_makes_ranks_flags_and_columns():
     assert (options.ranks, options.dimension, traffic) == (2, "expert", ("ep.forward", "ep.backward"))
     options, _, _ = parse("--ablations int8 --tensor-parallel 2")
     assert "int8 --no-gradient-accumulation-fusion" in options.codecs and "none" in options.codecs
-    _, flags, _ = parse("--micro-batch-size 8 --micro-batches 3")
-    assert "--global-batch-size 24" in flags, "Megatron's flags behind win over the shape's"
+    for text in ("--micro-batch-size 8", "--micro-batch-size=8"):
+        _, flags, _ = parse(f"{text} --micro-batches 3")
+        assert "--global-batch-size 24" in flags, "Megatron's flags behind win over the shape's"
     experts = ("--shape 350m", "--micro-batches 4", "--no-overlap")
     for wrong in (*(f"--expert-parallel 2 {one}" for one in experts), "--ablations int8 --data-parallel 2"):
         with pytest.raises(SystemExit):

@@ -69,13 +69,14 @@ def test_a_package_that_is_missing_is_named(monkeypatch, given: dict, line: str)
             {"expert_tensor_parallel_size": 2},
             "make 4 ranks, which do not divide the 2 .*tensor-parallel-size 1",
         ),
-        ({"sequence_parallel": False}, "trains with --sequence-parallel alone: add it"),
+        ({"moe_layer_freq": [0, 1, 1]}, r"--moe-layer-freq \[0, 1, 1\] must have .* --num-layers 2"),
+        ({"moe_layer_freq": [0, 2]}, "must have a 0 or a 1 for each"),
         ({"moe_latent_size": 64}, "--moe-latent-size needs Transformer Engine"),
     ],
 )
 def test_layouts_that_experts_cannot_have(given: dict, line: str) -> None:
     sizes = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2)
-    more = dict(pipeline_model_parallel_size=1, world_size=2, sequence_parallel=True, skip_train=False)
+    more = dict(pipeline_model_parallel_size=1, world_size=2, num_layers=2, moe_layer_freq=[0, 1])
     run = {"num_experts": 4, "transformer_impl": "local", "moe_latent_size": None} | sizes | more
     preflight.check_experts(Namespace(**run))
     preflight.check_experts(Namespace(**run | given | {"num_experts": None}))

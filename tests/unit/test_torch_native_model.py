@@ -217,3 +217,12 @@ def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) ->
         assert args.apply_rope_fusion is fused
         assert len(lines) == fused
         assert apply_native_defaults(args, command_line) == []
+
+
+@pytest.mark.parametrize(("kind", "lines"), [(None, 0), (["p2p"], 0), (["a2a"], 1)])
+def test_how_context_parallelism_communicates_is_said_to_be_ignored(kind, lines: int) -> None:
+    args = Namespace(transformer_impl="local", context_parallel_size=2, cp_comm_type=kind, spec=None)
+    vars(args).update(reset_attention_mask=True, gradient_accumulation_fusion=False, rotary_interleaved=False)
+    vars(args).update(position_embedding_type="none", create_attention_mask_in_dataloader=True)
+    said = apply_native_defaults(args, [])
+    assert len(said) == lines and all("--cp-comm-type a2a is ignored" in line for line in said)

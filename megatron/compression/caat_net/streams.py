@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
@@ -208,4 +208,4 @@ def copy_to_streams(x: torch.Tensor, site: CommSite) -> torch.Tensor:
         own = grad.clone(memory_format=torch.contiguous_format)
         return _sum_over_ranks(own, site, "tp.backward").wait()
 
-    return Exchange.apply(x, lambda x: x.view_as(x), sum_over_streams)
+    return WithBackward.apply(x, lambda x: x.view_as(x), sum_over_streams)

@@ -152,7 +152,11 @@ class BackendAudit:
         for (traffic, operation, payload), sent in self._known.items():
             if any(traffic.startswith(DIMENSIONS[name]) for name in names):
                 known[operation, payload] += sent
-        return torch.tensor([given[key] - known[key] for key in _KEYS], dtype=torch.float64)
+        differences = {key: given[key] - known[key] for key in _KEYS}
+        return torch.tensor(
+            [more if key[0] == "all_to_all" else max(0, more) for key, more in differences.items()],
+            dtype=torch.float64,
+        )
 
     def _in_ledger(self) -> Counter[tuple[str, str, bool]]:
         """Bytes sent so far by (traffic, operation, whether they are a codec's payload)."""

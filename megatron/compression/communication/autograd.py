@@ -1,4 +1,4 @@
-"""What communicates in the forward and, another way, in the backward."""
+"""A function of one tensor with a backward of its own."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 Tensors = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Exchange(torch.autograd.Function):
-    """``there`` in the forward, ``back`` for the gradient; both communicate as they like."""
+class WithBackward(torch.autograd.Function):
+    """``there`` in the forward, ``back`` for the gradient: most of them communicate."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, there: Tensors, back: Tensors) -> torch.Tensor:

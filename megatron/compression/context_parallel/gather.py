@@ -9,7 +9,7 @@ gathered and put in order, and their gradients reduce-scattered: the way of Llam
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.uncompressed import (
     uncompressed_all_gather,
@@ -57,6 +57,6 @@ def gather_sequence(
         scatter = uncompressed_reduce_scatter(parts, group) if site is None else None
         return (scatter or site.reduce_scatter(parts, "cp.backward")).wait()
 
-    gathered = Exchange.apply(torch.cat(parts, dim=-1), there, back)
+    gathered = WithBackward.apply(torch.cat(parts, dim=-1), there, back)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])

@@ -6,7 +6,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 
-from megatron.compression.expert_parallel.exchange import EXCHANGE, Way
+from megatron.compression.expert_parallel.exchange import TOKEN_EXCHANGE, Way
 
 
 class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -17,32 +17,32 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
         """The gather of shared experts that run beside the dispatcher."""
-        with EXCHANGE.under_way(self.dispatch):
+        with TOKEN_EXCHANGE.under_way(self.dispatch):
             return super().dispatch_preprocess(hidden_states, *args, **kwargs)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Counts of tokens, exact."""
-        with EXCHANGE.under_way(self.dispatch, exact=True):
+        with TOKEN_EXCHANGE.under_way(self.dispatch, exact=True):
             return super().preprocess(routing_map)
 
     def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[n, h]`` compressed, their probabilities exact."""
-        with EXCHANGE.under_way(self.dispatch, tokens):
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
             return super().token_dispatch(tokens, probs)
 
     def dispatch_postprocess(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
         """As ``token_dispatch``, between the ranks that share an expert."""
-        with EXCHANGE.under_way(self.dispatch, tokens):
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
             return super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum between the ranks that share an expert."""
-        with EXCHANGE.under_way(self.combine):
+        with TOKEN_EXCHANGE.under_way(self.combine):
             return super().combine_preprocess(hidden_states)
 
     def token_combine(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Experts' outputs ``[n, h]`` on their way back."""
-        with EXCHANGE.under_way(self.combine):
+        with TOKEN_EXCHANGE.under_way(self.combine):
             return super().token_combine(hidden_states, *args, **kwargs)
 
 
@@ -54,10 +54,10 @@ class CompressedAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
 
     def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[n, h]`` compressed, probabilities and routing map exact."""
-        with EXCHANGE.under_way(self.dispatch, tokens):
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
             return super().token_dispatch(tokens, probs)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of experts' outputs ``[ranks * n, h]``."""
-        with EXCHANGE.under_way(self.combine):
+        with TOKEN_EXCHANGE.under_way(self.combine):
             return super().token_combine(hidden_states)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.expert_parallel.site import TokenSite
 from megatron.compression.tensor_parallel.layers import has_backward
 
@@ -58,7 +58,7 @@ class TokenExchange:
             return original(group, x, came, to, use_nccl_stream)
         came, to = _numbers(came), _numbers(to)
         if self._compresses(site, x, x.nbytes):
-            return Exchange.apply(
+            return WithBackward.apply(
                 x,
                 lambda x: site.all_to_all_rows(x, site.forward, to, came),
                 lambda gradient: site.all_to_all_rows(gradient, site.backward, came, to),
@@ -84,14 +84,14 @@ class TokenExchange:
         sizes = _numbers(output_split_sizes)
         if sizes is not None:
             there, back, why = _traffic(site, self._sends_tokens(x))
-            return Exchange.apply(
+            return WithBackward.apply(
                 x,
                 lambda x: site.all_gather_rows(x, there, sizes, why),
                 lambda gradient: site.reduce_scatter_rows(gradient, back, sizes, why),
             )
         nbytes = x.nbytes * group.size()
         if self._compresses(site, x, nbytes):
-            return Exchange.apply(
+            return WithBackward.apply(
                 x,
                 lambda x: site.all_gather(x, site.forward).wait(),
                 lambda gradient: site.reduce_scatter(gradient, site.backward).wait(),
@@ -114,13 +114,13 @@ class TokenExchange:
         sizes = _numbers(input_split_sizes)
         if sizes is not None:
             there, back, why = _traffic(site, self._sends_tokens(x))
-            return Exchange.apply(
+            return WithBackward.apply(
                 x,
                 lambda x: site.reduce_scatter_rows(x, there, sizes, why),
                 lambda gradient: site.all_gather_rows(gradient, back, sizes, why),
             )
         if self._compresses(site, x, x.nbytes):
-            return Exchange.apply(
+            return WithBackward.apply(
                 x,
                 lambda x: site.reduce_scatter(x, site.forward).wait(),
                 lambda gradient: site.all_gather(gradient, site.backward).wait(),
@@ -147,7 +147,7 @@ class TokenExchange:
             site.count_uncompressed(backward, *back, why)
 
 
-EXCHANGE = TokenExchange()
+TOKEN_EXCHANGE = TokenExchange()
 """The one through which dispatchers send: they call functions of a module, which stand there once."""
 
 

@@ -21,7 +21,7 @@ from megatron.compression.expert_parallel.dispatchers import (
     CompressedAllGatherTokenDispatcher,
     CompressedAlltoAllTokenDispatcher,
 )
-from megatron.compression.expert_parallel.exchange import EXCHANGE, OTHER, Way
+from megatron.compression.expert_parallel.exchange import OTHER, TOKEN_EXCHANGE, Way
 from megatron.compression.expert_parallel.site import TokenSite
 
 _CLASSES = {
@@ -52,7 +52,7 @@ class Experts:
         layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
         experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
         if experts:
-            patches.through_token_exchange(EXCHANGE)
+            patches.through_token_exchange(TOKEN_EXCHANGE)
             patches.on_router_reduction(self._count_router)  # of two runs in one process the last one counts
         for path, module in experts.items():
             dispatcher = module.token_dispatcher

@@ -6,18 +6,20 @@ reduce-scatter an all-gather, a split an all-gather.
 
 import torch
 
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.communication.site import CommSite
 
 
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum the ranks' partial sums through the site's codec; the gradient passes unchanged."""
-    return Exchange.apply(partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad)
+    return WithBackward.apply(
+        partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad
+    )
 
 
 def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
-    return Exchange.apply(
+    return WithBackward.apply(
         partial_sum,
         lambda x: site.reduce_scatter(x, "tp.forward").wait(),
         lambda grad: site.all_gather(grad, "tp.backward").wait(),
@@ -31,7 +33,7 @@ def scatter_to_sequence_parallel_region(x: torch.Tensor, site: CommSite) -> torc
         # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
         return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
 
-    return Exchange.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
+    return WithBackward.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
 
 
 def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
@@ -51,4 +53,4 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
         full[first : first + count] = parts
         return site.reduce_scatter(full.flatten(0, 1), "tp.backward").wait()
 
-    return Exchange.apply(x, gather, scatter)
+    return WithBackward.apply(x, gather, scatter)

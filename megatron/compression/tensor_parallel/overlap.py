@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 
@@ -97,12 +97,12 @@ def _view(x: torch.Tensor) -> torch.Tensor:
 
 def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
     """``x``, whose gradient is the exchange's result."""
-    return Exchange.apply(x, _view, lambda _: exchange.take())
+    return WithBackward.apply(x, _view, lambda _: exchange.take())
 
 
 def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
     """``weight``, whose gradient is computed by ``gradient``."""
-    return Exchange.apply(weight, _view, lambda _: gradient.compute())
+    return WithBackward.apply(weight, _view, lambda _: gradient.compute())
 
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.communication.site import CommSite
 
 
@@ -80,7 +80,9 @@ def deal(parts: torch.Tensor, site: CommSite, back: bool = False) -> torch.Tenso
         site: one of the tensor-parallel group, an even number of ranks; counts.
         back: the other way round.
     """
-    return Exchange.apply(parts, lambda x: _exchange(x, site, back), lambda x: _exchange(x, site, not back))
+    return WithBackward.apply(
+        parts, lambda x: _exchange(x, site, back), lambda x: _exchange(x, site, not back)
+    )
 
 
 def _exchange(parts: torch.Tensor, site: CommSite, back: bool) -> torch.Tensor:

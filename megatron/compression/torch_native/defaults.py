@@ -26,7 +26,7 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
         args: after validation, before the datasets and the configs are built from it. `--spec local`, ours
             or the user's, becomes no `--spec`: our layer spec is the local one.
         command_line: the arguments as given: what the user asked for is kept.
-    Returns: One line for each value that changed, for the log.
+    Returns: One line for each value that changed or has no effect, for the log.
     """
     if args.spec == ["local"]:
         args.spec = None

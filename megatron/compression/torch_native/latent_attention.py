@@ -11,10 +11,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.uncompressed import uncompressed_all_reduce
-from megatron.compression.errors import InputError
 from megatron.compression.tensor_parallel.layers import has_backward
 
 
@@ -61,8 +60,6 @@ class LatentSelfAttention(MLASelfAttention):
     def __init__(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, **kwargs
     ) -> None:
-        if config.qk_l2_norm:
-            raise InputError("--qk-l2-norm does not go with --multi-latent-attention: drop one of the two")
         super().__init__(config, submodules, *args, **kwargs)
         hidden, width = config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim
         # In place of those that megatron-core has built: it takes its own classes alone.
@@ -84,7 +81,7 @@ class LatentSelfAttention(MLASelfAttention):
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, positions = latent.split(widths, dim=-1)
         if not self.config.sequence_parallel:
-            positions = Exchange.apply(positions, lambda x: x, self._sum)
+            positions = WithBackward.apply(positions, lambda x: x, self._sum)
         elif self.site is not None:  # megatron-core gathers them
             nbytes = positions.numel() * positions.element_size() * self.tp_group.size()
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes, "exact")

@@ -11,7 +11,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings import rope_utils
 
 from megatron.compression import patches
-from megatron.compression.communication.autograd import Exchange
+from megatron.compression.communication.autograd import WithBackward
 
 
 def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
     """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
-    return Exchange.apply(t, lambda t: _rotate(t, freqs), lambda grad: _rotate_back(grad, freqs))
+    return WithBackward.apply(t, lambda t: _rotate(t, freqs), lambda grad: _rotate_back(grad, freqs))
 
 
 def fill_rope_fusion_slot() -> bool:

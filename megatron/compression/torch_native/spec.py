@@ -1,6 +1,6 @@
 """Which modules a GPT's layers are made of: megatron-core's local ones with torch's attention and norms.
 
-Linear layers are megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
+Linear layers but fc2 are megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
 """
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -11,6 +11,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.compression.tensor_parallel.layers import CompressedRowParallelLinear
 from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.torch_native.latent_attention import LatentSelfAttention
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
@@ -51,7 +52,12 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         if transformer.multi_latent_attention:
             layer.self_attention.module, names = LatentSelfAttention, {}
+        mlp = layer.mlp.keywords["submodules"]
         if layer.mlp.func is not MoELayer:
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        elif mlp.shared_experts is not None:
+            mlp = mlp.shared_experts.keywords["submodules"]
+        if hasattr(mlp, "linear_fc2"):  # with one rank, too: a bias that it returns can be recomputed
+            mlp.linear_fc2 = CompressedRowParallelLinear
         layer.sharded_state_dict_keys_map = names
     return block
