@@ -108,8 +108,3 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
     if device.capability[0] == 10:
         rows = _compiled_on_blackwell(rows, operation, config)
     return rows if rows != shipped else tuned(device, shipped, operation, config)
-
-
-def for_fp32(tuning: Tuning, config: CodecConfig, device: Device) -> Tuning:
-    """An encode of values that take twice the registers: without a limit on them."""
-    return tuning._replace(registers=None)
