@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import demo
@@ -237,6 +238,15 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     return {key: summary[key] for key in kept} | {"seconds": round(time.monotonic() - began, 1)}
 
 
+def digest(data: dict[str, str]) -> str:
+    """Of the tokens of all splits, so that losses on other text are never compared."""
+    tokens = sha256()
+    for split in ("train", "valid", "test"):
+        with open(f"{data[split]}.bin", "rb") as file:
+            tokens.update(file_digest(file, "sha256").digest())
+    return tokens.hexdigest()[:16]
+
+
 def main() -> None:
     """Train what is missing and print the table, which is also written after each run."""
     options = parse_args()
@@ -253,7 +263,7 @@ def main() -> None:
     )
     common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
     common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
-    common |= {"dimension": options.dimension, "extra": shlex.join(options.extra)}
+    common |= {"dimension": options.dimension, "extra": shlex.join(options.extra), "data": digest(data)}
     settings = {setting.text: setting for setting in options.settings}
     runs = [
         {**common, "setting": text, "seed": seed}

@@ -44,6 +44,17 @@ def test_differences_and_noise(tmp_path: Path, monkeypatch) -> None:
     assert losses.plan(["none", "none"], [1, 2], 2) == [("none", 1), ("none", 2)], "a seed once"
 
 
+def test_runs_on_other_text_are_others(tmp_path: Path) -> None:
+    """The digest is of the tokens of every split."""
+    data = {split: str(tmp_path / split) for split in ("train", "valid", "test")}
+    for path in data.values():
+        Path(f"{path}.bin").write_bytes(b"tokens")
+    before = losses.digest(data)
+    assert losses.digest(data) == before
+    Path(f"{data['test']}.bin").write_bytes(b"other")
+    assert losses.digest(data) != before
+
+
 def test_the_table_shows_loss_and_traffic() -> None:
     """A class of traffic that only some settings have is zero elsewhere."""
     plain = {"sent": 2e6, "uncompressed": 2e6}
