@@ -55,7 +55,7 @@ DATA_PARALLEL = (
 )
 LOSSES = "scripts/losses.py --share-gpus --{dimension}-parallel {ranks} --output {output}/{name}"
 
-ENDINGS = "-m scripts.accuracy.run --plan ending --work-dir {output}/{work} --size {size} --minutes {minutes}"
+ENDINGS = "-m scripts.accuracy.run --work-dir {output}/{work} --size {size} --minutes {minutes}"
 BETWEEN_STAGES = (
     "int6:group=64,scales=single,normalize=standardize,outliers=on,,"
     "int6:group=32,scales=single,hadamard=off,outliers=on-pp"
@@ -309,8 +309,7 @@ COMMANDS = tuple(
         ),
         (
             *("accuracy", 1, 40, "accuracy"),
-            "-m scripts.accuracy.run --work-dir {output}/accuracy --plan campaign --minutes 30"
-            " --out {output}",
+            "-m scripts.accuracy.run --work-dir {output}/accuracy --minutes 30 --out {output}",
         ),
         *LARGE,
         *PAPERS,

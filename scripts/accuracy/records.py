@@ -5,19 +5,19 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-CURVE_POINTS = 44
-"""Of the training curve that is kept of a run from scratch."""
-_KEPT = ("id", "kind", "seed", "start", "steps", "size", "valid", "valid_tokens", "test")
-_KEPT += (
+_KEPT = (
+    "id",
+    "kind",
+    "seed",
+    "start",
+    "steps",
+    "size",
+    "valid",
+    "valid_tokens",
     "valid_uncompressed",
-    "weights",
-    "seconds_per_step",
-    "seconds",
-    "device",
-    "torch",
-    "compiled",
-    "tensor_parallel",
+    "test",
 )
+_KEPT += ("weights", "seconds_per_step", "seconds", "device", "torch")
 
 
 def load(paths: Sequence[Path]) -> list[dict]:
@@ -38,31 +38,18 @@ def load(paths: Sequence[Path]) -> list[dict]:
 
 
 def training_loss(record: dict) -> float:
-    """Mean training loss over the last half of a branch, else over the last tenth of the whole schedule."""
+    """Mean training loss over the last tenth of the whole schedule."""
     if "train" in record:
         return record["train"]
     losses = record["losses"]
-    tail = round(len(losses) * {"scratch": 0.1, "true": 0.1, "ending": 0.4}.get(record["kind"], 0.5))
+    tail = round(len(losses) * {"scratch": 0.1, "ending": 0.4}[record["kind"]])
     return statistics.fmean(losses[-max(1, tail) :])
 
 
-def curve_of(record: dict) -> list[float]:
-    """Training losses, means over equal parts of the run."""
-    if "curve" in record:
-        return record["curve"]
-    losses = record["losses"]
-    width = -(-len(losses) // CURVE_POINTS)
-    return [round(statistics.fmean(losses[i : i + width]), 4) for i in range(0, len(losses), width)]
-
-
 def compact(records: Iterable[dict]) -> list[dict]:
-    """Small records, from which the same tables and plots can be made."""
+    """Small records, from which the same tables can be made."""
     kept = []
     for record in records:
         small = {key: record[key] for key in _KEPT if record.get(key) is not None}
-        small["setting"] = record["setting"]
-        small["train"] = round(training_loss(record), 5)
-        if record["kind"] in ("scratch", "true"):
-            small["curve"] = curve_of(record)
-        kept.append(small)
+        kept.append(small | {"setting": record["setting"], "train": round(training_loss(record), 5)})
     return kept

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Run a plan of trainings under different codecs, one worker a GPU, for a limited time.
+"""Train under different codecs, the last quarter each or from scratch, one worker a GPU, for a limited time.
 
-    python -m scripts.accuracy.run --work-dir /var/tmp/accuracy --plan campaign --minutes 9 --out results
+    python -m scripts.accuracy.run --work-dir /var/tmp/accuracy --out results --settings paper int8
 
 The workers share a queue (plan.py): each takes the first job of the plan that is not done, whose checkpoint
 exists and that fits into the time left. Results are one JSON line a run in results-*.jsonl of the work
@@ -34,11 +34,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
     parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
-    parser.add_argument("--plan", default="campaign", choices=("ending", "campaign"))
-    parser.add_argument("--settings", nargs="*", help="for scratch and endings: names (settings.py) or specs")
-    parser.add_argument("--branch-settings", nargs="*", help="for the branches")
-    parser.add_argument("--steps", type=int, default=1232, help="of a run from scratch")
-    parser.add_argument("--branch-steps", type=int, default=50)
+    parser.add_argument("--settings", nargs="*", help="names (settings.py) or specs; default: a list of them")
+    parser.add_argument("--from-scratch", action="store_true", help="whole runs instead of last quarters")
+    parser.add_argument("--steps", type=int, default=1232, help="of a whole run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
     parser.add_argument("--workers", type=int, help="processes (default: one a GPU); several share a GPU")
@@ -164,8 +162,7 @@ class Worker:
             self.trainer.start(job.seed)
         first = self.trainer.step
         save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
-        part = 2 if job.kind in ("branch", "repeat") else 1
-        result = self.trainer.run(setting, job.steps, job.seed, save, part)
+        result = self.trainer.run(setting, job.steps, job.seed, save)
         seconds = round(time.time() - start, 2)
         return {"setting": setting.as_dict(), "first_step": first, **result, "seconds": seconds}
 
@@ -210,7 +207,7 @@ def plan_of(args: argparse.Namespace):
     from scripts.accuracy.plan import EXPERTS, make_plan
 
     settings = args.settings or (list(EXPERTS) if "moe" in args.size else None)
-    return make_plan(args.plan, args.steps, args.branch_steps, args.seeds, settings, args.branch_settings)
+    return make_plan(settings, args.steps, args.seeds, args.from_scratch)
 
 
 def prepare_folders(args: argparse.Namespace) -> None:

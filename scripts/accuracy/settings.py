@@ -26,8 +26,6 @@ _SPECS: dict[str, str | tuple[str, str]] = {
     "none": "none",
     "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
     "paper": "taco",
-    "paper-forward": ("taco", "none"),
-    "paper-backward": ("none", "taco"),
     "fp8-plain": "taco:hadamard=off",
     "int6655-nearest": ("int6:scales=single", "int5:scales=single"),
     "int5655-nearest": ("int5:scales=single/int6:scales=single", "int5:scales=single"),
@@ -170,13 +168,7 @@ def _one_kind(name: str) -> tuple[str, dict]:
 
 def bits_of(setting: dict) -> float:
     """Mean bits a value of the setting of a record: over the hops of both directions, or over the four legs;
-    of several kinds of parallelism, over those that are compressed.
-
-    Records of 2026 spell codecs ``int6:128:single:dither``, one a hop, some with what there is no more.
-    """
-    if "forward1" in setting:
-        hops = ("forward1", "forward2", "backward1", "backward2")
-        return statistics.fmean(_old_bits(setting[hop]) for hop in hops)
+    of several kinds of parallelism, over those that are compressed."""
     codecs = Setting(**setting).codecs
     kinds = [[codecs[way] for way in kind] for kind in (*PAIRS, ("gradients", "weights"), LEGS)]
     compressed = [kind for kind in kinds if any(kind)]
@@ -185,10 +177,3 @@ def bits_of(setting: dict) -> float:
 
 def _bits(codec: Codec | None) -> float:
     return 16.0 if codec is None else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
-
-
-def _old_bits(codec: str) -> float:
-    if codec in ("none", "fp8-tensor"):
-        return 16.0 if codec == "none" else 8.0
-    bits, group, scales = re.match(r"(?:int|fp)(\d)\S*?:(\d+):(\w+)", codec).groups()
-    return int(bits) + (64 if scales == "dual" else 16) / int(group)

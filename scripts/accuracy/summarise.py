@@ -1,11 +1,10 @@
 #!/usr/bin/env python
-"""Tables, plots and the small JSON of the runs that ``run`` made.
+"""Tables and the small JSON of the runs that ``run`` made.
 
-    python -m scripts.accuracy.summarise results/*.jsonl --out docs/results/accuracy
+    python -m scripts.accuracy.summarise results/*.jsonl --out docs/results/accuracy/runs.json
     python -m scripts.accuracy.summarise docs/results/accuracy/runs.json
 
-The first prints the tables and writes runs.json and the plots to --out; the second prints the same tables
-from what is kept.
+The first prints the tables and writes what to keep; the second prints the same tables from what is kept.
 """
 
 import argparse
@@ -17,13 +16,10 @@ from scripts.accuracy.records import compact, load
 from scripts.accuracy.tables import tables
 
 
-def write_kept(records: list[dict], folder: Path) -> Path:
-    """runs.json, a record a line."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_kept(records: list[dict], path: Path) -> None:
+    """A record a line."""
     lines = ",\n".join(json.dumps(record) for record in compact(records))
-    path = folder / "runs.json"
     path.write_text(f'{{"records": [\n{lines}\n]}}\n')
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,15 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", help="results-*.jsonl, or what was kept (.json)")
-    parser.add_argument("--out", type=Path, help="folder for runs.json and PNG plots")
+    parser.add_argument("--out", type=Path, help="file for what to keep")
     args = parser.parse_args(argv)
     records = load(args.results)
     print(tables(records))
     if args.out:
-        from scripts.accuracy.plots import plots
-
-        for path in (write_kept(records, args.out), *plots(records, args.out)):
-            print(f"wrote {path}, {path.stat().st_size / 1024:.0f} KiB")
+        write_kept(records, args.out)
 
 
 if __name__ == "__main__":

@@ -126,21 +126,12 @@ class Trainer:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would keep the tensors
         self.step = state["step"]
 
-    def run(
-        self,
-        setting: Setting,
-        steps: int,
-        seed: int,
-        save: dict[int, Path] | None = None,
-        part: int = 1,
-    ) -> dict:
-        """Train ``steps`` steps under a setting and evaluate.
+    def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
+        """Train ``steps`` steps under a setting and evaluate, its weights uncompressed, too.
 
         Args:
             seed: of the order of the data.
             save: checkpoints to write, by the step at which they are taken.
-            part: evaluate on the first 1/part of the validation set; with all of it, test as well, and
-                evaluate the weights uncompressed.
 
         Returns:
             losses of the steps, validation and test losses and the digest of the final weights.
@@ -168,38 +159,36 @@ class Trainer:
         seconds = time.perf_counter() - began
         result = {
             "losses": losses,
-            "valid": self.evaluate(setting, part),
-            "valid_tokens": self.batches(part) * schedule.batch * corpus.sequence,
+            "valid": self.evaluate(setting, corpus.valid),
+            "valid_tokens": self.batches * schedule.batch * corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
             "weights": self.digest(),
+            "test": self.evaluate(setting, corpus.test),
         }
-        if part == 1:
-            result["test"] = self.evaluate(setting, tokens=corpus.test)
-            if any(setting.codecs.values()):
-                result["valid_uncompressed"] = self.evaluate(setting_of("none", setting.world_size))
+        if any(setting.codecs.values()):
+            plain = setting_of("none", setting.world_size)
+            result["valid_uncompressed"] = self.evaluate(plain, corpus.valid)
         return result
 
-    def batches(self, part: int = 1) -> int:
-        """Batches in the first 1/part of the validation set."""
-        return max(1, self.corpus.valid_windows // self.schedule.batch // part)
+    @property
+    def batches(self) -> int:
+        """Of validation, and of the test."""
+        return max(1, self.corpus.valid_windows // self.schedule.batch)
 
     @torch.no_grad()
-    def evaluate(self, setting: Setting, part: int = 1, tokens: torch.Tensor | None = None) -> float:
-        """Mean loss over the first 1/part of the validation set, or of other ``tokens``; exchanges as in
-        training.
+    def evaluate(self, setting: Setting, tokens: torch.Tensor) -> float:
+        """Mean loss over the first windows of ``tokens``; exchanges as in training.
 
-        The same tokens whatever the run; summed in fp64.
+        The same windows whatever the run; summed in fp64.
         """
         model, corpus, batch = self.model, self.corpus, self.schedule.batch
-        tokens = corpus.valid if tokens is None else tokens
         layers.attach(Exchange(setting))
         model.use(setting)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = self.batches(part)
-        for i in range(batches):
+        for i in range(self.batches):
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
             total += model(*corpus.take(tokens, window)).double().mean()
-        return round(float(total) / batches, 6)
+        return round(float(total) / self.batches, 6)
 
     @torch.no_grad()
     def digest(self) -> str:

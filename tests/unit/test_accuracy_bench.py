@@ -161,8 +161,6 @@ def test_names_stand_for_specs_and_specs_for_themselves():
     assert setting_of("int6-signed-sp") == Setting("int6-signed-sp", "int6", "int6", True)
     assert setting_of("int6:group=64").backward == "int6:group=64"
     assert bits_of(setting_of("none").as_dict()) == 16
-    old = {"forward1": "int6:128:single:dither", "forward2": "fp8-e4m3:128:dual"}
-    assert bits_of(old | {"backward1": "fp8-tensor", "backward2": "none"}) == (6.125 + 8.5 + 8 + 16) / 4
     with pytest.raises(ValueError, match="int7"):
         setting_of("int7-nearest")
 
@@ -218,7 +216,7 @@ def test_data_parallel_weights_follow_the_masters(tokens):
         assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
 
 
-def test_a_run_repeats_and_a_branch_continues_bitwise(tokens, tmp_path):
+def test_a_run_repeats_and_an_ending_continues_bitwise(tokens, tmp_path):
     config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16)
     trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2))
     setting, runs = setting_of("int4-signed-g64"), []
