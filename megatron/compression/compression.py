@@ -40,7 +40,7 @@ class Compression:
         config: what is compressed, and how; checked when it is made.
         iteration: the zero-based training iteration; None counts the calls of ``step``.
         train_iters: how long the run is, where it is known.
-        say: prints a line; called on every rank.
+        say: prints a line; called on every rank. By default the first rank prints.
         broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, which is counted then.
     """
 
@@ -50,12 +50,13 @@ class Compression:
         *,
         iteration: Callable[[], int] | None = None,
         train_iters: int | None = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] | None = None,
         broadcasts_batch: bool = False,
     ) -> None:
-        self.config, self._say, self._broadcasts_batch = config, say, broadcasts_batch
+        self.config, self._say, self._broadcasts_batch = config, say or _print_on_first_rank, broadcasts_batch
         self.steps = 0
         """Calls of ``step`` so far."""
+        self._said_small = False
         self._train_iters = train_iters
         ledger = Ledger()
         policy = Policy(
@@ -119,6 +120,13 @@ class Compression:
     def step(self) -> None:
         """An iteration has ended; for loops that do not tell the iteration otherwise."""
         self.steps += 1
+        small = sum(kinds["small"][0] for kinds in self.ledger.totals().values())
+        if small and not self._said_small:
+            self._said_small = True
+            least = f"TensorParallelConfig.min_mb = {self.config.tensor_parallel.min_mb:g}"
+            self._say(
+                f"compression: {small / 1e6:.3f} MB so far are in tensors under {least} and uncompressed"
+            )
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:
         """Behind an iteration, counted from 1: let the error bound decide at the log interval."""
@@ -164,6 +172,11 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression
+
+
+def _print_on_first_rank(line: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(line, flush=True)
 
 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:

@@ -5,6 +5,9 @@ import torch
 
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.compression import Compression
+from megatron.compression.config import CompressionConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 
 @pytest.mark.parametrize(
@@ -92,3 +95,17 @@ def test_every_traffic_class_belongs_to_one_dimension() -> None:
     ledger.record_uncompressed("ep.forward", "off", "all_to_all", 100, 2)
     (row,) = ledger.rows()
     assert (row["traffic"], row["sent_bytes"], row["calls"]) == ("ep.forward", 50, 1)
+
+
+def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
+    """Nobody else would tell it: the log line is megatron.training's."""
+    lines: list[str] = []
+    config = CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"))
+    compression = Compression(config, say=lines.append)
+    compression.step()
+    assert not lines
+    compression.ledger.record("tp.forward", "small", "all_reduce", 2_000_000, 2_000_000)
+    compression.step()
+    compression.step()
+    [line] = lines
+    assert "2.000 MB so far are in tensors under TensorParallelConfig.min_mb = 8" in line
