@@ -140,6 +140,19 @@ def test_diagnostics_say_their_lines(tmp_path, capsys) -> None:
     assert row["method/3"] == scalars["method/3"] == 3.0 and row["method/5"] == 5.0
 
 
+def test_a_run_shorter_than_the_log_interval_says_so(tmp_path, capsys) -> None:
+    """Its report is there, and has no iteration in it."""
+    reporter = _reporter(tmp_path, log_interval=10)
+    reporter.on_training_log(1, _loss(4.0))
+    reporter.finish()
+    assert "--log-interval 10 is longer than the run" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["history"] == []
+    longer = _reporter(tmp_path / "longer", log_interval=1)
+    longer.on_training_log(1, _loss(4.0))
+    longer.finish()
+    assert "longer than the run" not in capsys.readouterr().out
+
+
 def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path, capsys) -> None:
     """A file in its place: said once; the run goes on, and so does the log line."""
     reporter = _reporter(tmp_path / "report", log_interval=1)

@@ -131,6 +131,9 @@ class Reporter:
         gathered = [None] * world if dist.get_rank() == last else None
         dist.gather_object(own, gathered, dst=last)
         if gathered is not None:
+            if self._last_iteration and not any("bytes_per_iteration" in row for row in self.history.rows()):
+                line = f"no iteration was logged: --log-interval {self.log_interval} is longer than the run"
+                self._say_once("short", f"{line}, so the report has neither times nor bytes an iteration")
             self._guarded("writing the report", lambda: self._write(gathered))
 
     def _write(self, gathered: list[dict]) -> None:
