@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import _cli, reproduce
+from scripts import _cli, _commands, reproduce
 
 ROOT = Path(reproduce.__file__).resolve().parents[1]
 COMMANDS = {command.name: command for command in reproduce.COMMANDS}
@@ -42,7 +42,7 @@ def megatron_flags() -> set[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_exist_with_their_flags(name: str, megatron_flags: set[str]) -> None:
-    launcher = re.escape(reproduce.TORCHRUN).replace(re.escape("{gpus}"), r"\S+")
+    launcher = re.escape(_commands.TORCHRUN).replace(re.escape("{gpus}"), r"\S+")
     words = shlex.split(re.sub(launcher, "", COMMANDS[name].line))
     sources = _sources(words)
     assert all(path.is_file() for path in sources), sources
@@ -90,9 +90,9 @@ def test_specs_are_those_of_the_package() -> None:
     from megatron.compression.auto.candidates import within
     from megatron.compression.data_parallel.presets import PRESETS
 
-    assert PRESETS["sdp4bit"].weights == reproduce.WEIGHTS
+    assert PRESETS["sdp4bit"].weights == _commands.WEIGHTS
     (stages,) = (one.name for one in within(0.1, "pipeline_parallel") if not one.exact)
-    assert stages.replace(", back ", ",,") + "-pp" == reproduce.BETWEEN_STAGES
+    assert stages.replace(", back ", ",,") + "-pp" == _commands.BETWEEN_STAGES
 
 
 @pytest.mark.parametrize(
