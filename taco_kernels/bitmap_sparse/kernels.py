@@ -70,7 +70,8 @@ def row_of(
     inverse = ((252 + BITS - grid_exponent(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     code = tl.minimum(tl.maximum(value * inverse + MAGIC - MAGIC, -LARGEST), LARGEST)
-    sent = (bits >= threshold_bits(thresholds, shard)) & (exponent != 255) & (code != 0.0)
+    finite = tl.where(exponent == 255, 0.0, code)
+    sent = (bits >= threshold_bits(thresholds, shard)) & (finite != 0.0)
     return value, code, sent, step_of(exponent, BITS, FLOOR), exponent
 
 

@@ -18,6 +18,12 @@ SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of
 
 
 @triton.constexpr_function
+def alike(kind, number):
+    """The dtypes of as many results. From Triton 3.8 on a kernel cannot put them together itself."""
+    return (kind,) * number
+
+
+@triton.constexpr_function
 def outputs_of(bits):
     """Registers that hold the planes of 16 codes."""
     return 2 if bits == 4 else 3
@@ -120,7 +126,7 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
     else:
         text: tl.constexpr = assembly(C.BITS)
         registers: tl.constexpr = constraints(C.BITS)
-        kinds: tl.constexpr = (tl.int32,) * outputs_of(C.BITS)
+        kinds: tl.constexpr = alike(tl.int32, outputs_of(C.BITS))
         inputs = sixteen_of(codes, C)
         result = tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)

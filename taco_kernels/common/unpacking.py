@@ -8,7 +8,7 @@ is too much is taken off. fp16 values, for the tensor cores, come from PTX: two 
 import triton
 import triton.language as tl
 
-from taco_kernels.common.packing import SELECT, four_of, sixteen_joined
+from taco_kernels.common.packing import SELECT, alike, four_of, sixteen_joined
 from taco_kernels.common.planes import behind, unit_pointers
 
 MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
@@ -92,7 +92,7 @@ def load_halves(wire, first, groups, C: tl.constexpr):
     """
     text: tl.constexpr = assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints(C.BITS)
-    kinds: tl.constexpr = (tl.float16,) * 16
+    kinds: tl.constexpr = alike(tl.float16, 16)
     if C.BITS == 8:
         codes = load_words(wire, first, groups, C.G, tl.int32, C)
         inputs = four_of(tl.reshape(codes, [C.R, C.G // 16, 2, 2]))

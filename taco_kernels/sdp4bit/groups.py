@@ -66,7 +66,8 @@ def write_groups(h, wire, first, groups, C: tl.constexpr):
     tl.store(steps.to(tl.pointer_type(tl.float32)) + row, step, mask=row < groups)
     used = tl.full((), C.PAYLOAD + 4, tl.int64) * groups
     pad = used + tl.arange(0, 16)
-    tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
+    end = tl.where(first == 0, (used + 15) // 16 * 16, 0)
+    tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=pad < end)
     store_groups(h, inverse, wire, first, groups, C)
 
 

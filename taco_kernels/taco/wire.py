@@ -128,7 +128,8 @@ def store_padding(wire, first, groups, C: tl.constexpr):
     else:
         used = tl.full((), C.BYTES, tl.int64) * groups
         pad = used + tl.arange(0, 16)
-        tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=(pad < (used + 15) // 16 * 16) & (first == 0))
+        end = tl.where(first == 0, (used + 15) // 16 * 16, 0)
+        tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=pad < end)
 
 
 @triton.jit

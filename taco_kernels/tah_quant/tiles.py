@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd
-from taco_kernels.common.packing import sixteen_joined, sixteen_of
+from taco_kernels.common.packing import alike, sixteen_joined, sixteen_of
 from taco_kernels.tah_quant.rows import SHIFT
 
 
@@ -176,7 +176,7 @@ def signed_halves(a, b, pivot, C: tl.constexpr):
     else:
         text: tl.constexpr = halves()
         registers: tl.constexpr = "=h," * 16 + "r,r,r,r"
-        kinds: tl.constexpr = (tl.float16,) * 16
+        kinds: tl.constexpr = alike(tl.float16, 16)
         block = tl.arange(0, C.G // 16)[None, :]
         codes = tl.inline_asm_elementwise(text, registers, (a, b, pivot, block), kinds, is_pure=True, pack=1)
         codes = sixteen_joined(*codes, C)

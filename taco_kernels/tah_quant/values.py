@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd, transform, unshuffle
-from taco_kernels.common.packing import sixteen_joined, sixteen_of
+from taco_kernels.common.packing import alike, sixteen_joined, sixteen_of
 from taco_kernels.tah_quant.rows import grid_of
 
 LARGEST_SUM, SMALLEST_SUM = tl.constexpr(2.0**100), tl.constexpr(2.0**-100)
@@ -94,7 +94,7 @@ def mixed(rotated, plain, pivot, chosen, C: tl.constexpr):
         kept = tl.where(chosen, 0.0, 1.0)
         text: tl.constexpr = mixed_assembly()
         registers: tl.constexpr = "=f," * 16 + "f," * 32 + "r,r,f,f"
-        kinds: tl.constexpr = (tl.float32,) * 16
+        kinds: tl.constexpr = alike(tl.float32, 16)
         rest = (pivot[:, None], block, factor[:, None], kept[:, None])
         inputs = sixteen_of(rotated, C) + sixteen_of(plain, C) + rest
         a = tl.inline_asm_elementwise(text, registers, inputs, kinds, is_pure=True, pack=1)

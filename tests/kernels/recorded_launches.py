@@ -16,6 +16,7 @@ from triton.runtime.driver import driver
 from taco_kernels.common import fast_launch
 
 FAST = (None, None, None)
+KNOWN = triton.__version__.startswith(fast_launch.KNOWN_TRITON)
 
 
 class Record(NamedTuple):
@@ -40,9 +41,13 @@ class Recorder(CudaLauncher):
     global_scratch_size = profile_scratch_size = 0
     global_scratch_align = profile_scratch_align = 1
     launch_cooperative_grid = launch_pdl = False
+    gsan_enabled, arg_annotations, kernel_signature = False, None, None
+    """Of Triton from 3.7 on, whose C function takes what it calls in another order."""
 
     def __init__(self, records: list[Record]) -> None:
         def launch(*args) -> None:
+            if not KNOWN:
+                args = (*args[:7], *args[11:13], *args[7:11], *args[-1])
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
             records.append(Record(args[:3], args[3], args[4], args[5:10], args[10:13], tuple(values)))
             for hook, when in ((args[11], "enter"), (args[12], "exit")):
