@@ -8,7 +8,7 @@ MEGATRON_CORE_SERIES = "0.19"
 
 REQUIRED = [
     "megatron-core>=0.19,<0.20",
-    "torch>=2.10,<2.13",
+    "torch>=2.10,<2.16",
     "triton>=3.5,<4",  # torch's wheels name the exact one
 ]
 

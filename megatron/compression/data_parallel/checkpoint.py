@@ -12,13 +12,15 @@ import hashlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
 
@@ -46,7 +48,6 @@ class GradientState:
     Args:
         compressor: spec of what compresses gradients; None: nothing does.
         syncs: every bucket's, added as the model is attached.
-        read_metadata: a checkpoint's path to {key: what it holds}.
     """
 
     def __init__(
@@ -56,9 +57,8 @@ class GradientState:
         error_feedback: str,
         syncs: list[tuple[GradientSync, GradientBucket]],
         say: Callable[[str], None] = print,
-        read_metadata: Callable[[str], dict] = load_tensors_metadata,
     ) -> None:
-        self.args, self.syncs, self._say, self._read_metadata = args, syncs, say, read_metadata
+        self.args, self.syncs, self._say = args, syncs, say
         self._made_by = {"compression": compressor, "error_feedback": error_feedback}
         self._saved: Namespace | None = None
         self._saved_by: dict[str, Any] = {}
@@ -92,18 +92,14 @@ class GradientState:
         if (reason := self._why_fresh()) is not None:
             self._say(f"{_PREFIX}{reason}: what gradients have to make up for starts from zero")
             return
-        held = self._read_metadata(self._path)
+        held = _shapes(self._path)
         self._exact = _key(self._layout(), self.syncs[0][1]) in held
         named = self._named(states)
         wanted = {
             name: _row(name, values, bucket, 0, self._saved_ranks(bucket))
             for name, (values, bucket) in named.items()
         }
-        there = {
-            name
-            for name, row in wanted.items()
-            if row.key in held and tuple(held[row.key].global_shape) == tuple(row.global_shape)
-        }
+        there = {name for name, row in wanted.items() if held.get(row.key) == tuple(row.global_shape)}
         if not there:
             self._say(f"{_PREFIX}the checkpoint holds no error feedback of this model: it starts from zero")
             return
@@ -208,6 +204,12 @@ class GradientState:
 
 def _row(name: str, values: torch.Tensor, bucket: GradientBucket, row: int, rows: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(_key(name, bucket), values.view(1, -1), (0, row, rows))
+
+
+def _shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a checkpoint, by key. (megatron-core 0.19's own reader fails from torch 2.15 on.)"""
+    metadata = _get_filesystem_reader(Path(path)).read_metadata().state_dict_metadata
+    return {key: tuple(one.size) for key, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def _key(name: str, bucket: GradientBucket) -> str:
