@@ -105,7 +105,7 @@ PAPERS = (
             "paper-sp int6:outliers=on-sp paper-sp+taco,,taco-pp paper-sp+tah-quant-pp+sdp4bit-dp"
             f" int8:outliers=on-sp+{BETWEEN_STAGES}+sdp4bit-dp",
             "TACO: Qwen3-0.6B at TP 2, PP 2, DP 2 is one of its runs; near-lossless",
-            " --steps 200",
+            " --steps 200 --seeds 1",
         )
         for model in ("qwen3-0.6b", "qwen2.5-0.5b")
     ),

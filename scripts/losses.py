@@ -247,6 +247,17 @@ def digest(data: dict[str, str]) -> str:
     return tokens.hexdigest()[:16]
 
 
+def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
+    """What decides every run beside its setting and seed."""
+    common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
+    common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
+    return common | {
+        "dimension": options.dimension,
+        "extra": shlex.join(options.extra),
+        "data": digest(data),
+    }
+
+
 def main() -> None:
     """Train what is missing and print the table, which is also written after each run."""
     options = parse_args()
@@ -261,9 +272,7 @@ def main() -> None:
         16384 if options.on_gpus else demo.VOCABULARY,
         splits=("train", "valid", "test"),
     )
-    common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
-    common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
-    common |= {"dimension": options.dimension, "extra": shlex.join(options.extra), "data": digest(data)}
+    common = common_of(options, data)
     settings = {setting.text: setting for setting in options.settings}
     runs = [
         {**common, "setting": text, "seed": seed}

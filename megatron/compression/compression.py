@@ -120,13 +120,13 @@ class Compression:
     def step(self) -> None:
         """An iteration has ended; for loops that do not tell the iteration otherwise."""
         self.steps += 1
-        small = sum(kinds["small"][0] for kinds in self.ledger.totals().values())
-        if small and not self._said_small:
+        if self._said_small:
+            return
+        if small := sum(kinds["small"][0] for kinds in self.ledger.totals().values()):
             self._said_small = True
             least = f"TensorParallelConfig.min_mb = {self.config.tensor_parallel.min_mb:g}"
-            self._say(
-                f"compression: {small / 1e6:.3f} MB so far are in tensors under {least} and uncompressed"
-            )
+            line = f"{small / 1e6:.3f} MB so far are in tensors under {least} and uncompressed"
+            self._say(f"compression: {line}")
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:
         """Behind an iteration, counted from 1: let the error bound decide at the log interval."""

@@ -61,10 +61,10 @@ def differences(records: Sequence[dict], kind: str, measure: str = "valid") -> d
     found: dict[str, dict[int, float]] = {}
     for record in records:
         name, base = record["setting"]["name"], whole.get((record["seed"], record["size"]))
-        value = _value(record, measure)
-        if record["kind"] != kind or name == BASE or base is None or value is None:
+        if record["kind"] != kind or name == BASE or base is None:  # earlier versions had other kinds
             continue
+        value = _value(record, measure)
         reference = _value(base, "valid" if measure == "uncompressed" else measure)
-        if reference is not None:
+        if value is not None and reference is not None:
             found.setdefault(name, {})[record["seed"]] = 100 * (value / reference - 1)
     return found

@@ -17,6 +17,8 @@ _KEPT = (
     "valid_uncompressed",
     "test",
 )
+_TAILS = {"scratch": 0.1, "ending": 0.4}
+"""By kind of run, the share of its steps that is the last tenth of the schedule."""
 _KEPT += ("weights", "seconds_per_step", "seconds", "device", "torch")
 
 
@@ -42,7 +44,7 @@ def training_loss(record: dict) -> float:
     if "train" in record:
         return record["train"]
     losses = record["losses"]
-    tail = round(len(losses) * {"scratch": 0.1, "ending": 0.4}[record["kind"]])
+    tail = round(len(losses) * _TAILS[record["kind"]])
     return statistics.fmean(losses[-max(1, tail) :])
 
 
@@ -50,6 +52,8 @@ def compact(records: Iterable[dict]) -> list[dict]:
     """Small records, from which the same tables can be made."""
     kept = []
     for record in records:
+        if record["kind"] not in _TAILS:  # of an earlier version
+            continue
         small = {key: record[key] for key in _KEPT if record.get(key) is not None}
         kept.append(small | {"setting": record["setting"], "train": round(training_loss(record), 5)})
     return kept

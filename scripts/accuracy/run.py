@@ -34,7 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
     parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
-    parser.add_argument("--settings", nargs="*", help="names (settings.py) or specs; default: a list of them")
+    parser.add_argument("--settings", nargs="*", help="names (settings.py) or specs (default: plan.py's)")
     parser.add_argument("--from-scratch", action="store_true", help="whole runs instead of last quarters")
     parser.add_argument("--steps", type=int, default=1232, help="of a whole run")
     parser.add_argument("--seeds", type=int, default=3)

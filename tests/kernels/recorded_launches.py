@@ -17,6 +17,7 @@ from taco_kernels.common import fast_launch
 
 FAST = (None, None, None)
 KNOWN = triton.__version__.startswith(fast_launch.KNOWN_TRITON)
+"""Whether the launcher is the one that is followed; the order below of others is that from 3.7 on."""
 
 
 class Record(NamedTuple):

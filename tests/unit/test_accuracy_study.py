@@ -81,6 +81,7 @@ def test_pairs_share_a_seed(tmp_path):
     records += [_record("paper", 1, 4.12), _record("paper", 7, 9.0)]  # seed 7 has no partner
     records += [_record("int6", seed, valid, "ending") for seed, valid in ((0, 2.002), (1, 4.004))]
     records[-1]["valid_uncompressed"] = 4.002
+    records.append(_record("int6", 0, 2.5, "branch"))  # as earlier versions made them
     assert estimates.differences(records, "scratch") == {"paper": {0: approx(1.0), 1: approx(3.0)}}
     assert estimates.differences(records, "ending") == {"int6": {0: approx(0.1), 1: approx(0.1)}}
     assert estimates.differences(records, "ending", "uncompressed") == {"int6": {1: approx(0.05)}}

@@ -109,3 +109,14 @@ def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     compression.step()
     [line] = lines
     assert "2.000 MB so far are in tensors under TensorParallelConfig.min_mb = 8" in line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
+    """Where the loop gives nothing that prints them."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    compression = Compression(CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6")))
+    compression.ledger.record("tp.forward", "small", "all_reduce", 1, 1)
+    compression.step()
+    assert ("min_mb" in capsys.readouterr().out) == (rank == 0)

@@ -131,9 +131,6 @@ class Reporter:
         gathered = [None] * world if dist.get_rank() == last else None
         dist.gather_object(own, gathered, dst=last)
         if gathered is not None:
-            if self._last_iteration and not any("bytes_per_iteration" in row for row in self.history.rows()):
-                line = f"no iteration was logged: --log-interval {self.log_interval} is longer than the run"
-                self._say_once("short", f"{line}, so the report has neither times nor bytes an iteration")
             self._guarded("writing the report", lambda: self._write(gathered))
 
     def _write(self, gathered: list[dict]) -> None:
@@ -146,6 +143,9 @@ class Reporter:
             "memory_by_rank": [part["memory"] for part in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
+        if self._last_iteration and not any("bytes_per_iteration" in row for row in report["history"]):
+            line = f"no iteration was logged: --log-interval {self.log_interval} is longer than the run"
+            self._say_once("short", f"{line}, so the report has neither times nor bytes an iteration")
         for line in write_report(report, self.directory):
             print(f" compression: {line}", flush=True)
 
