@@ -68,7 +68,7 @@ def _carry(saved: list[dict], sync: CodecGradientSync | None, args: Namespace, m
     made_by = saved[0].get(MADE_BY, {})
     by_key = {(row.key, row.global_offset): row.data for row in rows}
     syncs = [(sync, sync.bucket)] if sync is not None else []
-    held = {row.key: row for row in rows}
+    held = {row.key: tuple(row.global_shape) for row in rows}
     state = GradientState(
         args, "sdp4bit", "fp32", syncs, lambda line: dist.get_rank() or print(line), lambda _: held
     )

@@ -42,12 +42,19 @@ MODEL_PARALLEL = (
 """Flags that decide which part of which layer a rank's parameter is."""
 
 
+def _shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a checkpoint, by key. (megatron-core 0.19's own reader fails from torch 2.15 on.)"""
+    metadata = _get_filesystem_reader(Path(path)).read_metadata().state_dict_metadata
+    return {key: tuple(one.size) for key, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
+
+
 class GradientState:
     """Carries the state of all gradient syncs of this rank into checkpoints and back.
 
     Args:
         compressor: spec of what compresses gradients; None: nothing does.
         syncs: every bucket's, added as the model is attached.
+        read_shapes: a checkpoint's path to the shapes of its tensors by key.
     """
 
     def __init__(
@@ -57,8 +64,9 @@ class GradientState:
         error_feedback: str,
         syncs: list[tuple[GradientSync, GradientBucket]],
         say: Callable[[str], None] = print,
+        read_shapes: Callable[[str], dict[str, tuple[int, ...]]] = _shapes,
     ) -> None:
-        self.args, self.syncs, self._say = args, syncs, say
+        self.args, self.syncs, self._say, self._read_shapes = args, syncs, say, read_shapes
         self._made_by = {"compression": compressor, "error_feedback": error_feedback}
         self._saved: Namespace | None = None
         self._saved_by: dict[str, Any] = {}
@@ -92,7 +100,7 @@ class GradientState:
         if (reason := self._why_fresh()) is not None:
             self._say(f"{_PREFIX}{reason}: what gradients have to make up for starts from zero")
             return
-        held = _shapes(self._path)
+        held = self._read_shapes(self._path)
         self._exact = _key(self._layout(), self.syncs[0][1]) in held
         named = self._named(states)
         wanted = {
@@ -204,12 +212,6 @@ class GradientState:
 
 def _row(name: str, values: torch.Tensor, bucket: GradientBucket, row: int, rows: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(_key(name, bucket), values.view(1, -1), (0, row, rows))
-
-
-def _shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a checkpoint, by key. (megatron-core 0.19's own reader fails from torch 2.15 on.)"""
-    metadata = _get_filesystem_reader(Path(path)).read_metadata().state_dict_metadata
-    return {key: tuple(one.size) for key, one in metadata.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def _key(name: str, bucket: GradientBucket) -> str:
