@@ -97,6 +97,7 @@ def test_every_traffic_class_belongs_to_one_dimension() -> None:
     assert (row["traffic"], row["sent_bytes"], row["calls"]) == ("ep.forward", 50, 1)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     """Nobody else would tell it: the log line is megatron.training's."""
     lines: list[str] = []
@@ -111,6 +112,7 @@ def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     assert "2.000 MB so far are in tensors under TensorParallelConfig.min_mb = 8" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
     """Where the loop gives nothing that prints them."""
