@@ -50,10 +50,10 @@ class Compression:
         *,
         iteration: Callable[[], int] | None = None,
         train_iters: int | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = data_parallel.print_on_first_rank,
         broadcasts_batch: bool = False,
     ) -> None:
-        self.config, self._say, self._broadcasts_batch = config, say or _print_on_first_rank, broadcasts_batch
+        self.config, self._say, self._broadcasts_batch = config, say, broadcasts_batch
         self.steps = 0
         """Calls of ``step`` so far."""
         self._said_small = False
@@ -172,11 +172,6 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression
-
-
-def _print_on_first_rank(line: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(line, flush=True)
 
 
 def _error_bound(config: CompressionConfig) -> ErrorBound | None:

@@ -18,9 +18,8 @@ def install() -> None:
 
     @functools.wraps(make)
     def shared(self, store, rank, size, *given, **named) -> None:
-        asked = {
-            name for name, value in named.items() if value is not False
-        }  # enable_reconfigure, since 2.15
+        # torch 2.15 says enable_reconfigure=False, too
+        asked = {name for name, value in named.items() if value is not False}
         if given or asked != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
             return make(self, store, rank, size, *given, **named)
         options = ProcessGroupGloo._Options()

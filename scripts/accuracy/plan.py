@@ -31,9 +31,8 @@ EXPERTS = (
     "ep-fp8-to-experts",
 )
 """Endings of a mixture of experts."""
-START_SECONDS, STEP_SECONDS, SAVE_SECONDS, REST_SECONDS = 30.0, 0.07, 1.5, 5.0
-"""Until a worker's first step; a step of 32 x 1024 tokens on an H200, until one is measured; saving; weights
-and validation."""
+STEP_SECONDS, SAVE_SECONDS, REST_SECONDS = 0.07, 1.5, 5.0
+"""A step of 32 x 1024 tokens on an H200, until one is measured; saving; weights and validation."""
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,7 @@ _SPECS: dict[str, str | tuple[str, str]] = {
     },
     "int6655-quadratic": ("int6:grid=quadratic", "int5:grid=quadratic"),
     "int5655-quadratic": ("int5:grid=quadratic/int6:grid=quadratic", "int5:grid=quadratic"),
-    **{
-        f"int{bits}-quadratic{name}": f"int{bits}:{group}grid=quadratic"
-        for bits in (6, 5, 4)
-        for name, group in {"": "", "-g64": "group=64,", "-g256": "group=256,"}.items()
-    },
+    **{f"int{bits}-quadratic": f"int{bits}:grid=quadratic" for bits in (6, 5, 4)},
 }
 """A setting's name to its spec, or to those of the forward and the backward."""
 _ON_LEGS = {"": LEGS, "-dispatch": ("dispatch",), "-to-experts": ("dispatch", "combine_backward")}

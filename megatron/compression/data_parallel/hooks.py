@@ -74,7 +74,7 @@ class Gradients:
     def _carrier(self, args: Namespace) -> GradientState:
         if self._state is None:
             name = None if self.compressor is None else self.compressor.name
-            self._state = GradientState(args, name, self.config.feedback, self.syncs, _print_once)
+            self._state = GradientState(args, name, self.config.feedback, self.syncs, print_on_first_rank)
         return self._state
 
     def attach(self, chunks: list) -> list:
@@ -91,7 +91,7 @@ class Gradients:
         start = self.policy.rule("dp.gradient").start_iteration
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
             name = self.compressor.name
-            _print_once(f"compression: {name}: gradients go uncompressed before iteration {start}")
+            print_on_first_rank(f"compression: {name}: gradients go uncompressed before iteration {start}")
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
                 raise TypeError(
@@ -168,7 +168,7 @@ class Gradients:
             size = self.config.node_size
             topology = find_topology(ranks, size and max(1, int(size * part)), self._transports)
             self._topologies[ranks] = topology
-            _print_once(f"compression: {whose} data-parallel group is {topology.describe()}")
+            print_on_first_rank(f"compression: {whose} data-parallel group is {topology.describe()}")
         return self._topologies[ranks]
 
 
@@ -193,6 +193,7 @@ def record_uncompressed(
         topology.record_uncompressed(ledger, traffic, kind, operation, buffer_bytes)
 
 
-def _print_once(line: str) -> None:
-    if dist.get_rank() == 0:
+def print_on_first_rank(line: str) -> None:
+    """On rank 0 of the job; anywhere without a job."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(f" {line}", flush=True)
