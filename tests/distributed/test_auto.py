@@ -156,7 +156,7 @@ def test_experts_and_context_parallelism(tmp_path) -> None:
     assert names == {
         "data_parallel": "none, back none",
         "expert_parallel": "int6",
-        "context_parallel": "lossless",
+        "context_parallel": "int6",
     }
     for choice in first["choices"][1:]:
         dimension = choice["dimension"].replace("_", " ")

@@ -122,7 +122,7 @@ class Measurement:
             return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only", 0
         allowed, reason = self._possible(dimension, budget)
         if allowed and dimension in _LAYERS:
-            self.lines += self._sender.prepare(messages)
+            self.lines += self._sender.prepare(messages, any(not one.exact for one in allowed))
         found: dict[Candidate, float] = {}
         now = self.watch.elapsed()
         for candidate, rules in allowed.items():

@@ -105,12 +105,16 @@ class Sender:
         self._transports, self._topology = transports, topology
         self._sharded, self._device = sharded, device
 
-    def prepare(self, messages: Sequence[Message]) -> list[str]:
-        """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective."""
+    def prepare(self, messages: Sequence[Message], lossy: bool) -> list[str]:
+        """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective.
+
+        Args:
+            lossy: whether codecs that change bits may be chosen; lossless has no fused kernels.
+        """
         lines = []
         for group, one in {_group(one): one for one in messages}.items():
-            # Tokens and what context parallelism may choose, lossless, have no fused kernels.
-            fused = one.dimension == "tensor_parallel" and one.operation not in _TOKENS
+            # nor have tokens; tensor parallelism's hooks do not ask for the codec
+            fused = one.operation not in _TOKENS and (lossy or one.dimension == "tensor_parallel")
             lines += self._transports.prepare([group], fused)
         return lines
 
