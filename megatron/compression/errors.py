@@ -85,6 +85,20 @@ def fail(message: str) -> None:
     os._exit(2)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
+def end_with_one_line() -> None:
+    """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace) -> None:
+        line = explain(error) if isinstance(error, InputError) else None
+        if line is not None:
+            sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
+            fail(line)
+        show(kind, error, trace)
+
+    sys.excepthook = hook
+
+
 def came_through(error: BaseException, function: str) -> bool:
     """Whether the exception passed through a function of this name."""
     return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))

@@ -22,7 +22,7 @@ from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
 from megatron.compression.data_checks import check_vocabulary
-from megatron.compression.errors import InputError, OneLineParser
+from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.extensions import missing_extension_overrides
 from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.model_function import OtherWeights, check_checkpoint
@@ -39,12 +39,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     ``--transformer-impl`` is Transformer Engine where it works and the script says nothing. What the machine
     lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
-    validated, each change said in a line.
+    validated, each change said in a line. What the user gave and cannot be used ends the process with a line
+    from here on, unless the script catches ``InputError``.
 
     Raises: InputError: the parser has them already.
     """
     if "--taco" in parser._option_string_actions:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
+    end_with_one_line()
     patches.change_class(parser, OneLineParser)
     parser = flags.add_flags(add_native_defaults(parser))
     parser.set_defaults(transformer_impl=default_implementation(), tokenizer_type="GPT2BPETokenizer")

@@ -21,6 +21,7 @@ TP = "--taco format=int8 --tp-compression-min-mb 0 --tensor-model-parallel-size 
 PP = "--pp-compression int8 --pipeline-model-parallel-size 2"
 DP = "--dp-compression int8 --use-distributed-optimizer --bf16 --micro-batch-size 1"
 LAYOUTS = {"tensor and pipeline": f"{TP} {PP}", "tensor and data": f"{TP} {DP}"}
+SPEC = f"{TP} --spec tests.distributed.ways_in.own_layers"
 TENSOR = ("tp.forward", "tp.backward")
 COMPRESSED = {
     "tensor and pipeline": (*TENSOR, "pp.forward", "pp.backward"),
@@ -104,6 +105,26 @@ def test_two_lines(runs: Runs) -> None:
     assert plain == 2 * coded > 0, "two iterations of three"
 
 
+PREPARED = """
+import runpy, sys
+from megatron.compression import preflight
+preflight.prepare()
+sys.path.insert(0, {folder!r})
+runpy.run_path({folder!r} + "/two_lines.py", run_name="__main__")
+"""
+
+
+def test_what_two_lines_refuse_is_one_line(tmp_path: Path) -> None:
+    """Way 2 without an error handler in the script; by then torch.distributed has its hook in place."""
+    script = tmp_path / "prepared.py"
+    script.write_text(PREPARED.format(folder=str(REPO / WAYS)))
+    words = tiny_flags(*f"{SPEC} scaled".split(), hidden_size="64")
+    run = start_torchrun(str(script), *words, processes=2).finish(240)
+    said = [text for text in run.output.splitlines() if text.startswith("error:")]
+    assert len(said) == 1 and "linear_" in said[0] and run.returncode, run.output[-4000:]
+    assert "most recent call last" not in run.output.partition("torch/distributed/elastic")[0]
+
+
 def test_the_command_of_the_first_way() -> None:
     """As a user types it, under torchrun, in processes that have loaded nothing before."""
     words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
@@ -118,9 +139,6 @@ def test_the_command_of_the_first_way() -> None:
         text=True,
     )
     assert usage.returncode == 2 and usage.stderr.splitlines()[-1].startswith("usage: torchrun")
-
-
-SPEC = f"{TP} --spec tests.distributed.ways_in.own_layers"
 
 
 def test_linears_that_are_subclasses_are_compressed(runs: Runs) -> None:
