@@ -64,7 +64,10 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
             rows += _run(options, regime, [setting for _, setting in together], flags, traffic)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{regime} done", flush=True)
+        if len(options.regimes) > 1:
+            print(
+                "\n".join(["", table([row for row in rows if row["regime"] == regime], traffic)]), flush=True
+            )
     print("\n".join(["", table(rows, traffic), *verdicts(rows)]))
     if len(rows) < len(options.regimes) * len(settings):
         sys.exit(1)
@@ -150,7 +153,8 @@ def verdicts(rows: list[dict]) -> list[str]:
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
     """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
     words = [*flags, *setting.words(options.dimension), *options.extra]
-    if setting.compresses and options.dimension != "pipeline":
+    shared = any(getattr(options, f"{name}_parallel") > 1 for name in ("tensor", "data", "expert"))
+    if setting.compresses and shared:  # stages alone send from rank to rank, over one
         words += ["--compression-communicators", options.communicators]
     return words
 

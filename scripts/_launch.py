@@ -39,8 +39,8 @@ class Setting:
     @property
     def compresses(self) -> bool:
         """Whether a codec is named, or left to the run to choose."""
-        ours = {"--taco", "--compression", "--compression-3d", "--dp-weight-compression"}
-        ours |= {first for first, _ in FLAGS.values()}
+        ours = {"--taco", "--compression", "--compression-3d", "--cp-compression"}
+        ours |= {flag for pair in FLAGS.values() for flag in pair}
         return self.specs != ("none",) or not ours.isdisjoint(self.flags)
 
     def words(self, dimension: str) -> list[str]:
@@ -77,7 +77,10 @@ def parse_setting(text: str) -> Setting:
             if part.partition(":")[0] in GRADIENT_COMPRESSORS.names():
                 registry = GRADIENT_COMPRESSORS
             registry.parse(part)
-    return Setting(text, tuple(words[:count]), tuple(words[count:]))
+    flags = []
+    for word in words[count:]:
+        flags += word.split("=", 1) if word.startswith("--") else [word]
+    return Setting(text, tuple(words[:count]), tuple(flags))
 
 
 def gpu_count() -> int:

@@ -7,14 +7,16 @@
 
 Every command runs under a time limit, writes what it prints and its JSON into --output, and never stops the
 others. The table at the end says what ran, how long, and how it ended; behind a paper's run, what the paper
-has. Runs of losses go on one GPU too, where their ranks are simulated or share it. The exit status is 1 if a
-command failed. The papers' own sizes and settings: examples/paper. What came out: docs/results/paper.md.
+has. Runs of losses go on one GPU too, where their ranks are simulated or share it; those that a time limit
+leaves out are made when the command is started again. The exit status is 1 if a command failed or left some.
+The papers' own sizes and settings: examples/paper. What came out: docs/results/paper.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -36,7 +38,7 @@ STAGES = tuple(dict.fromkeys(command.stage for command in COMMANDS))
 
 def filled(command: Command, output: Path, gpus: int) -> str:
     """The command's line with its numbers of ranks and its folder."""
-    gpus = min(MOST_RANKS, gpus)
+    gpus = min(MOST_RANKS, max(gpus, command.gpus))
     return command.line.format(output=output, gpus=gpus, ranks=max(2, gpus))
 
 
@@ -62,7 +64,10 @@ def run(command: Command, output: Path, gpus: int) -> tuple[float, str]:
     finally:
         stop(process)
     seconds = time.monotonic() - began
-    tail = log.read_text(errors="replace").splitlines()[-25:]
+    text = log.read_text(errors="replace")
+    if ended == "ok" and (left := re.search(r"\d+ of \d+ runs are left", text)):
+        ended = left[0]
+    tail = text.splitlines()[-25:]
     paper = [f"paper: {command.paper}"] if command.paper else []
     print(f"-- {command.name}: {ended}, {seconds:.0f} s, {log}", *tail, *paper, sep="\n", flush=True)
     return seconds, ended

@@ -1,6 +1,8 @@
 # What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
 # shellcheck shell=bash disable=SC2034
 
+# A run of its own for flags given in place of a VARIANT's: it must not go on from that one's checkpoint.
+[ -z "$GIVEN_COMPRESSION" ] || RUN+=_$(tr -cs 'a-zA-Z0-9.=,\n' _ <<<"${GIVEN_COMPRESSION#--}")
 : "${TP:=1}" "${PP:=1}" "${VOCAB_SIZE:=50257}" "${LR_DECAY_ITERS:=$TRAIN_ITERS}"
 : "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=100}" "${EVAL_ITERS:=10}" "${SAVE_INTERVAL:=2000}" "${SPLIT:=949,50,1}"
 : "${CHECKPOINT_PATH=checkpoints/$RUN}" "${TENSORBOARD_LOGS_PATH=tensorboard/$RUN}"

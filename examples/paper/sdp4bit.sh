@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SDP4Bit's runs (arXiv 2410.15526): GPT under sharded data parallelism, MODEL=125m, 350m, 1.3b, 2.7b, 6.7b, 13b
 # or 18b. Losses: 80,000 iterations of 256 x 2048 tokens. SPEED=1: its measurement of throughput, one
-# micro-batch of one sequence a GPU, mock data, 200 iterations.
+# micro-batch of one sequence a data-parallel rank, mock data, 200 iterations.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=125m examples/paper/sdp4bit.sh
 #   VARIANT=none ... examples/paper/sdp4bit.sh          fp32 gradients, the baseline of the paper's 4.08x

@@ -8,6 +8,7 @@
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
 #   sbatch --nodes 1 examples/slurm.sbatch paper/taco.sh
 #   VARIANT=none ... examples/paper/taco.sh             the uncompressed baseline of the same run
+#                                                       (of gpt-350m's 3d: with TP=2 PP=2)
 #   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh
 #   TINY=1 examples/paper/taco.sh                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed (where stages

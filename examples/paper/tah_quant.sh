@@ -44,7 +44,7 @@ case $VARIANT in
     auto) : "${COMPRESSION=--pp-compression auto}" ;;
     *) refuse VARIANT "tah-quant, tile, none or auto" ;;
 esac
-RUN=tah_quant_${MODEL}_$VARIANT
+RUN=tah_quant_${MODEL}_${VARIANT}_$PRECISION
 source "$REPO/examples/paper/defaults.sh"
 
 if [ "$MODEL" = gpt2-xl ]; then

@@ -245,8 +245,8 @@ def launch(args: argparse.Namespace) -> None:
         helpers.append(start("corpus", ["--output-dir", str(args.work_dir / "corpus")]))
     arguments = [*sys.argv[1:], "--work-dir", str(args.work_dir), "--out", str(args.out)]
     arguments += ["--workers", str(workers), "--deadline", str(deadline)]
-    for process in [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]:
-        process.wait()
+    processes = [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]
+    statuses = [process.wait() for process in processes]
     for process in helpers:
         process.terminate()
         process.wait()
@@ -255,7 +255,14 @@ def launch(args: argparse.Namespace) -> None:
         shutil.copy(meta, args.out)
     from scripts.accuracy.tables import tables
 
-    print(tables(records_of(args.work_dir)))
+    records, plan = records_of(args.work_dir), plan_of(args)
+    print(tables(records))
+    left = {job.id for job in plan} - {record["id"] for record in records}
+    if left:
+        print(f"{len(left)} of {len(plan)} runs are left: start again for them", flush=True)
+    failed = sorted(job.id for job in plan if claim_of(args.work_dir, job.id, "failed").exists())
+    if any(statuses) or failed:
+        raise SystemExit(f"error: not all runs ended well: {', '.join(failed) or 'a worker died'}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -123,7 +123,17 @@ def test_a_layout_makes_ranks_flags_and_columns():
 
 
 def test_codecs_behind_flags_get_the_communicators_too():
-    for text, compressed in (("none --compression-3d", True), ("none --grad-reduce-in-bf16", False)):
-        options = Namespace(dimension="tensor", communicators=2, extra=[])
-        words = _bench._words(options, _launch.parse_setting(text), [])
-        assert ("--compression-communicators" in words) == compressed
+    sizes = dict(tensor_parallel=1, data_parallel=1, expert_parallel=1, pipeline_parallel=2)
+    for text, compressed in (
+        ("none --compression-3d", True),
+        ("none --tp-backward-compression taco", True),
+        ("none --cp-compression=int8", True),
+        ("none --compression=auto", True),
+        ("none --grad-reduce-in-bf16", False),
+    ):
+        for dimension in ("tensor", "data", "expert", "pipeline"):
+            parallel = sizes | {f"{dimension}_parallel": 2}  # and two stages
+            options = Namespace(dimension="pipeline", communicators=2, extra=[], **parallel)
+            words = _bench._words(options, _launch.parse_setting(text), [])
+            assert ("--compression-communicators" in words) == (compressed and dimension != "pipeline")
+    assert _bench.is_auto(_launch.parse_setting("none --compression=auto"))
