@@ -253,6 +253,15 @@ def launch(args: argparse.Namespace) -> None:
     meta = args.work_dir / "corpus" / "meta.json"
     if args.out != args.work_dir and meta.exists():
         shutil.copy(meta, args.out)
+    finish(args, statuses)
+
+
+def finish(args: argparse.Namespace, statuses: Sequence[int]) -> None:
+    """Print the tables, and what is left.
+
+    Raises:
+        SystemExit: a run failed, or a worker ended with another status than 0.
+    """
     from scripts.accuracy.tables import tables
 
     records, plan = records_of(args.work_dir), plan_of(args)

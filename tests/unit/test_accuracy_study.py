@@ -1,5 +1,6 @@
 """The study of losses: what runs when, what the numbers mean, and a tiny one from end to end."""
 
+import argparse
 import json
 import math
 
@@ -115,15 +116,14 @@ def study(tmp_path_factory):
     patch.undo()
 
 
-def do(work, out, *more: str) -> run.Worker:
-    """One worker's part of a call of ``run``."""
+def do(work, out, *more: str) -> argparse.Namespace:
+    """One worker's part of a call of ``run``; its arguments."""
     args = ["--work-dir", str(work), "--out", str(out), "--size", "tiny", "--steps", "8", *more]
     args += ["--seeds", "2", "--settings", "none-tp2", "paper"]
     args = run.parse([*args, "--worker", "0", "--deadline", "inf"])
     run.prepare_folders(args)
-    worker = run.Worker(args, run.plan_of(args))
-    worker.loop()
-    return worker
+    run.Worker(args, run.plan_of(args)).loop()
+    return args
 
 
 def test_a_tiny_study(study):
@@ -140,7 +140,10 @@ def test_a_tiny_study(study):
 def test_a_second_call_goes_on(study, tmp_path):
     """It does what is missing; elsewhere, with the results alone, the trunk again, with the same bits."""
     before = load([study / "out" / "results-0.jsonl"])
-    do(study / "work", tmp_path / "same")
+    args = do(study / "work", tmp_path / "same")
+    run.finish(args, [0])
+    with pytest.raises(SystemExit, match="a worker died"):
+        run.finish(args, [0, -9])
     assert load([tmp_path / "same" / "results-0.jsonl"]) == before
     known = [r for r in before if r["id"] != "ending/paper/1"]
     [lost] = [r for r in before if r not in known]
@@ -154,7 +157,7 @@ def test_a_second_call_goes_on(study, tmp_path):
     assert {r["id"] for r in load(sorted((tmp_path / "work").glob("results-*")))} == {r["id"] for r in before}
 
 
-def test_a_failing_run_costs_only_itself(study, tmp_path, monkeypatch):
+def test_a_failing_run_costs_only_itself(study, tmp_path, monkeypatch, capsys):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "corpus").symlink_to(study / "work" / "corpus")
     whole = Trainer.run
@@ -165,7 +168,10 @@ def test_a_failing_run_costs_only_itself(study, tmp_path, monkeypatch):
         return whole(self, setting, steps, seed, save)
 
     monkeypatch.setattr(Trainer, "run", broken)
-    do(tmp_path / "work", tmp_path / "out")
+    args = do(tmp_path / "work", tmp_path / "out")
+    with pytest.raises(SystemExit, match="not all runs ended well: scratch/none/0"):
+        run.finish(args, [0])
+    assert "3 of 6 runs are left" in capsys.readouterr().out
     ids = {r["id"] for r in load([tmp_path / "out" / "results-0.jsonl"])}
     expected = {"scratch/none/1", "ending/none-tp2/1", "ending/paper/1"}
     assert ids == expected, "nothing of the seed whose trunk failed, and no waiting"
