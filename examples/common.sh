@@ -19,6 +19,7 @@ command -v torchrun >/dev/null || PATH=$REPO/.venv/bin:$PATH
 # One hardware queue keeps the order in which tensor-parallel communication and GEMMs were launched.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
+# The user's own; scripts set COMPRESSION below where it is not given.
 GIVEN_COMPRESSION=${COMPRESSION+${COMPRESSION:-none}}
 : "${TINY:=0}" "${USE_TE:=0}" "${PRECISION:=bf16}"
 if [ "$TINY" = 1 ]; then

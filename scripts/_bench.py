@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 
 import _launch
-from _launch import Setting, parse_setting, torchrun
+from _launch import FLAGS, Setting, parse_setting, torchrun
 
 from megatron.compression.report.memory import largest
 
@@ -64,11 +64,8 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
             rows += _run(options, regime, [setting for _, setting in together], flags, traffic)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        if len(options.regimes) > 1:
-            print(
-                "\n".join(["", table([row for row in rows if row["regime"] == regime], traffic)]), flush=True
-            )
-    print("\n".join(["", table(rows, traffic), *verdicts(rows)]))
+        here = [row for row in rows if row["regime"] == regime]
+        print("\n".join(["", table(here, traffic), *verdicts(here)]), flush=True)
     if len(rows) < len(options.regimes) * len(settings):
         sys.exit(1)
 
@@ -117,10 +114,14 @@ def _gigabytes(memory: dict[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
 
 
+def _used(options: Namespace) -> list[str]:
+    """Dimensions with more than one rank."""
+    return [name for name in FLAGS if getattr(options, f"{name}_parallel") > 1]
+
+
 def checked_in(options: Namespace) -> int:
     """Iterations in which --compression auto checks its choice at most, and those before them."""
-    names = ("tensor", "pipeline", "data", "expert")
-    used = [name for name in names if getattr(options, f"{name}_parallel") > 1]
+    used = _used(options)
     schedules = 2 if "tensor" in used else 0
     return 4 + 2 * 4 * (1 + len(used) + schedules)
 
@@ -153,8 +154,7 @@ def verdicts(rows: list[dict]) -> list[str]:
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
     """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
     words = [*flags, *setting.words(options.dimension), *options.extra]
-    shared = any(getattr(options, f"{name}_parallel") > 1 for name in ("tensor", "data", "expert"))
-    if setting.compresses and shared:  # stages alone send from rank to rank, over one
+    if setting.compresses and _used(options) != ["pipeline"]:  # stages send from rank to rank, over one
         words += ["--compression-communicators", options.communicators]
     return words
 

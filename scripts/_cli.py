@@ -1,15 +1,23 @@
-"""What the data scripts share: one-line errors and outputs that appear whole or not at all."""
+"""What the scripts share: one-line errors and outputs that appear whole or not at all."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+LEFT = re.compile(r"\d+ of \d+ runs are left")
+
+
+def runs_left(left: int, runs: int) -> str:
+    """What scripts that train within a time limit say last; ``LEFT`` finds it."""
+    return f"{left} of {runs} runs are left: start again for them"
 
 
 class UsageError(Exception):

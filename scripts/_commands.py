@@ -46,6 +46,17 @@ def _losses(stage: str, name: str, dimension: str, minutes: int, options: str, p
     return stage, 1, minutes, name, line, paper
 
 
+def _losses_3d(stage: str, gpus: int, minutes: int, name: str, more: str) -> tuple:
+    """A row of trainings of eight ranks, two in each dimension."""
+    line = (
+        f"scripts/losses.py --data-parallel 8{more} --time-limit {60 * minutes - 60}"
+        ' --codecs none "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
+        f" --output {{output}}/{name} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+        " --sequence-parallel"
+    )
+    return stage, gpus, minutes, name, line
+
+
 def _endings(
     stage: str, name: str, work: str, size: str, minutes: int, settings: str, paper: str, more: str = ""
 ) -> tuple:
@@ -85,11 +96,7 @@ PAPERS = (
         "TACO: Qwen2.5-7B at TP 2, PP 2, DP 2 is one of its runs; up to 1.87",
     ),
     (
-        *("taco", 1, 20, "taco_3d_losses"),
-        "scripts/losses.py --share-gpus --data-parallel 8 --time-limit 1140 --output {output}/taco_3d_losses"
-        ' --noise-seed 0 --codecs none "none --compression-3d --tp-compression-min-mb 0"'
-        ' "none --compression auto" --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
-        " --sequence-parallel",
+        *_losses_3d("taco", 1, 20, "taco_3d_losses", " --share-gpus --noise-seed 0"),
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
     ),
     _endings(
@@ -215,13 +222,7 @@ LARGE = (  # of hosts with four or eight GPUs
         ' --data-parallel 2 --sequence-parallel --codecs none "none --compression-3d"'
         ' "none --compression auto" none --json {output}/large_3d.json',
     ),
-    (
-        *("large", 8, 15, "large_3d_losses"),
-        "scripts/losses.py --data-parallel 8 --model 111m --iterations 300 --time-limit 840"
-        ' --codecs none "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
-        " --output {output}/large_3d_losses --tensor-model-parallel-size 2"
-        " --pipeline-model-parallel-size 2 --sequence-parallel",
-    ),
+    _losses_3d("large", 8, 15, "large_3d_losses", " --model 111m --iterations 300"),
     *(
         (
             *("large", ranks, 2, f"large_predictions_tp{ranks}"),

@@ -26,6 +26,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 import demo
+from _cli import runs_left
 from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, fresh_folder, gpu_count, parse_setting, torchrun
 
 SHAPES = {
@@ -164,7 +165,7 @@ def train_missing(
                 raise
     left = len(runs) - len(present())
     if left:
-        print(f"{left} of {len(runs)} runs are left: start again for them", flush=True)
+        print(runs_left(left, len(runs)), flush=True)
     return present()
 
 

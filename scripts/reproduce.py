@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -65,7 +64,7 @@ def run(command: Command, output: Path, gpus: int) -> tuple[float, str]:
         stop(process)
     seconds = time.monotonic() - began
     text = log.read_text(errors="replace")
-    if ended == "ok" and (left := re.search(r"\d+ of \d+ runs are left", text)):
+    if ended == "ok" and (left := _cli.LEFT.search(text)):
         ended = left[0]
     tail = text.splitlines()[-25:]
     paper = [f"paper: {command.paper}"] if command.paper else []

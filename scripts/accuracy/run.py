@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.compression.errors import CompressionConfigError
+from scripts._cli import runs_left
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("111m", "111m-massive", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny", "moe", "moe-tiny")
@@ -268,7 +269,7 @@ def finish(args: argparse.Namespace, statuses: Sequence[int]) -> None:
     print(tables(records))
     left = {job.id for job in plan} - {record["id"] for record in records}
     if left:
-        print(f"{len(left)} of {len(plan)} runs are left: start again for them", flush=True)
+        print(runs_left(len(left), len(plan)), flush=True)
     failed = sorted(job.id for job in plan if claim_of(args.work_dir, job.id, "failed").exists())
     if any(statuses) or failed:
         raise SystemExit(f"error: not all runs ended well: {', '.join(failed) or 'a worker died'}")

@@ -151,3 +151,20 @@ def test_a_tiny_run_compresses_and_learns(tmp_path, name, model, dimension):
 @pytest.mark.thorough
 def test_a_tiny_caat_net_learns(tmp_path):
     check_training(train(tmp_path, script("caat_net")))
+
+
+def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
+    """One that found another's would go on from there, and train nothing."""
+    int8 = "--tp-compression int8 --tp-compression-min-mb 0"
+    runs = [
+        ("caat_net", {}),
+        ("caat_net", {"COMPRESSION": int8}),
+        ("taco", {}),
+        ("taco", {"COMPRESSION": ""}),
+        ("taco", {"COMPRESSION": int8}),
+        ("tah_quant", {"VARIANT": "none"}),
+        ("tah_quant", {"VARIANT": "none", "PRECISION": "bf16"}),
+    ]
+    lines = [command_line(tmp_path, script(name), **given) for name, given in runs]
+    saved = [line[line.index("--save") + 1] for line in lines]
+    assert len(set(saved)) == len(runs) and all(re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved)
