@@ -101,7 +101,10 @@ def schedule(
     for module in chunk.modules():
         if isinstance(module, CompressedColumnParallelLinear | CompressedRowParallelLinear):
             module.chunks = config.chunks
-    if config.halves:
+    if config.halves and halves is block.TriedHalvesBlock:
+        # Checked when the run began: by now DDP's hooks, which gather a module's own weights, are on the layers.
+        patches.change_class(chunk.decoder, halves)
+    elif config.halves:
         block.attach(chunk, halves)
     elif isinstance(getattr(chunk, "decoder", None), block.HalvesBlock):
         patches.change_class(chunk.decoder, TransformerBlock)
