@@ -102,7 +102,7 @@ def schedule(
         if isinstance(module, CompressedColumnParallelLinear | CompressedRowParallelLinear):
             module.chunks = config.chunks
     if config.halves and halves is block.TriedHalvesBlock:
-        # Checked when the run began: by now DDP's hooks, which gather a module's own weights, are on the layers.
+        # Checked before the try: by now DDP's hooks, which gather a module's own weights, are on layers.
         patches.change_class(chunk.decoder, halves)
     elif config.halves:
         block.attach(chunk, halves)
