@@ -198,7 +198,8 @@ def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
     """Outputs with angles of each sequence's own (mrope), whole and in halves, and as auto tries
     them: with what halves refuse."""
     from megatron.compression.errors import InputError
-    from megatron.compression.tensor_parallel import block
+    from megatron.compression.tensor_parallel import block, hooks
+    from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
     model = build_tiny_gpt(rank, world_size, run_with("identity"), torch.float64, positions="rope", **LLAMA)
     hidden = torch.randn(SEQUENCE, SEQUENCES, HIDDEN, dtype=torch.float64)
@@ -209,7 +210,10 @@ def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
     found.append(decoder())
     with pytest.raises(InputError, match="extract_layer_indices does not take turns; drop --tp-compression"):
         decoder(extract_layer_indices={0})
-    block.attach(model, block.TriedHalvesBlock)
+    for module in model.modules():  # as DDP's of --overlap-param-gather, which come after auto's check
+        module.register_forward_pre_hook(lambda *_: None)
+    hooks.schedule(model, TensorParallelConfig(overlap="halves"), block.TriedHalvesBlock)
+    assert type(model.decoder) is block.TriedHalvesBlock
     return [*found, decoder(), decoder(extract_layer_indices={0})[0]]
 
 
