@@ -4,6 +4,7 @@
     python3 scripts/reproduce.py --list
     python3 scripts/reproduce.py --only codecs collectives end-to-end --output results
     python3 scripts/reproduce.py --only taco tah-quant sdp4bit tagc caat-net --gpus 1
+    python3 scripts/reproduce.py --only taco_1.3b tagc_times
 
 Every command runs under a time limit, writes what it prints and its JSON into --output, and never stops the
 others. The table at the end says what ran, how long, and how it ended; behind a paper's run, what the paper
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_RANKS = 4
 """Of a command that takes as many as there are GPUs: layers and heads of every shape divide by it."""
 STAGES = tuple(dict.fromkeys(command.stage for command in COMMANDS))
+CHOICES = tuple(dict.fromkeys((*STAGES, *(command.name for command in COMMANDS))))
+"""A name that is both means the stage."""
 
 
 def filled(command: Command, output: Path, gpus: int) -> str:
@@ -91,15 +94,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = _cli.Parser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print stages and commands, run nothing")
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CHOICES,
+        default=STAGES,
+        metavar="NAME",
+        help="stages, or single commands, of those that --list prints (default: all)",
+    )
     parser.add_argument("--gpus", type=int, help="to use (default: all)")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "reproduce", help="logs and JSON")
     options = parser.parse_args(argv)
-    chosen = [command for command in COMMANDS if command.stage in options.only]
+    stages, names = set(options.only) & set(STAGES), set(options.only) - set(STAGES)
+    chosen = [command for command in COMMANDS if command.stage in stages or command.name in names]
     if options.list:
         for command in chosen:
             line = filled(command, options.output, options.gpus or MOST_RANKS)
-            print(f"{command.stage} (GPUs: {command.gpus} or more): python3 {line}")
+            print(f"{command.stage}, {command.name} (GPUs: {command.gpus} or more): python3 {line}")
             if command.paper:
                 print(f"    paper: {command.paper}")
         return

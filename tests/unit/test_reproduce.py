@@ -132,6 +132,14 @@ def test_the_list_can_be_pasted(capsys) -> None:
     assert "paper: TACO, GPT-350M over 20,000 iterations: validation loss 2.3899" in printed
 
 
+def test_a_command_can_be_named_alone(capsys) -> None:
+    reproduce.main(["--list", "--only", "tagc_times", "codecs"])
+    heads = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines() if "(GPUs" in line]
+    assert heads[:2] == ["codecs, codec", "codecs, sdp4bit"] and heads[-1] == "tagc, tagc_times"
+    reproduce.main(["--list", "--only", "sdp4bit"])
+    assert "taco_kernels.benchmarks" not in capsys.readouterr().out, "the stage of that name"
+
+
 def test_a_papers_number_stands_below_ours(tmp_path: Path, capsys) -> None:
     command = reproduce.Command("stage", 1, 1, "ours", "-c \"print('ours: 2.0')\"", "theirs: 1.87")
     reproduce.run(command, tmp_path, 1)
