@@ -18,13 +18,13 @@ def cut(x: torch.Tensor, rows: int, codec: Codec) -> torch.Tensor:
         if missing:
             x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
         return x.reshape(rows, -1, *x.shape[1:])
-    flat = x.reshape(-1)
-    size = -(-flat.numel() // (rows * codec.block)) * codec.block
-    if flat.numel() < rows * size:
-        flat = F.pad(flat, (0, rows * size - flat.numel()))
-    return flat.view(rows, size)
+    size = -(-x.numel() // (rows * codec.block)) * codec.block
+    if x.numel() < rows * size:
+        x = F.pad(x.reshape(-1), (0, rows * size - x.numel()))
+    return x.reshape(rows, size)
 
 
 def joined(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The tensor of ``shape`` that ``cut`` made ``rows`` of; a view of them."""
-    return rows.reshape(-1)[: shape.numel()].view(shape)
+    values = rows if rows.numel() == shape.numel() else rows.reshape(-1)[: shape.numel()]
+    return values.reshape(shape)

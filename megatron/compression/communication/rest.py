@@ -116,8 +116,9 @@ def _exchange(
     fits: bool | None = None,
 ) -> Work:
     between = payloads.shape[1:-1]
-    received, pending = start(payloads.flatten(1))
-    received = received.view(len(received), *between, -1)
+    received, pending = start(payloads.flatten(1) if between else payloads)
+    if between:
+        received = received.view(len(received), *between, -1)
     if fits is None and codec.lossless and speculation.on:
         speculation.note(codec, payloads)
         fits = True

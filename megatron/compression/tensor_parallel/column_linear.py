@@ -55,7 +55,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             ctx.exchange.work = product_in_chunks(
                 grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
             )
-            placeholder_of_sum = weight.new_zeros(()).expand(ctx.x_shape)
+            placeholder_of_sum = placeholder(weight, ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.gradient is not None:
 

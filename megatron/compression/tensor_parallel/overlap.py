@@ -14,7 +14,8 @@ and the backward runs them from 3 to 1. Gradients on the way between them are pl
 their own. Cost in memory: the row-parallel layer's output gradient lives until its weight gradient is done.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -79,8 +80,10 @@ class WeightGradient:
         halves = 2 if work is not None and work.exchanges > 1 and alone else 1
         fused = has_main_grad(self.weight, self.fusion)
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
-        rows = zip(grad_output.chunk(halves, dim=1), gradient.chunk(halves), strict=True)
-        for part, destination in rows:
+        parts: Iterable = ((grad_output, gradient),)
+        if halves > 1:
+            parts = zip(grad_output.chunk(halves, dim=1), gradient.chunk(halves), strict=True)
+        for part, destination in parts:
             if fused:
                 accumulate(x, part, destination)
             else:
@@ -105,9 +108,16 @@ def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
     return WithBackward.apply(weight, _view, lambda _: gradient.compute())
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of ``tensor``'s shape and dtype without memory, for a node that does not look at it."""
-    return tensor.new_zeros(()).expand(tensor.shape)
+def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """A gradient of ``tensor``'s shape (or another) and dtype without memory, for a node that does not look
+    at it."""
+    return _zero(tensor.dtype, tensor.device).expand(tensor.shape if shape is None else shape)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Made once: each backward of each layer asks for some, and a new one is a kernel."""
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class Handover:
