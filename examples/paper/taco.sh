@@ -19,6 +19,7 @@
 #          3d         the paper's set-up of three dimensions: TACO, SDP4Bit, TAH-Quant
 #          e5m2       TACO as its code has it: e5m2 in groups of 256
 #          tah-quant  the paper's control: TAH-Quant's codec on tensor parallelism
+#          per-tensor another control: FP8 with one scale for a whole tensor, per_tensor_fp8.py beside this
 # COMPRESSION (flags) wins over VARIANT. Whatever follows the script's name is appended to the command line and
 # wins over what is written here. Environment: examples/common.sh says which variables there are.
 #
@@ -60,7 +61,8 @@ case $VARIANT in
         : "${COMPRESSION=--tp-compression $SPEC ${STAGES//CODEC/$SPEC} $THRESHOLD}"
         ;;
     tah-quant) : "${COMPRESSION=--tp-compression tah-quant $THRESHOLD}" ;;
-    *) refuse VARIANT "taco, none, 3d, e5m2 or tah-quant" ;;
+    per-tensor) : "${COMPRESSION=--tp-compression examples.paper.per_tensor_fp8:PerTensorFp8 $THRESHOLD}" ;;
+    *) refuse VARIANT "taco, none, 3d, e5m2, tah-quant or per-tensor" ;;
 esac
 source "$REPO/examples/paper/defaults.sh"
 

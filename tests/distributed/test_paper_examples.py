@@ -59,6 +59,7 @@ VARIANTS = {
     ("taco", "gpt-350m", "none"): NONE,
     ("taco", "gpt-350m", "e5m2"): [E5M2, *NONE[1:]],
     ("taco", "gpt-350m", "tah-quant"): ["tah-quant", *NONE[1:]],
+    ("taco", "gpt-350m", "per-tensor"): ["examples.paper.per_tensor_fp8:PerTensorFp8", *NONE[1:]],
     ("taco", "qwen2.5-7b", "3d"): ["taco", "tah-quant", "sdp4bit", WEIGHTS],
     ("sdp4bit", "125m", "weights"): ["none", "none", "none", WEIGHTS],
     ("sdp4bit", "125m", "gradients"): ["none", "none", "sdp4bit", "none"],
@@ -130,17 +131,18 @@ def test_unknown_names_are_refused(tmp_path, name, variables, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "dimension"),
+    ("name", "model", "dimension", "variant"),
     one_and_thorough(
-        ("sdp4bit", "125m", "data"),
-        ("taco", "gpt-350m", "tensor"),
-        ("taco", "qwen3-0.6b", "pipeline"),
-        ("tah_quant", "gpt2-xl", "pipeline"),
-        ("tagc", "gpt2", "data"),
+        ("sdp4bit", "125m", "data", "all"),
+        ("taco", "gpt-350m", "tensor", "taco"),
+        ("taco", "gpt-350m", "tensor", "per-tensor"),
+        ("taco", "qwen3-0.6b", "pipeline", "taco"),
+        ("tah_quant", "gpt2-xl", "pipeline", "tah-quant"),
+        ("tagc", "gpt2", "data", "tagc"),
     ),
 )
-def test_a_tiny_run_compresses_and_learns(tmp_path, name, model, dimension):
-    output = train(tmp_path, script(name), MODEL=model)
+def test_a_tiny_run_compresses_and_learns(tmp_path, name, model, dimension, variant):
+    output = train(tmp_path, script(name), MODEL=model, VARIANT=variant)
     check_training(output)
     line = rf"communication +{ITERATIONS}/ +{ITERATIONS} .*{dimension}-parallel ratio: (\S+)"
     (ratio,) = re.findall(line, output)

@@ -23,6 +23,7 @@ MORE = (
     "sdp4bit:intra=4,inter=8",
     "tah-quant:allocation=tile,tile=32",
     "tah-quant:transform=none,low=2",
+    "examples.paper.per_tensor_fp8:PerTensorFp8",
 )
 SPECS = sorted({*CODECS.names(), *MORE} - {"lossless"})
 """All but lossless, whose payloads are of the dtype that is encoded, and may be cut: test_lossless.py."""
