@@ -26,6 +26,7 @@ def test_calibration(capsys, tmp_path):
             assert all(sent > 0 and us > 0 for sent, us in link["curves"][operation])
     assert data["gemm_tflops"] > 0 and data["elementwise_gbps"] > 0
     assert all(cost > 0 for costs in data["codecs"].values() for cost in costs)
+    assert data["host_layer_ms"] > 0 and data["host_exchange_ms"] > 0 and "host_fused_ms" not in data
     words = f"--model qwen2.5-0.5b --gpus 4 --intra second --calibration {path}"
     assert main(words.split()) == 0
     assert "0.5 B parameters on 4 GPUs" in capsys.readouterr().out

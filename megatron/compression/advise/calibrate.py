@@ -1,4 +1,5 @@
-"""Measures the cost model's constants: message curves of a link, GEMMs, attention, memory, layers, codecs.
+"""Measures the cost model's constants: message curves of a link, GEMMs, attention, memory, layers, codecs,
+and what the host needs to launch them.
 
     python -m megatron.compression.advise --measure here.json                  # all links of one host
     torchrun ... -m megatron.compression.advise.calibrate here.json roce       # one between nodes
@@ -46,6 +47,8 @@ ATTEMPTS = 5
 """At a difference that other work on the machine may hide."""
 WHOLE_LAYER = {True: (4096, 2048, 4), False: (64, 64, 2)}
 """By whether there are GPUs: hidden size, sequence, samples of the layer that is timed."""
+LAUNCHED_LAYER = {True: (512, 128, 1), False: (64, 16, 1)}
+"""The same of one in which the device has nothing to do, so that the host's time is seen."""
 
 
 def measure(path: Path) -> int:
@@ -275,12 +278,7 @@ def compute(clock: Clock) -> dict:
     source = torch.zeros(2**27 if clock.cuda else 2**20, **kind)
     copy = torch.empty_like(source)
     memory_us = clock.us(lambda: copy.copy_(source))
-    for _ in range(ATTEMPTS):
-        layer_us = (whole_model(clock, 3) - whole_model(clock, 1)) / 2
-        if layer_us > 0:
-            break
-    else:
-        raise InputError("--measure: three layers took no longer than one; stop what else runs here")
+    layer_us = one_layer(clock, WHOLE_LAYER[clock.cuda])
     rest = max(layer_us - product_us - attention_us, 0.02 * layer_us)
     moved = tokens * hidden * 2 * (22 + 6 * 4 + 8 * 4)  # phases.RESIDUAL, INNER, ACTIVATION
     return {
@@ -292,15 +290,51 @@ def compute(clock: Clock) -> dict:
     }
 
 
-def whole_model(clock: Clock, layers: int) -> float:
-    """Microseconds of forward and backward of a GPT without tensor parallelism."""
+def host(clock: Clock, transport: TorchTransport) -> dict:
+    """What the host needs to launch a layer and, beside an uncompressed message, an exchange through a codec:
+    timed where the device has nothing to do."""
+    from megatron.compression.codecs import parse_codec
+    from megatron.compression.communication.all_reduce import all_reduce
+
+    x = torch.zeros(2**14, dtype=torch.bfloat16, device=clock.device)
+    plain = clock.us(lambda: dist.all_reduce(x))
+
+    def more(spec: str) -> float:
+        codec = parse_codec(spec)
+        return max(clock.us(lambda: all_reduce(x, codec, transport).wait()) - plain, 0.0) / 1e3
+
+    found = {"host_layer_ms": one_layer(clock, LAUNCHED_LAYER[clock.cuda]) / 1e3}
+    found["host_exchange_ms"] = more(CODECS["outliers"]) / 2  # never one kernel
+    if transport.fuses(parse_codec("int8")):
+        found["host_fused_ms"] = more("int8")
+    return {name: round(ms, 4) for name, ms in found.items()}
+
+
+def one_layer(clock: Clock, size: tuple[int, int, int]) -> float:
+    """Microseconds of a layer's forward and backward.
+
+    Raises: InputError: other work on the machine hides them.
+    """
+    for _ in range(ATTEMPTS):
+        layer_us = (whole_model(clock, 3, size) - whole_model(clock, 1, size)) / 2
+        if layer_us > 0:
+            return layer_us
+    raise InputError("--measure: three layers took no longer than one; stop what else runs here")
+
+
+def whole_model(clock: Clock, layers: int, size: tuple[int, int, int]) -> float:
+    """Microseconds of forward and backward of a GPT without tensor parallelism.
+
+    Args:
+        size: hidden size, sequence, samples.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     from megatron.compression.setup import gpt_layer_spec
 
-    hidden, sequence, samples = WHOLE_LAYER[clock.cuda]
+    hidden, sequence, samples = size
     fusions = ("gradient_accumulation", "masked_softmax", "bias_dropout", "bias_activation")
     transformer = TransformerConfig(
         num_layers=layers,
@@ -334,11 +368,11 @@ def whole_model(clock: Clock, layers: int) -> float:
 
 def worker(path: Path, name: str) -> None:
     """One rank of the default group: the link, and everything else where the file is not there yet."""
-    from megatron import host
+    from megatron.host import install
 
     cuda = torch.cuda.is_available()
     if not cuda:
-        host.install()
+        install()
     clock = Clock()
     data = json.loads(path.read_text()) if path.exists() else None
     dist.barrier()
@@ -355,7 +389,7 @@ def worker(path: Path, name: str) -> None:
         costs, launch = codecs(clock)
         data = {"origin": f"measured {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"}
         data["device"] = torch.cuda.get_device_name() if cuda else "CPU"
-        data |= compute(clock)
+        data |= compute(clock) | host(clock, transport)
         data |= {"codecs": costs, "launch_us": launch, "iteration_ms": defaults.iteration_ms}
         data |= {"fused_us": defaults.fused_us, "links": {}}
     fused = fused_us(clock, found, transport) if cuda and "tcp" not in found else None

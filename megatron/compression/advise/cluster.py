@@ -125,6 +125,13 @@ class Constants:
     """Of one codec kernel, however small."""
     layer_ms: float = 0.0
     """Of the whole layer that was timed; nothing is predicted from it."""
+    host_layer_ms: float = 0.0
+    """What the host needs to launch a layer of a micro-batch, forward and backward; 0: not measured."""
+    host_exchange_ms: float = 0.0
+    """The same for an exchange of payloads with the codec's kernels, beside what an uncompressed message
+    takes; a collective has one or two."""
+    host_fused_ms: float = 0.0
+    """The same for a collective that is one kernel."""
     links: Mapping[str, Link] = field(default_factory=dict)
 
     @cached_property

@@ -26,6 +26,8 @@ class Cost:
     """Whether GEMMs can run meanwhile; a fused collective takes all multiprocessors."""
     copied: bool = False
     """By copy engines, which take no multiprocessor."""
+    host: float = 0.0
+    """Milliseconds that the host needs beyond those of an uncompressed message."""
 
 
 def uncompressed(group: Group, operation: str, nbytes: int, communicators: int = 1) -> Cost:
@@ -57,7 +59,8 @@ def compressed(
     if sums and fused and codec.fused_config is not None:
         work = constants.fused_us * values / 2**20 * len(payloads) / 2
         latency = group.slowest.curve("all_reduce")[0][1] * 0.6
-        return Cost((latency + work) / 1e3 + sent / group.slowest.bandwidth, 0.0, sent, overlaps=False)
+        link = (latency + work) / 1e3 + sent / group.slowest.bandwidth
+        return Cost(link, 0.0, sent, overlaps=False, host=constants.host_fused_ms)
     share = communicators or (TCP_COMMUNICATORS if group.slowest.tcp else 1)
     copied = _copied(group)
     link = sum(_link_time(group, name, n, share, copied) for name, n in zip(exchanges, payloads, strict=True))
@@ -67,7 +70,7 @@ def compressed(
         kernels += _kernel(constants, first, "sum" if sums else "decode", values)
     if gathers:
         kernels += _kernel(constants, second, "decode", values)
-    return Cost(link, kernels, sent, copied=copied)
+    return Cost(link, kernels, sent, copied=copied, host=constants.host_exchange_ms * len(exchanges))
 
 
 def gradients(

@@ -16,8 +16,9 @@ from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError
 from megatron.compression.tensor_parallel.by_site import parse_layers
 
-PHASES = ("compute", "optimizer", "bubble", "TP", "PP", "DP", "EP", "CP", "codecs", "other")
-"""What an iteration's time is made of: work, then communication that nothing hides."""
+PHASES = ("compute", "optimizer", "bubble", "TP", "PP", "DP", "EP", "CP", "codecs", "host", "other")
+"""What an iteration's time is made of: work, then communication that nothing hides, then what the GPU waits
+for the host."""
 
 BUCKET = 40_000_000
 """Values of a bucket of Megatron's DDP, at least; 10^6 for each data-parallel rank beyond."""
@@ -76,6 +77,8 @@ class _Iteration:
         self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.hidden: dict[str, float] = defaultdict(float)
         self.sent: dict[str, float] = defaultdict(float)
+        self.launching = 0.0
+        """Milliseconds of the host, for compressed messages."""
 
     def prediction(self) -> Prediction:
         """Everything."""
@@ -93,9 +96,18 @@ class _Iteration:
         held, shard = memory.weights(self.model, self.layout)
         updated = shard if self.layout.distributed_optimizer else held
         self.phases["optimizer"] = (30 * updated + 10 * held) / self.constants.memory_gbps / 1e6
+        self._host()
         self.phases["other"] = self.constants.iteration_ms
         gigabytes = memory.gigabytes(self.model, self.layout)
         return Prediction(self.phases, dict(self.hidden), dict(self.sent), gigabytes)
+
+    def _host(self) -> None:
+        """Kernels are launched while others run: what counts is by how much the host takes longer."""
+        layout, passes = self.layout, 4 / 3 if self.layout.recompute == "full" else 1.0
+        layers = self.model.layers / layout.pipeline * self.rounds
+        launched = passes * layers * self.constants.host_layer_ms + self.launching
+        launched *= 1 + (layout.pipeline - 1) / layout.virtual / self.rounds
+        self.phases["host"] = max(0.0, launched - sum(self.phases.values()))
 
     # Inside a micro-batch; each returns the exposed milliseconds of one
 
@@ -144,6 +156,7 @@ class _Iteration:
         self.hidden[dimension] += hides * times
         self.phases[dimension] += exposed * times
         self.phases["codecs"] += cost.kernels * times
+        self.launching += cost.host * times
         return (exposed + cost.kernels) * count
 
     def _experts(self) -> float:
