@@ -121,7 +121,8 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Handover:
-    """Lets a column-parallel layer make the weight-gradient node of the row-parallel layer after it.
+    """Lets a layer that exchanges an input gradient make the weight-gradient node of the one after it: a
+    column-parallel layer that of the row-parallel one; in CAAT-Net, where those exchange, the other way.
 
     Shared by the two. Plain Python, so that neither layer becomes the other's submodule.
     """
