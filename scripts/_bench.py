@@ -36,7 +36,7 @@ REGIMES = {
 }
 MODEL = """--transformer-impl local
     --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
-    --hidden-dropout 0 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
+    --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
     --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
 WARM_UP = 3
 """Iterations of a block that are not timed."""
