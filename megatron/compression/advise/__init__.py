@@ -6,9 +6,10 @@
     phases.py       predict(model, layout, cluster, config) -> Prediction
     memory.py       bytes a GPU needs
     search.py       layouts that fit, and the settings that are compared
-    calibrate.py    measures the constants here
+    calibrate.py    measures the constants here: links, and by
+    device_costs.py what a GPU and its host do
 
-Everything but calibrate.py and the command line is pure. docs/cost_model.md has the formulas.
+Everything but these two and the command line is pure. docs/cost_model.md has the formulas.
 """
 
 from megatron.compression.advise.cluster import Cluster, Constants, Link
