@@ -363,8 +363,9 @@ def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
         (f"--gpus 32 -- {EXPERTS} --expert-model-parallel-size 4", 4, 32),
         ("--gpus 36 --gpus-per-node 6 --", 2, 36),
     ):
-        status, _, error = run(capsys, "--json", str(file), *words.split(), *SCRIPT.split())
+        status, printed, error = run(capsys, "--json", str(file), *words.split(), *SCRIPT.split())
         assert (status, error) == (0, "")
+        assert "host: launching a layer takes 5.3 ms here" in printed
         curves = json.loads(file.read_text())["gains"]["gpus"].values()
         counts = [gpus for gpus, _ in next(iter(curves))]
         assert counts[0] == first and some in counts and max(counts) > 6000
