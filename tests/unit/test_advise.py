@@ -365,7 +365,7 @@ def test_sweeps_leave_out_what_no_layout_is_of(capsys, tmp_path):
     ):
         status, printed, error = run(capsys, "--json", str(file), *words.split(), *SCRIPT.split())
         assert (status, error) == (0, "")
-        assert "host: launching a layer takes 5.3 ms here" in printed
+        assert "host: what the GPU waits for launches, at 5.3 ms for a layer" in printed
         curves = json.loads(file.read_text())["gains"]["gpus"].values()
         counts = [gpus for gpus, _ in next(iter(curves))]
         assert counts[0] == first and some in counts and max(counts) > 6000

@@ -1,4 +1,4 @@
-"""What launching costs the host: torch's operations around an exchange, each of them 5 to 20 us there."""
+"""What launching costs the host: how many operations it asks of torch around an exchange."""
 
 from collections import Counter
 from dataclasses import dataclass

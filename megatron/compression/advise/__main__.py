@@ -176,8 +176,8 @@ def report(options: argparse.Namespace, words: Sequence[str]) -> None:
     print(table(rows))
     if any(row.prediction.phases["host"] >= 0.05 for row in rows):
         print(
-            f"\nhost: launching a layer takes {cluster.constants.host_layer_ms:g} ms here, longer than the "
-            "GPU needs for it; larger micro-batches launch fewer, and --measure times your host"
+            f"\nhost: what the GPU waits for launches, at {cluster.constants.host_layer_ms:g} ms for a layer "
+            "of a micro-batch; larger micro-batches need fewer, and --measure times your host"
         )
     curves = plots.sweeps(model, layout, cluster, fastest) if options.json or options.plot else {}
     if options.json:

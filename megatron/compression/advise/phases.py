@@ -138,9 +138,9 @@ class _Iteration:
                     cost = collectives.compressed(
                         group, operation, values, codec, communicators, layout.value_bytes
                     )
-                    # chunks: a piece's kernels run behind the other pieces' exchanges
+                    # chunks: a piece's kernels run behind the other pieces' exchanges; each is launched
                     later = cost.kernels * (1 - 1 / settings.chunks)
-                    cost = replace(cost, kernels=cost.kernels - later)
+                    cost = replace(cost, kernels=cost.kernels - later, host=cost.host * settings.chunks)
                     total += self._behind(group, traffic, cost, behind + deferred + later, count * share)
                     count *= 1 - share
                 cost = collectives.uncompressed(group, operation, nbytes, layout.communicators)
