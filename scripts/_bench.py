@@ -27,13 +27,10 @@ from pathlib import Path
 import _launch
 from _launch import FLAGS, Setting, parse_setting, torchrun
 
+from megatron.compression.advise.calibrate import LINKS as REGIMES
+from megatron.compression.report.compare import table as markdown
 from megatron.compression.report.memory import largest
 
-REGIMES = {
-    "nvlink": {},
-    "pcie": {"NCCL_P2P_DISABLE": "1"},
-    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-}
 MODEL = """--transformer-impl local
     --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
     --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
@@ -179,7 +176,7 @@ def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
         *(f"{n} MB" for n in traffic),
         "loss",
     ]
-    lines = [columns, ["---"] * len(columns)]
+    lines = [columns]
     for row in rows:
         base = next(other for other in rows if other["regime"] == row["regime"])
         speed_up = base["milliseconds"] / row["milliseconds"]
@@ -192,7 +189,7 @@ def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
         cells.append(f"{speed_up:.2f} ({least:.2f} - {most:.2f})")
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    text = "\n".join(markdown(*lines))
     return f"{text}\nCommunicators of every message: {rows[0]['communicators']}." if rows else "No rows."
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.compression.report.compare import table
 from scripts.accuracy import layers, run
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import setting_of
@@ -96,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic, as in training
     worker = run.Worker(args, [])
     worker.wait_for_corpus()
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for row in survey(worker):
-        cells = [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row]
-        print("| " + " | ".join(cells) + " |")
+    rows = [
+        [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in survey(worker)
+    ]
+    print(*table(COLUMNS, *rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 COLUMNS = {"operation": "", "MiB": "g", "ranks": "d", "method": "", "format": "", "us": ".1f"}
 COLUMNS |= {"bus GB/s": ".0f", "x NCCL": ".2f", "error": ".4f", "replicas identical": ""}
+REPEATS = 15
 Call = Callable[[], torch.Tensor]
 
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
 
 
-def call_time(call: Call, repeats: int = 15) -> float:
+def call_time(call: Call) -> float:
     """Median microseconds of a call, the slowest rank's; back-to-back calls."""
     for _ in range(2):
         call()
@@ -48,7 +49,7 @@ def call_time(call: Call, repeats: int = 15) -> float:
     calls = int(count)
 
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         dist.barrier()
         start.record()
         for _ in range(calls):
@@ -56,7 +57,7 @@ def call_time(call: Call, repeats: int = 15) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / calls)
-    median = torch.tensor(sorted(times)[repeats // 2], device="cuda")
+    median = torch.tensor(sorted(times)[REPEATS // 2], device="cuda")
     dist.all_reduce(median, op=dist.ReduceOp.MAX)
     return float(median)
 

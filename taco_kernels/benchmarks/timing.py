@@ -13,7 +13,7 @@ import triton.language as tl
 
 from taco_kernels.common.device import AS_IF
 
-TILE = 4096
+TILE, REPEATS = 4096, 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPEED = {"us": ".1f", "GB/s": ".0f", "of copy": ".2f"}
 """Columns of ``timed_rows``."""
@@ -32,11 +32,11 @@ def buffers_for(bytes_each: int) -> int:
     return max(2, -(-4 * cache // max(bytes_each, 1)))
 
 
-def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one call in microseconds.
 
     ``calls`` do the same work on different buffers. All of them are captured in one CUDA graph, which takes
-    the host's launch time out; the median is over ``repeats`` replays, after 20 ms of them for full clocks.
+    the host's launch time out; the median is over ``REPEATS`` replays, after 20 ms of them for full clocks.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what the calls read may still be on its way
@@ -51,14 +51,14 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> fl
     while time.perf_counter() - begin < 0.02:
         graph.replay()
         torch.cuda.synchronize()
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[repeats // 2]
+    return sorted(times)[REPEATS // 2]
 
 
 @triton.jit

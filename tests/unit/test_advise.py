@@ -319,7 +319,7 @@ def test_table_json_and_picture(capsys, tmp_path):
     assert (status, error) == (0, "")
     assert "TP 2 DP 4, 4 micro-batches of 4 x 2048 tokens" in printed
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
-    assert rows[2][0] == "| uncompressed" and rows[2][2] == "1.00" and rows[-1][0] == "| as given"
+    assert rows[1][0] == "| uncompressed" and rows[1][2] == "1.00" and rows[-1][0] == "| as given"
     data = json.loads(files[0].read_text())
     assert len(data["settings"]) == len(rows) - 2
     for setting in data["settings"]:

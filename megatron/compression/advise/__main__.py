@@ -26,6 +26,7 @@ from megatron.compression.advise.settings import Advice, advise, config_of, reco
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError, OneLineParser, require_folder
+from megatron.compression.report.compare import table as markdown
 
 TOKENS = 2**22
 """Of an iteration where nobody gives --global-batch-size."""
@@ -136,14 +137,13 @@ def table(rows: list[Advice]) -> str:
         name for name in rows[0].prediction.phases if any(r.prediction.phases[name] >= 0.05 for r in rows)
     ]
     lines = [["setting", "ms", "times as fast", *phases, "hidden", "GB", "loss"]]
-    lines.append(["---"] * len(lines[0]))
     for row in rows:
         found = row.prediction
         cells = [row.flags or "uncompressed", f"{found.milliseconds:.1f}", f"{row.speed_up:.2f}"]
         cells += [f"{found.phases[name]:.1f}" for name in phases]
         loss = "" if row.loss is None else f"+{row.loss:g} %"
         lines.append([*cells, f"{sum(found.hidden.values()):.1f}", f"{found.memory_gb:.0f}", loss])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(markdown(*lines))
 
 
 def report(options: argparse.Namespace, words: Sequence[str]) -> None:

@@ -123,8 +123,6 @@ class Constants:
     """Of a fused collective, its codec for 2^20 values."""
     launch_us: float
     """Of one codec kernel, however small."""
-    layer_ms: float = 0.0
-    """Of the whole layer that was timed; nothing is predicted from it."""
     host_layer_ms: float = 0.0
     """What the host needs to launch a layer of a micro-batch, forward and backward; 0: not measured."""
     host_exchange_ms: float = 0.0

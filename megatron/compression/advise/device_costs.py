@@ -113,7 +113,6 @@ def compute(clock: Clock) -> dict:
         "attention_tflops": round(3.5 * 2 * tokens * sequence * hidden / attention_us / 1e6, 3),
         "memory_gbps": round(2 * source.nbytes / memory_us / 1e3, 3),
         "elementwise_gbps": round(moved / rest / 1e3, 3),
-        "layer_ms": round(layer_us / 1e3, 3),
     }
 
 

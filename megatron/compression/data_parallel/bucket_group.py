@@ -17,17 +17,16 @@ class InFlight:
     """Moves older reductions on when a newer one has been started.
 
     During the backward pass only the hooks of later buckets give an earlier bucket the chance to start its
-    second exchange and to free its buffers. ``lag`` buckets are left alone, so that the computation does not
-    wait for an exchange that has just begun.
+    second exchange and to free its buffers. The newest of them is left alone, so that the computation
+    does not wait for an exchange that has just begun.
     """
 
-    def __init__(self, lag: int = 1) -> None:
-        self._lag = lag
+    def __init__(self) -> None:
         self._works: deque[Work] = deque()
 
     def add(self, work: Work) -> None:
         """Take in a reduction that has just been started."""
-        for older in list(self._works)[: max(0, len(self._works) - self._lag)]:
+        for older in list(self._works)[:-1]:
             older.advance()
         self._works = deque(older for older in self._works if not older.done)
         self._works.append(work)
