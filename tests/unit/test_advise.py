@@ -321,7 +321,7 @@ def test_table_json_and_picture(capsys, tmp_path):
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     assert rows[1][0] == "| uncompressed" and rows[1][2] == "1.00" and rows[-1][0] == "| as given"
     data = json.loads(files[0].read_text())
-    assert len(data["settings"]) == len(rows) - 2
+    assert len(data["settings"]) == len(rows) - 1
     for setting in data["settings"]:
         assert setting["milliseconds"] == pytest.approx(sum(setting["prediction"]["phases"].values()))
     assert data["gains"]["gpus"]["--dp-compression sdp4bit"][-1][0] == 16384
