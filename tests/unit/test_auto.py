@@ -118,29 +118,50 @@ def untimed(**changes) -> list[Choice]:
         (0.0, (0.1,) * 6, 6, ""),
         (0.0, (4.0, 3.0, 1.0, 1.0, 1.0, 1.0), 2, "; 4 more not timed: no time was left of the 10 s"),
         (9.5, (4.0,) * 6, 1, "; 5 more not timed"),
-        (10.5, (0.1,) * 6, 0, "no time was left of the 10 s for timings"),
+        (10.5, (0.1,) * 6, 1, "; 5 more not timed"),
     ],
 )
 def test_no_candidate_begins_that_would_end_behind_the_limit(begin, costs, timed, said):
     """The first of a dimension does, and may have to be compiled."""
-    now, known = [begin], CANDIDATES["tensor_parallel"]
-    message = Message("tensor_parallel", "tp.forward", "all_reduce", (4,), torch.float32, 1.0)
-    left = iter((None, *costs))
+    (choice,), order = decided_in_time(begin, costs, "tensor_parallel")
+    assert said in choice.why and (" more not timed" in choice.why) == (timed < 6) and choice.settings
+    assert order == [(one.name, "tensor_parallel") for one in CANDIDATES["tensor_parallel"][:timed]]
 
-    def seconds(work):
-        now[0] += next(left) or 0.0
-        return 1.0 if work is None else 0.5
+
+def test_slow_timings_of_one_dimension_leave_the_others_theirs():
+    """A first candidate each, before any second one."""
+    dimensions = ("tensor_parallel", "data_parallel", "pipeline_parallel")
+    choices, order = decided_in_time(8.0, (7.0, 1.0, 1.0), *dimensions)
+    assert order == [(CANDIDATES[one][0].name, one) for one in dimensions]
+    assert all(one.settings and " more not timed" in one.why for one in choices)
+    _, order = decided_in_time(0.0, (0.1,) * 12, *dimensions)
+    assert [dimension for _, dimension in order[:6]] == [*dimensions] * 2 and len(order) == 12
+
+
+def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) -> tuple[tuple, list]:
+    """The choices where each timing of a candidate takes so many seconds; and what was timed, in order."""
+    now, left, order = [begin], iter(costs), []
+    messages = tuple(Message(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions)
+
+    def seconds(rule):
+        if rule is None:
+            return 1.0
+        order.append(rule.codec)
+        now[0] += next(left)
+        return 0.5
 
     run = Measurement.__new__(Measurement)
-    run.args, run.config = megatron(), CompressionConfig(auto=("tensor_parallel",))
-    run.work, run.lines, run._times, run._longest = Workload(1.0, (message,)), [], {}, 0.0
+    run.args, run.config = megatron(), CompressionConfig(auto=dimensions)
+    run.work, run.lines, run._times = Workload(1.0, messages), [], {}
     run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds)
     run._sender = Namespace(prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
-    rule = Namespace(codec="any")
-    run._possible = lambda *_: ({one: {"tp.forward": rule} for one in known}, "")
-    (choice,) = run.decide(math.inf).choices
-    assert said in choice.why and (" more not timed" in choice.why) == (0 < timed < len(known))
-    assert len(known) - sum(1 for _ in left) == timed and (choice.settings is None) == (timed == 0)
+
+    def possible(dimension, budget):
+        rules = {one: {dimension: Namespace(codec=(one.name, dimension))} for one in CANDIDATES[dimension]}
+        return rules, ""
+
+    run._possible = possible
+    return run.decide(math.inf).choices, order
 
 
 def test_fused_kernels_are_asked_for_as_the_hooks_do(monkeypatch):

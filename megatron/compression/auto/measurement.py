@@ -1,4 +1,4 @@
-"""Times a run's messages with every candidate, and decides. Once, in about ``timing.LIMIT`` seconds at most.
+"""Times a run's messages with each dimension's candidates, and decides: in about ``timing.LIMIT`` seconds.
 
 All ranks come to the same: everything follows from values that are the largest over all ranks.
 """
@@ -6,6 +6,7 @@ All ranks come to the same: everything follows from values that are the largest 
 import math
 from argparse import Namespace
 from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -62,8 +63,6 @@ class Measurement:
         sharded, topology = args.use_distributed_optimizer, compression.gradients.topology
         self._sender = Sender(self._transports, topology, sharded, self.watch.device)
         self._times: dict[Message, float] = {}
-        self._longest = 0.0
-        """Seconds that a candidate took at most."""
 
     def decide(self, budget: float) -> Decision:
         """Time everything and choose.
@@ -74,13 +73,14 @@ class Measurement:
         for message in self.work.messages:
             self._times[message] = self.watch.seconds(self._sender.sends(message))
         whole = iteration_seconds(self.work.computation, self.work.messages, self._times)
-        gains: dict[str, dict[Candidate, float]] = {}
-        why: dict[str, str] = {}
-        untimed: dict[str, int] = {}
         used = [name for name in candidates.CANDIDATES if self._messages(name) or self._unseen(name)]
+        plans: dict[str, dict[Candidate, dict]] = {}
+        why: dict[str, str] = {}
         for dimension in used:
             if dimension in self.config.auto:
-                gains[dimension], why[dimension], untimed[dimension] = self._gains(dimension, whole, budget)
+                plans[dimension], why[dimension] = self._plan(dimension, whole, budget)
+        gains = self._gains(plans, whole)
+        untimed = {dimension: len(plan) - len(gains[dimension]) for dimension, plan in plans.items()}
         chosen = choose(gains, budget)
         choices = []
         for dimension in used:
@@ -93,8 +93,8 @@ class Measurement:
                 name, settings, loss = one.name, dict(one.settings), one.loss
                 gain, reason = gains[dimension][one], f"gains most within the budget; loss: {one.source}"
             else:
-                reason = why[dimension] or _beaten(gains[dimension])
-            if untimed.get(dimension) and gains[dimension]:
+                reason = why[dimension] or _not_taken(gains[dimension])
+            if untimed.get(dimension):
                 reason += f"; {untimed[dimension]} more not timed: no time was left of the {LIMIT:g} s"
             choices.append(Choice(dimension, self._link(dimension), settings, name, gain, loss, reason))
         if torch.cuda.is_available():
@@ -110,44 +110,45 @@ class Measurement:
         ways = ("expert_parallel", "context_parallel")
         return dimension in ways and ACTIVATIONS[dimension](self.args) > 1
 
-    def _gains(self, dimension: str, whole: float, budget: float) -> tuple[dict[Candidate, float], str, int]:
-        """The part of an iteration that each candidate saves; or why none is to be had; and how many
-        candidates there was no time for."""
+    def _plan(self, dimension: str, whole: float, budget: float) -> tuple[dict[Candidate, dict], str]:
+        """The candidates to be timed, each with its rules; or why there are none."""
         messages = self._messages(dimension)
         if not messages:
             possible, reason = self._possible(dimension, math.inf)
-            return {}, "no layer sends any" if possible else reason, 0
+            return {}, "no layer sends any" if possible else reason
         exposed = sum(message.exposed(self._times[message]) for message in messages)
         if exposed < LEAST_GAIN * whole:
-            return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only", 0
+            return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only"
         allowed, reason = self._possible(dimension, budget)
         if allowed and dimension in _LAYERS:
             self.lines += self._sender.prepare(messages, any(not one.exact for one in allowed))
-        found: dict[Candidate, float] = {}
-        now = self.watch.elapsed()
-        for candidate, rules in allowed.items():
-            # A cold one is compiled; that the longest would fit is asked of all but the first.
-            if now + (self._longest if found else 0.0) > LIMIT:
-                reason = f"no time was left of the {LIMIT:g} s for timings"
-                break
+        return allowed, "" if allowed else reason
+
+    def _gains(
+        self, plans: dict[str, dict[Candidate, dict]], whole: float
+    ) -> dict[str, dict[Candidate, float]]:
+        """The part of an iteration that each candidate saves, by dimension.
+
+        The first of every dimension is timed, so that none goes uncompressed because another one's messages
+        are slow or its kernels cold; then the second ones and so on, as long as the longest so far would fit
+        into the limit.
+        """
+        gains: dict[str, dict[Candidate, float]] = {dimension: {} for dimension in plans}
+        rounds = zip_longest(*([(name, *one) for one in plan.items()] for name, plan in plans.items()))
+        now, longest = self.watch.elapsed(), 0.0
+        for dimension, candidate, rules in filter(None, chain.from_iterable(rounds)):
+            if gains[dimension] and now + longest > LIMIT:
+                continue
             saved = 0.0
-            for message in messages:
+            for message in self._messages(dimension):
                 rule = rules[message.traffic]
                 if rule.codec is not None:
                     seconds = self.watch.seconds(self._sender.sends(message, rule))
                     saved += message.exposed(self._times[message]) - message.exposed(seconds)
-            found[candidate] = saved / whole
+            gains[dimension][candidate] = saved / whole
             began, now = now, self.watch.elapsed()
-            self._longest = max(self._longest, now - began)
-        untimed = len(allowed) - len(found)
-        if not found:
-            return {}, reason, untimed
-        best = max(found, key=lambda one: found[one])
-        percent = 100 * found[best]
-        if found[best] >= TRIED:
-            return found, "", untimed
-        gain = f"gain {percent:.1f} %, under {100 * TRIED:g} %" if percent > 0 else f"cost {-percent:.1f} %"
-        return found, f"{best.name}, the best here, would {gain} of an iteration", untimed
+            longest = max(longest, now - began)
+        return gains
 
     def _possible(self, dimension: str, budget: float) -> tuple[dict[Candidate, dict], str]:
         """The candidates that go with this run, each with its rules; or why there are none."""
@@ -199,9 +200,13 @@ def decided_config(config: CompressionConfig, decision: Decision, args: Namespac
     )
 
 
-def _beaten(gains: dict[Candidate, float]) -> str:
-    """Why a dimension with good candidates has none."""
+def _not_taken(gains: dict[Candidate, float]) -> str:
+    """Why a dimension whose candidates were timed has none."""
     best = max(gains, key=lambda one: gains[one])
+    percent = 100 * gains[best]
+    if gains[best] < TRIED:
+        gain = f"gain {percent:.1f} %, under {100 * TRIED:g} %" if percent > 0 else f"cost {-percent:.1f} %"
+        return f"{best.name}, the best here, would {gain} of an iteration"
     return (
         f"{best.name} would gain {100 * gains[best]:.1f} % for +{best.loss:.3g} % of loss, but the budget is "
         "spent; raise --compression-loss-budget"
