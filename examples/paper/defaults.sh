@@ -1,13 +1,30 @@
 # What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
 # shellcheck shell=bash disable=SC2034
 
-# A run of its own for flags given in place of a VARIANT's: it must not go on from that one's checkpoint.
+# MOCK=1 takes mock data and random weights: to try a run's size and speed before there are any.
+if [ "${MOCK:=0}" = 1 ]; then
+    unset DATA_PATH HF_DIR PRETRAINED
+fi
+published() { # a variable that the published run needs, what it is; TINY=1 does without
+    [[ -z "${!1:-}" && $MOCK != 1 && $TINY != 1 ]] || return 0
+    echo "error: $1 is not set: give $2, or MOCK=1 to try the run on mock data and random weights" >&2
+    exit 2
+}
+published DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py)"
+
+: "${TP:=1}" "${PP:=1}"
+# A folder of its own for what may not go on from another run's checkpoint: flags given in place of a VARIANT's,
+# another layout, other layers, mock data.
 [ -z "$GIVEN_COMPRESSION" ] || RUN+=_$(tr -cs 'a-zA-Z0-9.=,\n' _ <<<"${GIVEN_COMPRESSION#--}")
-: "${TP:=1}" "${PP:=1}" "${VOCAB_SIZE:=50257}" "${LR_DECAY_ITERS:=$TRAIN_ITERS}"
+RUN+=_tp${TP}pp$PP
+[ "$USE_TE" != 1 ] || RUN+=_te
+[ "$MOCK" != 1 ] || RUN+=_mock
+: "${VOCAB_SIZE:=50257}" "${LR_DECAY_ITERS:=$TRAIN_ITERS}"
 : "${LOG_INTERVAL:=10}" "${EVAL_INTERVAL:=100}" "${EVAL_ITERS:=10}" "${SAVE_INTERVAL:=2000}" "${SPLIT:=949,50,1}"
 : "${CHECKPOINT_PATH=checkpoints/$RUN}" "${TENSORBOARD_LOGS_PATH=tensorboard/$RUN}"
 
 train_published_qwen() { # MODEL by name, with these settings; further arguments
+    published HF_DIR "the Hugging Face folder of the weights to begin with"
     export QWEN_MODEL=${MODEL#qwen} TP PP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
     export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS PRECISION
     export SAVE_INTERVAL WEIGHT_DECAY ADAM_BETA2 # the latter two where they are set

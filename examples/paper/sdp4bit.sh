@@ -44,7 +44,7 @@ if [ "$SPEED" = 1 ]; then
     : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[6]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
     : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=$((NNODES * GPUS_PER_NODE / TP))}"
     : "${EVAL_ITERS:=0}" "${CHECKPOINT_PATH=}"
-    unset DATA_PATH
+    MOCK=1
 fi
 [[ $MODEL != 13b && $MODEL != 18b ]] || : "${TP:=8}" # The losses' sizes end at 6.7b.
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}" "${SEQ_LENGTH:=2048}"

@@ -11,8 +11,8 @@
 #                                                       (of gpt-350m's 3d: with TP=2 PP=2)
 #   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh
 #   TINY=1 examples/paper/taco.sh                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed (where stages
-#                                                       are compressed, too: 4 processes)
+#                                                       seconds on a laptop, no GPU needed (with stages 4
+#                                                       processes; GPUS_PER_NODE=8: 3d with replicas, too)
 #
 # VARIANT  taco       tensor parallelism (qwen3-0.6b: and stages, both ways), FP8 e4m3 in groups of 128
 #          none       uncompressed
@@ -29,7 +29,7 @@
 # (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
 set -euo pipefail
 : "${MODEL:=gpt-350m}" "${VARIANT:=taco}"
-[[ "${TINY:-0} $MODEL $VARIANT" != 1*@(qwen3-0.6b taco|3d) ]] || : "${PP:=2}" "${GPUS_PER_NODE:=4}"
+[[ "${TINY:-0} $MODEL $VARIANT" != 1*@(qwen3-0.6b @(taco|none|e5m2)|3d) ]] || : "${PP:=2}" "${GPUS_PER_NODE:=4}"
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 RUN=taco_${MODEL}_$VARIANT
 case $MODEL in

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # TAH-Quant's fine-tuning (arXiv 2506.01352) by pipeline stages: MODEL=gpt2-xl (48 layers on 8 stages, 8 GPUs)
-# or qwen2.5-3b (36 layers on 4 stages, 4 GPUs, as in the paper's own script: 8 stages do not share 36). Batches
-# of 32 x 1024 tokens in micro-batches of one, learning rate 5e-6 without warm-up, ten epochs of WikiText,
-# everything in fp32.
+# or qwen2.5-3b (36 layers on 4 stages, 4 GPUs, as in the paper's own script). Batches of 32 x 1024 tokens in
+# micro-batches of one, learning rate 5e-6 without warm-up, ten epochs of WikiText, everything in fp32.
 #
 #   PRETRAINED=... DATA_PATH=... TOKENIZER_MODEL=... examples/paper/tah_quant.sh
 #   MODEL=qwen2.5-3b HF_DIR=Qwen2.5-3B DATA_PATH=... examples/paper/tah_quant.sh
+#   MODEL=qwen2.5-3b PP=8 GPUS_PER_NODE=8 ... examples/paper/tah_quant.sh --decoder-first-pipeline-num-layers 3 \
+#       --decoder-last-pipeline-num-layers 3            its 36 layers on 8 stages
 #   sbatch --nodes 1 examples/slurm.sbatch paper/tah_quant.sh    qwen2.5-3b: with --gpus-per-node 4
 #   VARIANT=none ... examples/paper/tah_quant.sh        the uncompressed baseline; PRECISION=bf16 halves its bytes
 #   TINY=1 examples/paper/tah_quant.sh                  a model of 2 layers in 2 stages on 2 processes with mock
@@ -15,7 +16,7 @@
 #          tile       the same, entropy by tile instead of by token (the paper's second version)
 #          none       uncompressed
 #          auto       this project's choice
-# PRETRAINED       gpt2-xl: a Megatron checkpoint to begin with, of this shape; unset: random weights
+# PRETRAINED       gpt2-xl: a Megatron checkpoint to begin with, of this shape
 # COMPRESSION (flags) wins over VARIANT. Whatever follows the script's name is appended to the command line and
 # wins over what is written here. Environment: examples/common.sh says which variables there are.
 #
@@ -48,6 +49,7 @@ RUN=tah_quant_${MODEL}_${VARIANT}_$PRECISION
 source "$REPO/examples/paper/defaults.sh"
 
 if [ "$MODEL" = gpt2-xl ]; then
+    published PRETRAINED "a Megatron checkpoint of this shape to begin with"
     train_gpt ${PRETRAINED:+--pretrained-checkpoint "$PRETRAINED"} "$@"
 else
     train_published_qwen --lr-warmup-fraction 0 "$@"

@@ -48,6 +48,7 @@ MICRO_BATCH = {"taco": 8, "125m": 8, "350m": 8, "1.3b": 2, "2.7b": 2, "6.7b": 2,
 NONE = ["none"] * 4
 E5M2 = "taco:format=fp8-e5m2,group=256"
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
+DATA = {"DATA_PATH": "pile", "TOKENIZER_MODEL": "pile"}
 # script, MODEL, VARIANT (or the default) -> codecs of tensor and pipeline parallelism, gradients, weights
 VARIANTS = {
     ("taco", "gpt-350m"): ["taco", *NONE[1:]],
@@ -78,12 +79,12 @@ def script(name: str) -> str:
 def validated(tmp_path_factory) -> dict:
     """What Megatron makes of every command line."""
     folder = tmp_path_factory.mktemp("validated")
-    lines = {key: command_line(folder, script(key[0]), MODEL=key[1]) for key in RUNS}
-    more = [key for key in VARIANTS if len(key) == 3]
-    lines |= {key: command_line(folder, script(key[0]), MODEL=key[1], VARIANT=key[2]) for key in more}
+    lines = {key: command_line(folder, script(key[0]), MODEL=key[1], MOCK="1") for key in RUNS}
+    for key in (key for key in VARIANTS if len(key) == 3):
+        lines[key] = command_line(folder, script(key[0]), MODEL=key[1], VARIANT=key[2], MOCK="1")
     speed = {"SPEED": "1", "MODEL": "6.7b", "NNODES": "2"}
     lines["speed"] = command_line(folder, script("sdp4bit"), **speed)
-    lines["ordinary"] = command_line(folder, script("caat_net"), FRACTION="1")
+    lines["ordinary"] = command_line(folder, script("caat_net"), FRACTION="1", MOCK="1")
     return spawn(validate, 1, lines)[0]
 
 
@@ -122,9 +123,14 @@ def test_the_measurement_of_throughput_takes_one_sequence_a_gpu(validated):
     [
         ("taco", {"MODEL": "8b"}, "error: MODEL=8b is unknown; use gpt-350m"),
         ("sdp4bit", {"VARIANT": "half"}, "error: VARIANT=half is unknown; use all, weights"),
+        ("taco", {}, "error: DATA_PATH is not set: give the prefix of an indexed dataset"),
+        ("taco", {"MODEL": "qwen2.5-7b", **DATA}, "error: HF_DIR is not set: give the Hugging Face folder"),
+        ("tah_quant", DATA, "error: PRETRAINED is not set: give a Megatron checkpoint"),
     ],
 )
-def test_unknown_names_are_refused(tmp_path, name, variables, message):
+def test_unknown_names_and_runs_without_their_data_and_weights_are_refused(
+    tmp_path, name, variables, message
+):
     with pytest.raises(subprocess.CalledProcessError) as failure:
         command_line(tmp_path, script(name), **variables)
     assert failure.value.returncode == 2 and message in failure.value.stderr
@@ -160,13 +166,17 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
     int8 = "--tp-compression int8 --tp-compression-min-mb 0"
     runs = [
         ("caat_net", {}),
+        ("caat_net", {"MOCK": "1"}),
         ("caat_net", {"COMPRESSION": int8}),
         ("taco", {}),
         ("taco", {"COMPRESSION": ""}),
         ("taco", {"COMPRESSION": int8}),
+        ("taco", {"VARIANT": "none"}),
+        ("taco", {"VARIANT": "none", "TP": "2", "PP": "2"}),
+        ("taco", {"VARIANT": "none", "USE_TE": "1"}),
         ("tah_quant", {"VARIANT": "none"}),
         ("tah_quant", {"VARIANT": "none", "PRECISION": "bf16"}),
     ]
-    lines = [command_line(tmp_path, script(name), **given) for name, given in runs]
+    lines = [command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **given) for name, given in runs]
     saved = [line[line.index("--save") + 1] for line in lines]
     assert len(set(saved)) == len(runs) and all(re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved)
