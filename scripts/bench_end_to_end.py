@@ -17,8 +17,9 @@ A codec of --codecs is that of the first of these with more than one rank: exper
 flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
 layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage, so that point-to-point traffic
 weighs as it does between nodes); --num-layers behind the script's own options makes one fit.
---micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on, and
-gradients travel in bf16 (--fp32-gradients: Megatron's default).
+--micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
+(--no-overlap: off, as in SDP4Bit's scripts) and gradients travel in bf16 (--fp32-gradients: Megatron's
+default).
 --dp-compression-node-size n counts n ranks of this host as a node: one is what ethernet stands for.
 
 A CAAT-Net ("none --caat-net-sync-fraction 0.5") and a ladder (--ladder-residual) are other models: compare
@@ -38,6 +39,12 @@ from megatron.compression.huggingface.models import MODELS, megatron_flags
 
 SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
+_QWEN = " ".join(
+    str(word)
+    for flag, value in megatron_flags(MODELS["2.5-7b"]).items()
+    if flag != "--padded-vocab-size"  # Megatron's own padding: --vocab-size behind the options counts
+    for word in as_arguments({flag: value})
+)
 EXPERTS = """--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
     --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 --vocab-size 32000
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
@@ -52,8 +59,7 @@ SHAPES = {
     "2.7b": _GPT.format(32, 2560, 32),
     "6.7b": _GPT.format(32, 4096, 32),
     "13b": _GPT.format(40, 5120, 40),
-    "qwen2.5-7b": " ".join(map(str, as_arguments(megatron_flags(MODELS["2.5-7b"]))))
-    + " --seq-length 512 --micro-batch-size 8 --bf16",
+    "qwen2.5-7b": _QWEN + " --seq-length 512 --micro-batch-size 8 --bf16",
     "qwen3-30b-a3b": EXPERTS,
     "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
     " --untie-embeddings-and-output-weights --bf16",
@@ -104,7 +110,8 @@ def flags_of(options: Namespace) -> list:
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []
     if data > 1:
-        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        flags += ["--use-distributed-optimizer"]
+        flags += [] if options.no_overlap else ["--overlap-grad-reduce", "--overlap-param-gather"]
         flags += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
     return flags
 
@@ -127,6 +134,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
     add("--sequence-parallel", action="store_true")
     add("--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)")
+    add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
     add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
     add("--ablations", metavar="CODEC", help="instead of --codecs: this one with a part changed each")
@@ -138,7 +146,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if options.expert_parallel:
         if max(sizes.values()) > 1:
             parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
-        names = ("sequence_parallel", "micro_batches", "fp32_gradients")
+        names = ("sequence_parallel", "micro_batches", "no_overlap", "fp32_gradients")
         if given := [name for name in names if getattr(options, name)]:
             flag = given[0].replace("_", "-")
             parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")

@@ -32,7 +32,7 @@ from scripts._commands import COMMANDS, Command
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_RANKS = 4
-"""Of a command that takes as many as there are GPUs: layers and heads of every shape divide by it."""
+"""Of a command that takes as many as there are GPUs, a power of two: heads of every shape divide by it."""
 STAGES = tuple(dict.fromkeys(command.stage for command in COMMANDS))
 CHOICES = tuple(dict.fromkeys((*STAGES, *(command.name for command in COMMANDS))))
 """A name that is both means the stage."""
@@ -41,11 +41,13 @@ CHOICES = tuple(dict.fromkeys((*STAGES, *(command.name for command in COMMANDS))
 def filled(command: Command, output: Path, gpus: int) -> str:
     """The command's line with its numbers of ranks and its folder."""
     gpus = min(MOST_RANKS, max(gpus, command.gpus))
+    gpus = 1 << gpus.bit_length() - 1
     return command.line.format(output=output, gpus=gpus, ranks=max(2, gpus))
 
 
 def run(command: Command, output: Path, gpus: int) -> tuple[float, str]:
-    """Run a command to its end or its limit, print the end of its log; seconds and how it ended."""
+    """Run a command to its end or its limit, print the tables and the end of its log; seconds and how it
+    ended."""
     log = output / f"{command.name}.log"
     words = shlex.split(filled(command, output, gpus))
     began = time.monotonic()
@@ -69,7 +71,8 @@ def run(command: Command, output: Path, gpus: int) -> tuple[float, str]:
     text = log.read_text(errors="replace")
     if ended == "ok" and (left := _cli.LEFT.search(text)):
         ended = left[0]
-    tail = text.splitlines()[-25:]
+    lines = text.splitlines()
+    tail = [line for place, line in enumerate(lines, 25) if line.startswith("|") or place >= len(lines)]
     paper = [f"paper: {command.paper}"] if command.paper else []
     print(f"-- {command.name}: {ended}, {seconds:.0f} s, {log}", *tail, *paper, sep="\n", flush=True)
     return seconds, ended

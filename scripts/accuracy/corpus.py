@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output-dir", type=Path, required=True)
-    print(json.dumps(prepare(parser.parse_args(argv).output_dir)))
+    parser.add_argument("--vocabulary", type=int, default=16384, help="pieces of the tokenizer")
+    options = parser.parse_args(argv)
+    print(json.dumps(prepare(options.output_dir, vocab_size=options.vocabulary)))
 
 
 if __name__ == "__main__":

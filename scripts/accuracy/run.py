@@ -243,7 +243,8 @@ def launch(args: argparse.Namespace) -> None:
 
     helpers = []
     if not (args.work_dir / "corpus" / "meta.json").exists():
-        helpers.append(start("corpus", ["--output-dir", str(args.work_dir / "corpus")]))
+        words = ["--output-dir", args.work_dir / "corpus", "--vocabulary", sizes(args)[0].vocabulary]
+        helpers.append(start("corpus", list(map(str, words))))
     arguments = [*sys.argv[1:], "--work-dir", str(args.work_dir), "--out", str(args.out)]
     arguments += ["--workers", str(workers), "--deadline", str(deadline)]
     processes = [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]

@@ -106,8 +106,9 @@ def test_a_layout_makes_ranks_flags_and_columns():
     assert (options.ranks, options.dimension, options.shape) == (4, "tensor", "1.75b")
     assert "--global-batch-size 16" in flags and "--tensor-model-parallel-size 4" in flags
     layout = "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2"
-    options, flags, traffic = parse(f"--shape qwen2.5-7b {layout} --micro-batches 4")
-    assert options.ranks == 8 and "--global-batch-size 64" in flags and "--overlap-grad-reduce" in flags
+    options, flags, traffic = parse(f"--shape qwen2.5-7b {layout} --micro-batches 4 --no-overlap")
+    assert options.ranks == 8 and "--global-batch-size 64" in flags and "--overlap-grad-reduce" not in flags
+    assert "--vocab-size 152064" in flags and "--padded-vocab-size" not in flags
     assert {name[:2] for name in traffic} == {"tp", "pp", "dp"} and "--grad-reduce-in-bf16" in flags
     options, flags, traffic = parse("--expert-parallel 2 --iterations 5")
     assert (options.ranks, options.dimension, traffic) == (2, "expert", ("ep.forward", "ep.backward"))
@@ -116,7 +117,7 @@ def test_a_layout_makes_ranks_flags_and_columns():
     for text in ("--micro-batch-size 8", "--micro-batch-size=8"):
         _, flags, _ = parse(f"{text} --micro-batches 3")
         assert "--global-batch-size 24" in flags, "Megatron's flags behind win over the shape's"
-    experts = ("--shape 350m", "--micro-batches 4", "--fp32-gradients")
+    experts = ("--shape 350m", "--micro-batches 4", "--no-overlap")
     for wrong in (*(f"--expert-parallel 2 {one}" for one in experts), "--ablations int8 --data-parallel 2"):
         with pytest.raises(SystemExit):
             parse(wrong)
