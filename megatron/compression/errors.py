@@ -11,7 +11,8 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,16 +88,16 @@ def fail(message: str) -> None:
 
 def end_with_one_line() -> None:
     """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
-    show = sys.excepthook
+    if getattr(sys.excepthook, "func", None) is not _one_line:  # once, however many parsers are made
+        sys.excepthook = partial(_one_line, sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace) -> None:
-        line = explain(error) if isinstance(error, InputError) else None
-        if line is not None:
-            sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
-            fail(line)
-        show(kind, error, trace)
 
-    sys.excepthook = hook
+def _one_line(show: Callable, kind: type[BaseException], error: BaseException, trace: object) -> None:
+    line = explain(error) if isinstance(error, InputError) else None
+    if line is not None:
+        sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
+        fail(line)
+    show(kind, error, trace)
 
 
 def came_through(error: BaseException, function: str) -> bool:

@@ -1,11 +1,12 @@
 """Traces of Megatron and torch that a command line caused become one line."""
 
+import sys
 from argparse import Namespace
 
 import pytest
 
 from megatron.compression import preflight
-from megatron.compression.errors import InputError, explain, without_fix
+from megatron.compression.errors import InputError, end_with_one_line, explain, without_fix
 
 
 def raised(function: str, error: Exception) -> Exception:
@@ -88,3 +89,12 @@ def test_what_is_wrong_can_stand_without_the_fix() -> None:
     """A message that has none stays whole."""
     assert without_fix(InputError("--a is 1; so is --b; drop it")) == "--a is 1; so is --b"
     assert without_fix(InputError("--a is 1")) == "--a is 1"
+
+
+def test_several_parsers_put_in_one_hook(monkeypatch) -> None:
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)
+    end_with_one_line()
+    hook = sys.excepthook
+    end_with_one_line()
+    assert sys.excepthook is hook is not before
