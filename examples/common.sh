@@ -4,7 +4,8 @@
 # TINY=1 is a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed.
 # Environment:
 #   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
-#   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py); unset: mock data
+#   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py); unset: mock data, which the
+#                    papers' runs take only with MOCK=1 (with random weights, saving nothing)
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set

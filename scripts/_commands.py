@@ -100,7 +100,7 @@ PAPERS = (
         "TACO: Qwen2.5-7B at TP 2, PP 2, DP 2 is one of its runs; up to 1.87",
     ),
     (
-        *_losses_3d("taco", 1, 20, "taco_3d_losses", " --share-gpus --noise-seed 0"),
+        *_losses_3d("taco", 1, 45, "taco_3d_losses", " --share-gpus --noise-seed 0"),
         "TACO: TACO, SDP4Bit and TAH-Quant together, near-lossless",
     ),
     _endings(

@@ -88,11 +88,6 @@ def stop(process: subprocess.Popen) -> None:
             break
 
 
-def leave_on_sigterm() -> None:
-    """By an exception, so that ``run`` ends its command, which has a session of its own."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring.
 
@@ -152,5 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    leave_on_sigterm()
     raise SystemExit(_cli.run(main))

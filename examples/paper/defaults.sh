@@ -1,9 +1,10 @@
 # What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
 # shellcheck shell=bash disable=SC2034
 
-# MOCK=1 takes mock data and random weights: to try a run's size and speed before there are any.
+# MOCK=1 takes mock data and random weights, and saves nothing: to try a run's size and speed.
 if [ "${MOCK:=0}" = 1 ]; then
     unset DATA_PATH HF_DIR PRETRAINED
+    CHECKPOINT_PATH=
 fi
 published() { # a variable that the published run needs, what it is; TINY=1 does without
     [[ -z "${!1:-}" && $MOCK != 1 && $TINY != 1 ]] || return 0
@@ -14,7 +15,7 @@ published DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.p
 
 : "${TP:=1}" "${PP:=1}"
 # A folder of its own for what may not go on from another run's checkpoint: flags given in place of a VARIANT's,
-# another layout, other layers, mock data.
+# another layout, Transformer Engine's layers.
 [ -z "$GIVEN_COMPRESSION" ] || RUN+=_$(tr -cs 'a-zA-Z0-9.=,\n' _ <<<"${GIVEN_COMPRESSION#--}")
 RUN+=_tp${TP}pp$PP
 [ "$USE_TE" != 1 ] || RUN+=_te

@@ -1,6 +1,6 @@
 """A control of TACO's paper: FP8 with one scale for a whole tensor, as a codec of one's own.
 
-    VARIANT=per-tensor examples/paper/taco.sh
+    VARIANT=per-tensor DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
     torchrun ... pretrain_gpt.py ... --tp-compression examples.paper.per_tensor_fp8:PerTensorFp8
 
 The tensor is a message: of a rank's partial sum what goes to one other rank, then the piece of the sum that

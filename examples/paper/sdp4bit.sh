@@ -6,7 +6,8 @@
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=125m examples/paper/sdp4bit.sh
 #   VARIANT=none ... examples/paper/sdp4bit.sh          fp32 gradients, the baseline of the paper's 4.08x
 #   SPEED=1 MODEL=18b NNODES=16 ... examples/paper/sdp4bit.sh
-#   sbatch --nodes 1 examples/slurm.sbatch paper/sdp4bit.sh
+#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/sdp4bit.sh
+#   MOCK=1 examples/paper/sdp4bit.sh                    random weights and mock data, nothing saved
 #   TINY=1 examples/paper/sdp4bit.sh                    a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
@@ -43,7 +44,7 @@ if [ "$SPEED" = 1 ]; then
     EQUAL='--compression-communicators 1' # as many as the uncompressed run has, also over TCP
     : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[6]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
     : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=$((NNODES * GPUS_PER_NODE / TP))}"
-    : "${EVAL_ITERS:=0}" "${CHECKPOINT_PATH=}"
+    : "${EVAL_ITERS:=0}"
     MOCK=1
 fi
 [[ $MODEL != 13b && $MODEL != 18b ]] || : "${TP:=8}" # The losses' sizes end at 6.7b.

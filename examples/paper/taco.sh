@@ -6,7 +6,8 @@
 #   MODEL=qwen3-0.6b   200 iterations of 64 x 512: TP 2, PP 2, DP 2, TACO between stages too, no threshold
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
-#   sbatch --nodes 1 examples/slurm.sbatch paper/taco.sh
+#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/taco.sh
+#   MOCK=1 examples/paper/taco.sh                       random weights and mock data, nothing saved
 #   VARIANT=none ... examples/paper/taco.sh             the uncompressed baseline of the same run
 #                                                       (of gpt-350m's 3d: with TP=2 PP=2)
 #   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh

@@ -4,7 +4,8 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... NODE_RANK=0 MASTER_ADDR=... examples/paper/tagc.sh    and NODE_RANK=1
 #   NNODES=1 GPUS_PER_NODE=2 ... examples/paper/tagc.sh both on one host
-#   sbatch --nodes 2 --gpus-per-node 1 examples/slurm.sbatch paper/tagc.sh
+#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 2 --gpus-per-node 1 examples/slurm.sbatch paper/tagc.sh
+#   MOCK=1 examples/paper/tagc.sh                       random weights and mock data, nothing saved
 #   VARIANT=none ... examples/paper/tagc.sh             the uncompressed baseline of the same run
 #   TINY=1 examples/paper/tagc.sh                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

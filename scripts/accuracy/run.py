@@ -128,6 +128,9 @@ class Worker:
             if time.time() > self.args.deadline:
                 return False
             time.sleep(0.5)
+        meta = json.loads((self.args.work_dir / "corpus" / "meta.json").read_text())
+        if meta.get("vocab_size", self.config.vocabulary) != self.config.vocabulary:
+            raise ValueError("the corpus has another vocabulary than the model; give another --work-dir")
         valid_tokens = 2048 if "tiny" in self.args.size else 2_000_000
         corpus = Corpus(self.args.work_dir / "corpus", self.config.sequence, self.device, valid_tokens)
         if int(corpus.train.max()) >= self.config.vocabulary:

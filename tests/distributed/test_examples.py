@@ -282,7 +282,8 @@ def directives(script: Path) -> set[str]:
 def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
     fake(tmp_path, "torchrun", 'printf "%s\n" "$@"')
     # --gpus-per-node h100:4 --exclusive on nodes of eight
-    env = slurm(tmp_path, nodes=4, NODE="3", MOCK="1", SLURM_GPUS_ON_NODE="8", SLURM_GPUS_PER_NODE="h100:4")
+    asked = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}
+    env = slurm(tmp_path, nodes=4, NODE="3", DATA_PATH="pile", TOKENIZER_MODEL="pile", **asked)
     done = subprocess.run(
         ["bash", SLURM, script, "--taco", "--seed", "7"],
         env=env,

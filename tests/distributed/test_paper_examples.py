@@ -166,7 +166,6 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
     int8 = "--tp-compression int8 --tp-compression-min-mb 0"
     runs = [
         ("caat_net", {}),
-        ("caat_net", {"MOCK": "1"}),
         ("caat_net", {"COMPRESSION": int8}),
         ("taco", {}),
         ("taco", {"COMPRESSION": ""}),
@@ -179,4 +178,6 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
     ]
     lines = [command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **given) for name, given in runs]
     saved = [line[line.index("--save") + 1] for line in lines]
+    tried = command_line(tmp_path, script("taco"), MOCK="1", CHECKPOINT_PATH="real", **DATA)
+    assert not {"--save", "--load", "--data-path"} & set(tried)
     assert len(set(saved)) == len(runs) and all(re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved)

@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -122,15 +121,16 @@ def test_a_command_says_how_it_ended(name: str, code: str, ended: str, tmp_path:
 def test_a_killed_script_leaves_nothing_running(tmp_path: Path) -> None:
     command = "import os, time; open(r'{output}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
-        "import sys; from pathlib import Path; from scripts import reproduce; reproduce.leave_on_sigterm();"
-        "reproduce.run(reproduce.Command('stage', 1, 1, 'sleeps', sys.argv[1]), Path(sys.argv[2]), 1)"
+        "import sys; from pathlib import Path; from scripts import _cli, reproduce;"
+        "command = reproduce.Command('stage', 1, 1, 'sleeps', sys.argv[1]);"
+        "sys.exit(_cli.run(lambda _: reproduce.run(command, Path(sys.argv[2]), 1)))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, f'-c "{command}"', str(tmp_path)], cwd=ROOT)
     pid, deadline = tmp_path / "pid", time.monotonic() + 60
     while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(30) == 130
     assert not psutil.pid_exists(int(pid.read_text()))
 
 

@@ -148,7 +148,8 @@ class Constants:
             data: dict[str, Any] = json.loads(path.read_text())
             links = {name: _link(one) for name, one in data.pop("links").items()}
             codecs = {name: tuple(costs) for name, costs in data.pop("codecs").items()}
-            data.pop("origin", None)
+            for name in ("origin", "layer_ms"):  # the second of earlier versions
+                data.pop(name, None)
             constants = cls(**data, codecs=codecs, links=links)
             constants._check()
         except OSError as error:

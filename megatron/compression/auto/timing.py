@@ -28,7 +28,7 @@ from megatron.compression.expert_parallel.exchange import TokenExchange
 from megatron.compression.expert_parallel.site import TokenSite
 
 LIMIT = 10.0
-"""Seconds for all timings together, but for what a dimension's first candidate takes."""
+"""Seconds after which no candidate is timed but the first of each dimension."""
 TRIALS = 5
 TRIAL_SECONDS = 0.01
 """A trial repeats a message until it takes about so long; their median counts."""
