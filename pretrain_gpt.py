@@ -10,7 +10,7 @@ def main() -> None:
 
     preflight.prepare()  # before megatron.training is imported
 
-    from megatron.compression import entrypoint
+    from megatron.compression.startup import entrypoint
 
     with one_line_errors():
         entrypoint.run(entrypoint.parse_arguments())

@@ -22,8 +22,8 @@ def main() -> None:
 
     preflight.prepare()  # before megatron.training is imported
 
-    from megatron.compression import entrypoint
     from megatron.compression.huggingface.flags import expand
+    from megatron.compression.startup import entrypoint
 
     with one_line_errors():
         if not {"-h", "--help"}.intersection(sys.argv):

@@ -50,7 +50,7 @@ def _losses_3d(stage: str, gpus: int, minutes: int, name: str, more: str) -> tup
     """A row of trainings of eight ranks, two in each dimension."""
     line = (
         f"scripts/losses.py --data-parallel 8{more} --time-limit {60 * minutes - 60}"
-        ' --codecs none "none --compression-3d --tp-compression-min-mb 0" "none --compression auto"'
+        ' --codecs none "none --compression-3d" "none --compression auto"'
         f" --output {{output}}/{name} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
         " --sequence-parallel"
     )

@@ -46,10 +46,11 @@ class Setting:
     def words(self, dimension: str) -> list[str]:
         """The flags of a run of pretrain_gpt.py."""
         specs = [] if self.specs == ("none",) else zip(FLAGS[dimension], self.specs, strict=False)
-        words = [word for pair in specs for word in pair]
-        if words and dimension == "tensor":
+        words = [*(word for pair in specs for word in pair), *self.flags]
+        tensor = {"--taco", "--compression-3d", *FLAGS["tensor"]}.intersection(words)
+        if tensor and "--tp-compression-min-mb" not in words:  # every message, however it is asked for
             words += ["--tp-compression-min-mb", "0"]
-        return words + list(self.flags)
+        return words
 
 
 def parse_setting(text: str) -> Setting:
@@ -131,8 +132,9 @@ def train(change: Callable) -> None:
     from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-    from megatron.compression import entrypoint, setup
+    from megatron.compression import setup
     from megatron.compression.exits import train_to_the_end
+    from megatron.compression.startup import entrypoint
 
     with one_line_errors():
         args = entrypoint.parse_arguments()

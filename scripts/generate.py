@@ -145,8 +145,8 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    from megatron.compression import entrypoint
     from megatron.compression.huggingface.flags import expand
+    from megatron.compression.startup import entrypoint
 
     with one_line_errors():
         if any(word.split("=")[0] == "--qwen-model" for word in sys.argv):

@@ -133,7 +133,7 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
         where = f"--save {folder}" if folder else "the output folder"
         return f"{where}: no space left: make room there, or name another folder"
     if came_through(error, "load_checkpoint") and args is not None:
-        from megatron.compression.other_checkpoint import checkpoint_mismatch
+        from megatron.compression.startup.other_checkpoint import checkpoint_mismatch
 
         return checkpoint_mismatch(error, args)
     if text.startswith("no sample to consume"):

@@ -20,7 +20,8 @@ def prepare() -> None:
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
-        from megatron.compression import implementation, patches
+        from megatron.compression import patches
+        from megatron.compression.startup import implementation
 
         implementation.transformer_engine()
         host.install()
@@ -63,9 +64,9 @@ def check_arguments(args: Namespace) -> None:
         InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there;
             --tp-comm-overlap together with tensor-parallel compression; a layout that experts cannot have.
     """
-    from megatron.compression.data_checks import check_datasets
     from megatron.compression.flags import compresses_tensors
-    from megatron.compression.implementation import check_implementation
+    from megatron.compression.startup.data_checks import check_datasets
+    from megatron.compression.startup.implementation import check_implementation
 
     if args.tp_comm_overlap and compresses_tensors(args):
         raise InputError(
@@ -96,7 +97,7 @@ def check_experts(args: Namespace) -> None:
     if isinstance(every, list) and (len(every) != layers or not set(every) <= {0, 1}):
         raise InputError(f"--moe-layer-freq {every} must have a 0 or a 1 for each of --num-layers {layers}")
     if args.transformer_impl == "local" and getattr(args, "moe_latent_size", None):
-        from megatron.compression.implementation import needs_transformer_engine
+        from megatron.compression.startup.implementation import needs_transformer_engine
 
         raise needs_transformer_engine("--moe-latent-size", "remove --moe-latent-size")
 
@@ -175,7 +176,7 @@ def check_local_layers(args: Namespace) -> None:
     """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
     if args.transformer_impl != "local":
         return
-    from megatron.compression.implementation import needs_transformer_engine
+    from megatron.compression.startup.implementation import needs_transformer_engine
 
     for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
         if getattr(args, name, None):

@@ -16,17 +16,18 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
 
 from megatron import host
-from megatron.compression import flags, patches, preflight, repetition, shared_gpus
+from megatron.compression import flags, patches, preflight, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings
-from megatron.compression.data_checks import check_vocabulary
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
-from megatron.compression.extensions import missing_extension_overrides
-from megatron.compression.implementation import default_implementation, describe
 from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
+from megatron.compression.startup import shared_gpus
+from megatron.compression.startup.data_checks import check_vocabulary
+from megatron.compression.startup.extensions import missing_extension_overrides
+from megatron.compression.startup.implementation import default_implementation, describe
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.torch_native.spec import block_spec, is_covered, is_covered_local
 

@@ -16,8 +16,9 @@ import psutil
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.compression import data_checks, errors, preflight
+from megatron.compression import errors, preflight
 from megatron.compression.errors import InputError
+from megatron.compression.startup import data_checks
 from tests.distributed.launch import REPO, environment, pretrain, ranks_of, start, stop, tiny_flags, torchrun
 
 

@@ -25,6 +25,10 @@ def test_settings_are_specs_and_flags():
     assert _launch.parse_setting("int5/int6").words("tensor") == [
         *("--tp-compression", "int5/int6", "--tp-compression-min-mb", "0")
     ]
+    every = ["--tp-compression-min-mb", "0"]
+    assert _launch.parse_setting("none --compression-3d").words("data") == ["--compression-3d", *every]
+    given = _launch.parse_setting("taco --tp-compression-min-mb 8").words("tensor")
+    assert given == ["--tp-compression", "taco", "--tp-compression-min-mb", "8"]
     assert _launch.parse_setting("none --grad-reduce-in-bf16").words("data") == ["--grad-reduce-in-bf16"]
     assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["--dp-weight-compression", "none"]
     for wrong in ("int7", "taco:grop=64", "--taco", "int4 int4 int4", "sdp4bit/int7"):

@@ -92,7 +92,7 @@ def test_what_is_wrong_can_stand_without_the_fix() -> None:
 
 
 def test_several_parsers_put_in_one_hook(monkeypatch) -> None:
-    before = sys.excepthook
+    before = sys.__excepthook__
     monkeypatch.setattr(sys, "excepthook", before)
     end_with_one_line()
     hook = sys.excepthook

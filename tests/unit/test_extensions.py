@@ -3,7 +3,7 @@
 import importlib.util
 from types import SimpleNamespace
 
-from megatron.compression import extensions
+from megatron.compression.startup import extensions
 
 
 def _args(**changes) -> SimpleNamespace:

@@ -10,9 +10,9 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_args
 
-from megatron.compression import implementation
 from megatron.compression.errors import InputError
-from megatron.compression.implementation import Engine, check_implementation, describe
+from megatron.compression.startup import implementation
+from megatron.compression.startup.implementation import Engine, check_implementation, describe
 from tests.distributed.launch import environment, tiny_flags, torchrun
 
 WHOLE = {"__init__.py": "__version__ = '2.20.2'\n", "pytorch/__init__.py": ""}

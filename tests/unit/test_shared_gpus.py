@@ -1,4 +1,4 @@
-"""Which device ranks share, and what NCCL is told (megatron/compression/shared_gpus.py)."""
+"""Which device ranks share, and what NCCL is told (megatron/compression/startup/shared_gpus.py)."""
 
 import os
 from argparse import Namespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.compression.errors import InputError
-from megatron.compression.shared_gpus import share_gpus, share_gpus_if_asked
+from megatron.compression.startup.shared_gpus import share_gpus, share_gpus_if_asked
 
 
 @pytest.fixture(autouse=True)

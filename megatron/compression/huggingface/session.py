@@ -20,11 +20,11 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megatron.compression import entrypoint
 from megatron.compression.huggingface.flags import add_qwen_arguments, as_arguments, tensor_parallel_size
 from megatron.compression.huggingface.models import DenseModel, ModelError, megatron_flags
 from megatron.compression.setup import add_arguments as add_compression_arguments
 from megatron.compression.setup import complete
+from megatron.compression.startup import entrypoint
 
 PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
 

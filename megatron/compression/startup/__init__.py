@@ -1,0 +1,1 @@
+"""What is checked and chosen between the command line and the first iteration."""
