@@ -5,7 +5,7 @@
 # Environment:
 #   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
 #   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py); unset: mock data, which the
-#                    papers' runs take only with MOCK=1 (with random weights, saving nothing)
+#                    papers' runs take only with MOCK=1 (with random weights, no checkpoints)
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set

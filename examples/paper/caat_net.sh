@@ -7,7 +7,7 @@
 #   COMPRESSION='--tp-compression int8 --tp-compression-min-mb 0' ... with a codec on what is left, whose messages
 #                                                       are small: 1.5 and 4 MiB of 130m and 1b
 #   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/caat_net.sh
-#   MOCK=1 examples/paper/caat_net.sh                   random weights and mock data, nothing saved
+#   MOCK=1 examples/paper/caat_net.sh                   full size: random weights, mock data, no checkpoints
 #   TINY=1 examples/paper/caat_net.sh                   a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #

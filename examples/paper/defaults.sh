@@ -1,17 +1,18 @@
 # What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
 # shellcheck shell=bash disable=SC2034
 
-# MOCK=1 takes mock data and random weights, and saves nothing: to try a run's size and speed.
+# MOCK=1 takes mock data and random weights, and saves no checkpoints: to try a run's full size on its GPUs.
 if [ "${MOCK:=0}" = 1 ]; then
     unset DATA_PATH HF_DIR PRETRAINED
     CHECKPOINT_PATH=
 fi
 published() { # a variable that the published run needs, what it is; TINY=1 does without
     [[ -z "${!1:-}" && $MOCK != 1 && $TINY != 1 ]] || return 0
-    echo "error: $1 is not set: give $2, or MOCK=1 to try the run on mock data and random weights" >&2
+    echo "error: $1 is not set: give $2, or MOCK=1 to try its full size on mock data and random weights," \
+        "TINY=1 a tiny one on a laptop" >&2
     exit 2
 }
-published DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py)"
+published DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py), and TOKENIZER_MODEL"
 
 : "${TP:=1}" "${PP:=1}"
 # A folder of its own for what may not go on from another run's checkpoint: flags given in place of a VARIANT's,

@@ -7,7 +7,7 @@
 #   VARIANT=none ... examples/paper/sdp4bit.sh          fp32 gradients, the baseline of the paper's 4.08x
 #   SPEED=1 MODEL=18b NNODES=16 ... examples/paper/sdp4bit.sh
 #   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/sdp4bit.sh
-#   MOCK=1 examples/paper/sdp4bit.sh                    random weights and mock data, nothing saved
+#   MOCK=1 examples/paper/sdp4bit.sh                    full size: random weights, mock data, no checkpoints
 #   TINY=1 examples/paper/sdp4bit.sh                    a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #
@@ -17,9 +17,10 @@
 #          tlq        the gradients alone, without the Hadamard transform (TLq)
 #          none       uncompressed: fp32 gradients, bf16 weights
 #          bf16       uncompressed with gradients reduced in bf16: half of the baseline's bytes
-# COMPRESSION (flags) wins over VARIANT. Whatever follows the script's name is appended to the command line and
-# wins over what is written here: the published scripts leave Megatron's --overlap-grad-reduce and
-# --overlap-param-gather off. Environment: examples/common.sh says which variables there are.
+# Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
+# name is appended to the command line and wins over what is written here: the published scripts leave
+# Megatron's --overlap-grad-reduce and --overlap-param-gather off. Environment: examples/common.sh says which
+# variables there are.
 #
 # Of the original: the deduplicated Pile is replaced by DATA_PATH; learning rates of 2.7b to 18b are those of
 # its throughput scripts. Unknown: on how many GPUs the losses were made (global batch and data decide them).
