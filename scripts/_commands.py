@@ -112,7 +112,7 @@ PAPERS = (
         " --steps 924 --seeds 1",
     ),
     _endings(
-        *("taco", "taco_controls", "111m", "111m", 8),
+        *("taco", "taco_controls", "111m", "111m", 10),
         "examples.paper.per_tensor_fp8:PerTensorFp8 paper taco:format=fp8-e5m2,group=256 tah-quant",
         "TACO, controls: TAH-Quant on tensor parallelism +2.88 % (GPT-350M); of e5m2 and of one scale for a "
         "whole tensor no number is known to us",

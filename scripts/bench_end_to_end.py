@@ -39,12 +39,8 @@ from megatron.compression.huggingface.models import MODELS, megatron_flags
 
 SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
-_QWEN = " ".join(
-    str(word)
-    for flag, value in megatron_flags(MODELS["2.5-7b"]).items()
-    if flag != "--padded-vocab-size"  # Megatron's own padding: --vocab-size behind the options counts
-    for word in as_arguments({flag: value})
-)
+_QWEN = megatron_flags(MODELS["2.5-7b"])
+del _QWEN["--padded-vocab-size"]  # Megatron's own padding: --vocab-size behind the options counts
 EXPERTS = """--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
     --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 --vocab-size 32000
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
@@ -59,7 +55,7 @@ SHAPES = {
     "2.7b": _GPT.format(32, 2560, 32),
     "6.7b": _GPT.format(32, 4096, 32),
     "13b": _GPT.format(40, 5120, 40),
-    "qwen2.5-7b": _QWEN + " --seq-length 512 --micro-batch-size 8 --bf16",
+    "qwen2.5-7b": " ".join(map(str, as_arguments(_QWEN))) + " --seq-length 512 --micro-batch-size 8 --bf16",
     "qwen3-30b-a3b": EXPERTS,
     "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
     " --untie-embeddings-and-output-weights --bf16",

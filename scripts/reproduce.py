@@ -72,7 +72,8 @@ def run(command: Command, output: Path, gpus: int) -> tuple[float, str]:
     if ended == "ok" and (left := _cli.LEFT.search(text)):
         ended = left[0]
     lines = text.splitlines()
-    tail = [line for place, line in enumerate(lines, 25) if line.startswith("|") or place >= len(lines)]
+    end = len(lines) - 25
+    tail = [line for place, line in enumerate(lines) if line.startswith("|") or place >= end]
     paper = [f"paper: {command.paper}"] if command.paper else []
     print(f"-- {command.name}: {ended}, {seconds:.0f} s, {log}", *tail, *paper, sep="\n", flush=True)
     return seconds, ended

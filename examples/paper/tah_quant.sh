@@ -7,7 +7,8 @@
 #   MODEL=qwen2.5-3b HF_DIR=Qwen2.5-3B DATA_PATH=... examples/paper/tah_quant.sh
 #   MODEL=qwen2.5-3b PP=8 GPUS_PER_NODE=8 ... examples/paper/tah_quant.sh --decoder-first-pipeline-num-layers 3 \
 #       --decoder-last-pipeline-num-layers 3            its 36 layers on 8 stages
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/tah_quant.sh    qwen2.5-3b: with --gpus-per-node 4
+#   PRETRAINED=... DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/tah_quant.sh
+#                                                       qwen2.5-3b: HF_DIR, and --gpus-per-node 4
 #   MOCK=1 examples/paper/tah_quant.sh                  full size: random weights, mock data, no checkpoints
 #   VARIANT=none ... examples/paper/tah_quant.sh        the uncompressed baseline; PRECISION=bf16 halves its bytes
 #   TINY=1 examples/paper/tah_quant.sh                  a model of 2 layers in 2 stages on 2 processes with mock

@@ -84,6 +84,9 @@ def validated(tmp_path_factory) -> dict:
         lines[key] = command_line(folder, script(key[0]), MODEL=key[1], VARIANT=key[2], MOCK="1")
     speed = {"SPEED": "1", "MODEL": "6.7b", "NNODES": "2"}
     lines["speed"] = command_line(folder, script("sdp4bit"), **speed)
+    ends = ("--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "3")
+    eight = {"MODEL": "qwen2.5-3b", "PP": "8", "GPUS_PER_NODE": "8", "MOCK": "1"}
+    lines["eight stages"] = command_line(folder, script("tah_quant"), *ends, **eight)
     lines["ordinary"] = command_line(folder, script("caat_net"), FRACTION="1", MOCK="1")
     return spawn(validate, 1, lines)[0]
 
@@ -108,6 +111,8 @@ def test_variants(validated):
         assert validated[key]["specs"] == specs, key
     assert validated["taco", "qwen3-0.6b"]["least_mb"] == 0 and validated["taco", "gpt-350m"]["least_mb"] == 8
     assert validated["ordinary"]["fraction"] == 1
+    eight = validated["eight stages"]
+    assert (eight["pp"], eight["dp"], eight["layers"]) == (8, 1, 36)
 
 
 def test_the_measurement_of_throughput_takes_one_sequence_a_gpu(validated):
