@@ -12,8 +12,7 @@ serves CPU tensors, and Triton kernels that serve CUDA tensors:
 - ``error_feedback``: what a compression left behind
 - ``symmetric_memory``: TACO's collectives as one kernel each, over peer memory
 
-``common`` is what they share; ``python -m taco_kernels.benchmarks`` times them,
-``python -m taco_kernels.tune`` fits them to a GPU.
+``common`` is what they share; ``python -m taco_kernels.benchmarks`` times them.
 """
 
 __version__ = "0.2.0"

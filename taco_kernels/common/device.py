@@ -40,8 +40,6 @@ class Device(NamedTuple):
     capability: tuple[int, int]
     """Compute capability; (0, 0) under the interpreter."""
     interpret: bool
-    name: str = ""
-    """Of the GPU; empty where it is another's part that is played."""
 
     @property
     def hardware_fp8(self) -> bool:
@@ -83,7 +81,7 @@ def device_number(index: int) -> Device:
             # The compiler too: mma.sync from registers, as there, in instructions of this GPU.
             triton.knobs.runtime.override_arch = "sm{}{}".format(*device.capability)
         return device
-    return Device(properties.multi_processor_count, own, False, properties.name)
+    return Device(properties.multi_processor_count, own, False)
 
 
 def played(wanted: str, own: tuple[int, int]) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """Launching the kernels: argument checks, tile sizes. Same signatures as reference.py."""
 
+from functools import lru_cache
+
 import torch
 
 from taco_kernels.common.device import Device, Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.kernels import (
     add_kernel,
@@ -38,12 +39,12 @@ def tuning_for(operation: str, device: Device) -> Tuning:
     return tuning
 
 
-@planned()
+@lru_cache
 def _tiled(
     operation: str, format: GroupFormat, result: torch.dtype | GroupFormat, device: Device
 ) -> tuple[Tuning, Tile]:
     """How it is run, and its tiles of ``format``; ``result``: type of the values, or the new format."""
-    tuning = tuned(device, tuning_for(operation, device), operation, format, result)
+    tuning = tuning_for(operation, device)
     values, least = tuning.tile, format.group_size  # a tile is a group at least
     if operation == "quantize" and result == torch.float32 and format.hadamard:
         values //= 2  # fp32 is three bf16 operands of the rotation: half as many fit into the registers

@@ -1,6 +1,7 @@
 """Launching the codec kernels: argument checks, strides. Same signatures as reference.py."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,6 @@ import torch
 from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.taco.kernels import (
     decode_kernel,
     decode_sum_encode_kernel,
@@ -140,7 +140,7 @@ def encode(
     return out
 
 
-@planned(PLANS)
+@lru_cache(PLANS)
 def _plan_encode(
     config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int, wide: bool
 ) -> Plan:
@@ -220,7 +220,7 @@ def _decoded(plan, wires, config, shape, dtype, out, operation) -> torch.Tensor:
     return target
 
 
-@planned(PLANS)
+@lru_cache(PLANS)
 def _plan_decode(
     operation: str, config: CodecConfig, numel: int, layout: Layout, wires: Wires, index: int
 ) -> Plan:
@@ -278,7 +278,7 @@ def decode_sum_encode(
     return out
 
 
-@planned(PLANS)
+@lru_cache(PLANS)
 def _plan_decode_sum_encode(
     config: CodecConfig, config_out: CodecConfig, numel: int, wires: Wires, out: Wires | None, index: int
 ) -> Plan:
@@ -293,8 +293,7 @@ def _plan_decode_sum_encode(
     groups = chunk // config.group_size
     check_groups(groups)
     device = device_number(index)
-    shipped = tuning_for("decode_sum_encode", config, device)
-    tuning = tuned(device, shipped, "decode_sum_encode", config, *[config_out] * (config_out != config))
+    tuning = tuning_for("decode_sum_encode", config, device)
     spec = spec_of(config, device, tuning)
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,

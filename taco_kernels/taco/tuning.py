@@ -3,7 +3,6 @@
 import triton
 
 from taco_kernels.common.device import Device, Tuning
-from taco_kernels.common.tuned import tuned
 from taco_kernels.taco.layout import CodecConfig
 
 TUNING = {
@@ -102,9 +101,6 @@ def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: in
 
 
 def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
-    """How it is run. Tiles of short chunks follow the rule alone: tune does not time them."""
-    shipped = tuning_for(operation, config, device)
-    rows = tuning_for_rows(shipped, config, groups, chunks)
-    if device.capability[0] == 10:
-        rows = _compiled_on_blackwell(rows, operation, config)
-    return rows if rows != shipped else tuned(device, shipped, operation, config)
+    """How an operation on ``chunks`` chunks of ``groups`` groups each is run."""
+    tuning = tuning_for_rows(tuning_for(operation, config, device), config, groups, chunks)
+    return _compiled_on_blackwell(tuning, operation, config) if device.capability[0] == 10 else tuning

@@ -1,6 +1,7 @@
 """Launching the kernels: scratch memory, sections, grid sizes. Same signatures as reference.py."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -8,7 +9,6 @@ import triton
 from taco_kernels.common.device import Device, Tuning, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.common.tuned import planned, tuned
 from taco_kernels.tah_quant.kernels import decode_kernel, encode_kernel
 from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
 from taco_kernels.tah_quant.reference import check_wire, section
@@ -27,6 +27,7 @@ SLOTTED = 1024
 """Most units of a program of slots_kernel."""
 
 
+@lru_cache
 def tuning_for(operation: str, config: TahConfig, dtype: torch.dtype, device: Device) -> Tuning:
     """TUNING, with more registers where tiles of other than 64 values or the encoding of fp32 need them.
 
@@ -47,12 +48,6 @@ def tuning_for(operation: str, config: TahConfig, dtype: torch.dtype, device: De
     if device.capability[0] == 10 and operation == "decode" and config.low_bits == 4:
         tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 does not compile it for sm_100
     return tuning
-
-
-@planned()
-def _tuning(operation: str, config: TahConfig, dtype: torch.dtype, device: Device) -> Tuning:
-    """How it is run."""
-    return tuned(device, tuning_for(operation, config, dtype, device), operation, config, dtype)
 
 
 def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -156,7 +151,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     if x.data_ptr() % LOADED:
         x = x.clone()
     device = device_for(x)
-    tuning = _tuning("encode", config, x.dtype, device)
+    tuning = tuning_for("encode", config, x.dtype, device)
     spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
     mixed = config.extra_bits > 0
     sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
@@ -193,7 +188,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
         wire = wire.clone(memory_format=torch.contiguous_format)
     device = device_for(wire)
-    tuning = _tuning("decode", config, dtype, device)
+    tuning = tuning_for("decode", config, dtype, device)
     spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
     slots = slots_of(wire, layout) if config.extra_bits else wire
     start(

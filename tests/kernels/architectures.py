@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from taco_kernels.common import device as devices
-from taco_kernels.common import fast_launch, tuned
+from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory import collectives, matrices
 from taco_kernels.taco import launch as taco
@@ -100,8 +100,8 @@ def device_of(architecture: int) -> Device:
 def _forget() -> None:
     """Launches that were prepared for another device."""
     fast_launch._launches.clear()
-    tuned.forget()
-    for cached in (collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
+    plans = taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode
+    for cached in (*plans, collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
         cached.cache_clear()
 
 

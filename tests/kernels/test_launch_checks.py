@@ -1,5 +1,6 @@
 """What the launches refuse before a kernel would write outside its output."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from taco_kernels import __version__
+from taco_kernels.common.device import played
 from taco_kernels.taco import CodecConfig, launch
 
 CONFIG = CodecConfig("int8")
@@ -49,3 +52,17 @@ def test_symmetric_memory_has_no_lists() -> None:
 
     with pytest.raises(ValueError, match="outliers: collectives over symmetric memory carry no lists"):
         collectives._check_no_lists(CodecConfig("int6", scales="single", outliers=True))
+
+
+def test_kernels_as_on_another_architecture() -> None:
+    """TACO_KERNELS_AS_IF names an architecture whose kernels this GPU can run."""
+    assert played("89:tiles", (9, 0)) == played("89", (9, 0)) == played("sm_89", (9, 0)) == (8, 9)
+    assert played("120", (9, 0)) == (12, 0)
+    for wanted, own in (("hopper", (9, 0)), ("7", (9, 0)), ("89", (8, 0))):
+        with pytest.raises(ValueError, match=f"TACO_KERNELS_AS_IF={wanted}"):
+            played(wanted, own)
+
+
+def test_the_version_is_the_packages() -> None:
+    text = (Path(__file__).parents[2] / "taco_kernels" / "pyproject.toml").read_text()
+    assert f'version = "{__version__}"' in text
