@@ -27,7 +27,6 @@ from pathlib import Path
 import _launch
 from _launch import FLAGS, Setting, parse_setting, torchrun
 
-from megatron.compression.advise.calibrate import LINKS as REGIMES
 from megatron.compression.report.compare import table as markdown
 from megatron.compression.report.memory import largest
 
@@ -35,6 +34,11 @@ MODEL = """--transformer-impl local
     --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
     --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
     --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
+REGIMES: dict[str, dict[str, str]] = {
+    "nvlink": {},
+    "pcie": {"NCCL_P2P_DISABLE": "1"},
+    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
 WARM_UP = 3
 """Iterations of a block that are not timed."""
 AUTO = ("--compression", "auto")
@@ -149,7 +153,7 @@ def verdicts(rows: list[dict]) -> list[str]:
 
 
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
-    """What a run of this setting alone is started with; scripts/predict_iterations.py reads it too."""
+    """What a run of this setting alone is started with."""
     words = [*flags, *setting.words(options.dimension), *options.extra]
     if setting.compresses and _used(options) != ["pipeline"]:  # stages send from rank to rank, over one
         words += ["--compression-communicators", options.communicators]

@@ -122,7 +122,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--regimes", nargs="+", choices=_bench.REGIMES, default=list(_bench.REGIMES))
     add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
     add("--iterations", type=int, default=13, help=f"of a block; the first {_bench.WARM_UP} are not timed")
-    add("--json", type=Path, help="write the rows here, for scripts/predict_iterations.py")
+    add("--json", type=Path, help="write the rows here")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
     add("--tensor-parallel", dest="ranks", type=int)
     add("--pipeline-parallel", type=int, default=1)

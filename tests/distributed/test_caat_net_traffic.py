@@ -1,4 +1,4 @@
-"""CAAT-Net sends the shared channels' bytes and no others; replicas agree; text is generated as trained."""
+"""CAAT-Net sends the shared channels' bytes and no others; replicas agree."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from tests.distributed.tiny_gpt import (
     HIDDEN,
     LAYERS,
     SEQUENCE,
-    VOCABULARY,
     batch,
     build_tiny_gpt,
     start_model_parallel,
@@ -113,7 +112,6 @@ def two_ranks_worker(rank: int, world_size: int) -> dict:
     """Everything that two ranks do here, in one process each."""
     return {
         "traffic": traffic_worker(rank, world_size),
-        "generation": _generate(rank, world_size),
         "evaluation": _evaluate(rank, world_size),
     }
 
@@ -127,37 +125,6 @@ def two_ranks() -> list[dict]:
 def test_traffic_and_replicas(two_ranks) -> None:
     """See ``check_traffic``."""
     check_traffic([rank["traffic"] for rank in two_ranks])
-
-
-def _generate(rank: int, world_size: int) -> dict:
-    """Greedy tokens twice, and each step's logits beside those of a training forward of the whole text."""
-    from megatron.compression.generation import generate_greedily, next_token_logits
-
-    run = caat_run(0.5)
-    run.ledger.evaluating = True
-    model = build_tiny_gpt(rank, world_size, run)
-    fill_parameters(model, rank)
-    group, prompt = model.pg_collection.tp, [3, 1, 4]
-    with TransportAudit(world_size) as audit:
-        tokens = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
-    rows = run.ledger.rows()
-    again = generate_greedily(model, prompt, NEW_TOKENS, VOCABULARY, group, run.ledger)
-    text = torch.tensor([prompt + tokens])
-    steps = torch.stack(
-        [next_token_logits(model, text[:, :length], group, run.ledger)[0] for length in range(3, 8)]
-    )
-    model.train()
-    positions = torch.arange(text.shape[1])[None]
-    losses = model(text[:, :-1], positions[:, :-1], None, labels=text[:, 1:].contiguous())[0]
-    return {
-        "tokens": tokens,
-        "again": again,
-        "losses": losses.detach(),
-        "losses_of_steps": torch.nn.functional.cross_entropy(steps, text[0, 3:8], reduction="none"),
-        "greedy": steps.argmax(-1).tolist(),
-        "audit": audit.sent,
-        "rows": rows,
-    }
 
 
 def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
@@ -177,17 +144,3 @@ def test_uncompressed_validation_is_the_same_model(two_ranks) -> None:
     for rank in two_ranks:
         without, coded, left_out = rank["evaluation"]
         assert torch.equal(without, left_out) and not torch.equal(without, coded)
-
-
-def test_generation(two_ranks) -> None:
-    """Same text twice and on all ranks; logits as in training; its traffic counted and the hand count."""
-    first, second = (rank["generation"] for rank in two_ranks)
-    assert first["tokens"] == first["again"] == second["tokens"] == first["greedy"]
-    assert len(set(first["tokens"])) > 1
-    torch.testing.assert_close(first["losses_of_steps"], first["losses"][2:], rtol=1e-5, atol=1e-5)
-    assert total_of(first["rows"]) == first["audit"]
-    assert {row["phase"] for row in first["rows"]} == {"eval"}
-    forwards = sum(range(3, 3 + NEW_TOKENS))  # tokens that went through the layers
-    values = forwards * HIDDEN * (1 + 2 * LAYERS * 0.5)  # the embedding in whole, the layers' outputs by half
-    assert sent_in(first["rows"], "tp.forward") == 4 * values  # fp32, 2 (W - 1) / W = 1
-    assert sent_in(first["rows"], "tp.other") == NEW_TOKENS * VOCABULARY * 4 // 2

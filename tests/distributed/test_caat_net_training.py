@@ -1,19 +1,17 @@
 """CAAT-Net in Megatron's loop: every layout trains the same function, and checkpoints belong to it."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import start, tiny_flags
+from tests.distributed.launch import tiny_flags
 
 ITERATIONS = 4
 CODEC_LOSS, CODEC_NORM = 1e-4, 5e-3  # relative, of 8 bits
 HALF = ("--caat-net-sync-fraction", "0.5")
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")  # layouts draw other numbers
-PROMPT = ("--prompt", "3 1 4", "--max-new-tokens", "4")
 OTHER = "WARNING: weights of"
 TP2 = ("--tensor-model-parallel-size", "2")
 
@@ -145,23 +143,6 @@ def test_resume_is_bitwise(runs: Runs) -> None:
         assert resumed.parameters == rank.parameters
 
 
-def test_text_from_the_checkpoint(runs: Runs, tmp_path: Path) -> None:
-    """scripts/generate.py at the same tensor-parallel size: tokens, and what they took.
-
-    With the flags of a run, those of data-parallel compression among them.
-    """
-    flags = tiny_flags(*TP2, *HALF, "--load", str(runs.saved), *PROMPT)
-    flags += ["--dp-compression", "sdp4bit", "--dp-error-feedback", "fp32"]
-    flags += ["--finetune", "--pretrained-checkpoint", str(runs.initial)]  # the run's, which this is not
-    out = tmp_path / "text.json"
-    start("scripts/generate.py", *flags, "--json", str(out), processes=2).finish(timeout=240)
-    result = json.loads(out.read_text())
-    assert result["iteration"] == ITERATIONS
-    assert len(result["tokens"]) == 4 and result["text"].split() == [str(one) for one in result["tokens"]]
-    values = (3 + 4 + 5 + 6) * 32 * (1 + 2 * 2 * 0.5)  # the embedding in whole, two layers' outputs by half
-    assert result["bytes_sent_per_token"]["tp.forward"] == 4 * values / 4  # fp32, by four tokens
-
-
 def test_fraction_1_is_the_ordinary_run(runs: Runs) -> None:
     """Bitwise: parameters and bytes."""
     ordinary = runs.train(*TP2)
@@ -183,23 +164,6 @@ def test_other_models_are_refused(runs: Runs, flags, ranks: int, reason: str) ->
     run = runs.train(*flags, "--load", str(runs.saved), ranks=ranks, check=False)
     assert run.returncode != 0
     assert run.errors and all(reason in line for line in run.errors)
-
-
-def test_no_text_from_another_model_or_from_none(runs: Runs, tmp_path: Path) -> None:
-    """scripts/generate.py: a run's --finetune does not make it read the weights as another function's."""
-    commands = {
-        "was trained with --caat-net-sync-fraction 0.5": ["--load", str(runs.saved), "--finetune"],
-        f"--load {tmp_path}: the folder is empty": [*HALF, "--load", str(tmp_path)],
-        "--ckpt-step 3: no checkpoint there": [*HALF, "--load", str(runs.saved), "--ckpt-step", "3"],
-    }
-    started = [
-        start("scripts/generate.py", *tiny_flags(*TP2, *flags, *PROMPT), processes=2)
-        for flags in commands.values()
-    ]
-    for reason, generation in zip(commands, started, strict=True):
-        ended = generation.finish(timeout=240)
-        assert ended.returncode != 0
-        assert ended.errors() and all(reason in line for line in ended.errors()), ended.output
 
 
 def test_other_weights_under_finetune(runs: Runs) -> None:

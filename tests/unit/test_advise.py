@@ -1,8 +1,6 @@
 """The cost model: bytes as the ledger counts them, monotonic in the links, bad input, a golden prediction."""
 
 import json
-import shlex
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +15,6 @@ from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.distributed.test_sequence_parallel_ledger import BATCH, FACTORS, MESSAGE, SITES
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, VOCABULARY
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import _bench
-import bench_end_to_end
-from _launch import parse_setting
-
-from scripts import predict_iterations
 
 H200 = Constants.load()
 SLOW, FAST = Link.of(10, 10), Link.of(200, 3)
@@ -383,72 +373,6 @@ def test_a_model_with_experts_by_its_name(capsys):
     status, printed, _ = run(capsys, *words.split())
     assert status == 0 and "30.5 B parameters on 16 GPUs: TP 2" in printed and " EP " in printed
     assert "| --ep-compression int8 |" in printed and "| --ep-compression int6 |" in printed
-
-
-def test_measured_points(capsys, tmp_path):
-    """Two measured links and more than 24 points; the errors that docs/cost_model.md names."""
-    points = [p for p in json.loads(predict_iterations.TABLES.read_text()) if p["regime"] != "ethernet"]
-    chosen = tmp_path / "points.json"
-    chosen.write_text(json.dumps(points))
-    plot = tmp_path / "scatter.png"
-    status = predict_iterations.main(["--points", str(chosen), "--plot", str(plot)])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    assert printed.count("\n| nvlink") + printed.count("\n| pcie") == len(points) >= 26
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert predict_iterations.main(["--points", str(chosen), "--median-limit", "0.1"]) == 1
-    capsys.readouterr()
-    points[0]["flags"] += " --attention-dropout 0 --tp-compression int6 --tp-compression-overlap halves"
-    chosen.write_text(json.dumps(points))
-    assert predict_iterations.main(["--points", str(chosen)]) == 0
-    printed = capsys.readouterr()
-    assert "not compared: " in printed.err and "halves" in printed.err
-    assert printed.out.count("\n| nvlink") + printed.out.count("\n| pcie") == len(points) - 1
-    points[0]["regime"] = "carrier-pigeon"
-    chosen.write_text(json.dumps(points))
-    assert predict_iterations.main(["--points", str(chosen)]) == 2
-    assert "no link 'carrier-pigeon'" in capsys.readouterr().err
-
-
-POINT = json.loads(predict_iterations.TABLES.read_text())[0] | {"calibration": False}
-
-
-@pytest.mark.parametrize(
-    ("points", "words", "said"),
-    [
-        ([], "", "there is nothing that is counted; give measured points"),
-        ([POINT | {"calibration": True}], "", "there is nothing that is counted; give measured points"),
-        ({"a": 1}, "", "a point lacks regime, ranks, codec, communicators, flags, milliseconds; give"),
-        ([1], "", "a point lacks regime"),
-        ([POINT | {"milliseconds": 0}], "", "milliseconds 0 must be above 0"),
-        ([POINT | {"milliseconds": "5"}], "", "milliseconds '5' must be above 0"),
-        ([POINT], "--plot nowhere/here.png", "--plot nowhere/here.png: its folder does not exist"),
-        ([POINT], "--json nowhere/here.json", "--json nowhere/here.json: its folder does not exist"),
-    ],
-)
-def test_bad_points_are_one_line(capsys, tmp_path, points, words, said):
-    file = tmp_path / "points.json"
-    file.write_text(json.dumps(points))
-    assert predict_iterations.main(["--points", str(file), *words.split()]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-
-def test_a_benchmark_writes_points_that_can_be_predicted():
-    """The words of a benchmark's run, as they stand in its JSON."""
-    for layout in (
-        "--shape thin --pipeline-parallel 2",
-        "--shape 1.3b --data-parallel 2 --communicators 2 --seq-length 1024",
-        "--tensor-parallel 2 --communicators 2",
-        "--shape qwen2.5-7b --data-parallel 2",
-        "--shape 13b --tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --sequence-parallel",
-    ):
-        options, flags, _ = bench_end_to_end.parse(layout.split())
-        setting = parse_setting(f"{options.codecs[1]} --compression-start-iteration 0")
-        words = shlex.join(map(str, _bench._words(options, setting, flags)))
-        point = {"regime": "ethernet", "ranks": options.ranks, "communicators": 2, "flags": words}
-        found = predict_iterations.predicted(point, H200)
-        assert found.milliseconds > 50 and found.phases["codecs"] > 0
 
 
 def test_layers_of_experts_are_those_of_megatron() -> None:
