@@ -9,10 +9,9 @@ import pytest
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.report import Writers, check_report_directory
 from megatron.compression.report.__main__ import main
-from megatron.compression.report.compare import compare, different_settings
-from megatron.compression.report.history import History, read_history
-from megatron.compression.report.log_line import log_line, scalars
-from megatron.compression.report.markdown import write_report
+from megatron.compression.report.figures import log_line, scalars
+from megatron.compression.report.history import History, load_report, read_history
+from megatron.compression.report.render import compare, different_settings, write_report
 
 PER_ITERATION = {
     "tp.forward": {"compressed": {"sent": 0.5e6, "plain": 1e6}, "probe": {"sent": 9e6, "plain": 9e6}},
@@ -28,6 +27,11 @@ def test_log_line_and_scalars() -> None:
     assert "tp.forward (MB): 0.500 of 1.000 |" in line
     assert "dp.gradient (MB): 2.000 |" in line
     assert "tensor-parallel ratio: 1.833 |" in line
+    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION), "--train-samples"
+    between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
+    assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in log_line(
+        3, 10, PER_ITERATION, between
+    )
     values = scalars(PER_ITERATION)
     assert values["communication/tp.forward bytes"] == 0.5e6
     assert values["communication/tensor-parallel ratio"] == pytest.approx(1.1 / 0.6)
@@ -68,14 +72,6 @@ def test_report_files(tmp_path) -> None:
     for name in ("loss.png", "bytes.png", "error.png"):
         assert name in markdown
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_report_holds_every_setting(tmp_path) -> None:
-    """Nested ones too, in both files."""
-    settings = {"compression": {"tensor_parallel": {"codec": "int6"}}, "megatron": {"seed": 1, "lr": None}}
-    write_report(_report() | {"settings": settings}, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["settings"] == settings
-    assert json.dumps(settings, indent=1) in (tmp_path / "report.md").read_text()
 
 
 def test_report_sums_up_three_dimensions(tmp_path) -> None:
@@ -121,19 +117,6 @@ def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
     check_report_directory(str(tmp_path), resuming=True)
     with pytest.raises(CompressionConfigError, match="is a file"):
         check_report_directory(str(tmp_path / "history.jsonl"), resuming=False)
-
-
-def test_what_crosses_nodes_is_told_apart() -> None:
-    """The log line shows what left the node."""
-    kinds = {"dp.gradient": {"compressed": {"sent": 2e6, "plain": 8e6}}}
-    between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
-    line = log_line(3, 10, kinds, between)
-    assert "dp.gradient (MB): 2.000 of 8.000 | between nodes: 0.500 of 2.000 |" in line
-
-
-def test_log_line_without_a_number_of_iterations() -> None:
-    """``--train-samples`` may leave it open."""
-    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION)
 
 
 def test_log_line_has_a_ratio_for_each_compressed_dimension() -> None:
@@ -193,21 +176,6 @@ def test_report_without_matplotlib(tmp_path, monkeypatch) -> None:
     assert "matplotlib is not installed" in line and "pip install" in line
     assert "matplotlib is not installed" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.json").exists() and not list(tmp_path.glob("*.png"))
-
-
-def test_bytes_picture_shows_both_sides(tmp_path, monkeypatch) -> None:
-    """Without compression and sent stand side by side, and the probe's bytes are in neither."""
-    from matplotlib.axes import Axes
-
-    bars, bar = [], Axes.bar
-    monkeypatch.setattr(
-        Axes,
-        "bar",
-        lambda self, x, height, *a, **k: bars.append((x, height)) or bar(self, x, height, *a, **k),
-    )
-    write_report(_report(), tmp_path)
-    tensor = [height for x, height in bars if abs(x) < 0.5]
-    assert tensor == pytest.approx([1.1, 0.5, 0.1]), "uncompressed; compressed and exact bytes sent"
 
 
 def test_errors_of_all_places_are_drawn(tmp_path, monkeypatch) -> None:
@@ -298,17 +266,16 @@ def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
         "Settings that differ: tensor_parallel.codec: none -> int6.",
     ):
         assert row in printed
+    assert f"| {baseline} | {run} | change |" in printed.splitlines()[0]
     assert printed.strip() in (output / "comparison.md").read_text()
     for name in ("loss.png", "time.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     assert main([str(tmp_path), str(run)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no readable report.json; name")
-
-
-def test_settings_that_only_one_run_has() -> None:
-    """They differ too."""
-    old, new = {"settings": {"a": 1, "b": 2}}, {"settings": {"b": 3, "c": 4}}
-    assert different_settings(old, new) == ["a: 1 -> -", "b: 2 -> 3", "c: - -> 4"]
+    (tmp_path / "report.json").write_text("[1]")
+    for other in (tmp_path, baseline / "report.md"):
+        assert main([str(other), str(run)]) == 2, "another JSON, a file"
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_comparison_of_runs_without_figures(tmp_path) -> None:
@@ -317,14 +284,30 @@ def test_comparison_of_runs_without_figures(tmp_path) -> None:
         write_report(_report(), tmp_path / name)
     a, b = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("a", "b"))
     del a["summary"]["dimensions"]["data parallel"]
-    rows = {row["name"]: row for row in compare(a, b)}
+    rows = {name: figures for name, *figures in compare(a, b)}
     assert not [name for name in rows if "time" in name or "memory" in name or "pipeline" in name]
-    assert rows["bytes sent, data parallel (MB)"] == {
-        "name": "bytes sent, data parallel (MB)",
-        "baseline": "-",
-        "run": "2.000",
-        "change": "-",
-    }
+    assert rows["bytes sent, data parallel (MB)"] == ["-", "2.000", "-"]
+    old, new = {"settings": {"a": 1, "b": 2}}, {"settings": {"b": 3, "c": 4}}
+    assert different_settings(old, new) == ["a: 1 -> -", "b: 2 -> 3", "c: - -> 4"]
+
+
+def test_numbers_that_json_lacks(tmp_path) -> None:
+    """A NaN loss and an infinite error are null in both files, and a later comparison reads them."""
+    report = _report() | {"settings": {"compression": {"tensor_parallel": {"codec": "int6"}}, "lr": None}}
+    report["history"][-1]["losses"] = {"lm loss": float("nan")}
+    report["errors"][0]["relative_error"] = float("inf")
+    write_report(report, tmp_path)
+    history = History(tmp_path)
+    history.append(report["history"][-1])
+    for text in ((tmp_path / "report.json").read_text(), (tmp_path / "history.jsonl").read_text()):
+        assert "null" in text and "NaN" not in text and "Infinity" not in text
+    read = load_report(tmp_path)
+    assert read["summary"]["last_loss"] is None and read["settings"] == report["settings"]
+    assert [name for name, *_ in compare(read, read) if "loss" in name] == [
+        "training loss, iteration 1",
+        "validation loss, iteration 2",
+        "test loss, iteration 2",
+    ]
 
 
 class _Tracker:

@@ -4,9 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.compression.report.compare import comparison_markdown, load_report
-from megatron.compression.report.history import REPORT_FILE
-from megatron.compression.report.plots import draw_comparison
+from megatron.compression.report.history import REPORT_FILE, load_report
+from megatron.compression.report.render import comparison_markdown, draw_comparison
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,7 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.compression.report", description=__doc__)
     parser.add_argument("baseline", type=Path, help="report folder of the run to compare with")
     parser.add_argument("run", type=Path, help="report folder of the run in question")
-    parser.add_argument("--output", type=Path, help="folder for comparison.md, loss.png and time.png")
+    parser.add_argument("--output", type=Path, help="folder to write comparison.md, loss.png and time.png to")
     options = parser.parse_args(arguments)
     reports = []
     for directory in (options.baseline, options.run):
@@ -27,11 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-    lines = comparison_markdown(*reports)
+    names = str(options.baseline), str(options.run)
+    lines = comparison_markdown(*reports, names)
     print("\n".join(lines))
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        pictures, why_none = draw_comparison(*reports, options.output)
+        pictures, why_none = draw_comparison(*reports, names, options.output)
         if why_none:
             print(why_none)
         title = [f"# {options.run} against {options.baseline}", ""]

@@ -1,8 +1,10 @@
-"""A run's history on disk: a row for each log interval and each evaluation."""
+"""A run's report on disk: a history of log intervals and evaluations, and report.json of a finished run."""
 
 import json
+import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megatron.compression.errors import CompressionConfigError
 
@@ -37,6 +39,30 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
         ) from error
 
 
+def to_json(value: Any, **options: Any) -> str:
+    """``json.dumps`` with null where JSON has no word for a number (NaN, infinities)."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load_report(directory: Path) -> dict:
+    """A finished run's report.json.
+
+    Raises: OSError, ValueError: there is none, or it is not one.
+    """
+    report = json.loads((directory / REPORT_FILE).read_text())
+    if not isinstance(report, dict) or not {"settings", "history", "summary"} <= report.keys():
+        raise ValueError(f"{directory / REPORT_FILE} is no report")
+    return report
+
+
 class History:
     """Rows in memory until they are on disk: a disk that is full for a while loses none of them.
 
@@ -62,7 +88,7 @@ class History:
         whole = not path.exists() or path.stat().st_size == 0 or _last_byte(path) == b"\n"
         text = "" if whole else "\n"
         with open(path, "a") as file:
-            file.write(text + "".join(json.dumps(pending) + "\n" for pending in self._pending))
+            file.write(text + "".join(to_json(pending) + "\n" for pending in self._pending))
         self._pending = []
 
     def rows(self) -> list[dict]:

@@ -1,7 +1,9 @@
 """Follows a run: makes the log line, scalars and history out of the ledger, and the report at the end."""
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,31 @@ import torch.distributed as dist
 from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.data_parallel.compressor import Diagnostic
+from megatron.compression.report.figures import MB, log_line, scalars
 from megatron.compression.report.history import History
-from megatron.compression.report.log_line import MB, log_line, scalars
-from megatron.compression.report.markdown import write_report
-from megatron.compression.report.memory import peak_memory
-from megatron.compression.report.writers import Writers
+from megatron.compression.report.render import write_report
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Each None where the run has none, or where this rank does not write."""
+
+    tensorboard: Any = None
+    """A ``SummaryWriter``."""
+    wandb: Any = None
+    """The ``wandb`` module after its ``init``, as Megatron keeps it."""
+    mlflow: Any = None
+    """The ``mlflow`` module, or whatever has its ``log_metrics``."""
+
+    def write(self, scalars: dict[str, float], iteration: int) -> None:
+        """Write all scalars to each tracker at one step."""
+        if self.tensorboard is not None:
+            for tag, value in scalars.items():
+                self.tensorboard.add_scalar(tag, value, iteration)
+        if self.wandb is not None and scalars:
+            self.wandb.log(scalars, iteration)
+        if self.mlflow is not None and scalars:
+            self.mlflow.log_metrics(scalars, step=iteration)
 
 
 class Reporter:
@@ -237,3 +259,32 @@ def _mean_errors(rows: list[dict]) -> list[dict]:
         | {"peak": max((row["peak"] for row in same if row["peak"] is not None), default=None)}
         for same in merged.values()
     ]
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes of this rank since it started.
+
+    Returns: On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is taken on the
+    device now: NCCL's and symmetric memory and the CUDA context too, and every process on that device.
+    Elsewhere ``resident``, the peak of the process.
+    """
+    if not torch.cuda.is_available():
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    free, total = torch.cuda.mem_get_info()
+    return {"allocated": torch.cuda.max_memory_allocated(), "device_used": total - free}
+
+
+def megatron_writers() -> Writers:
+    """The trackers of this run on the rank that writes. Not every version of Megatron knows MLflow."""
+    from megatron.training import global_vars
+
+    mlflow_writer = getattr(global_vars, "get_mlflow_writer", lambda: None)
+    return Writers(global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer(), mlflow_writer())
+
+
+def megatron_seconds() -> float:
+    """Seconds in training iterations so far, without evaluation and saving: what "elapsed time per iteration"
+    is taken from. Current right behind ``training_log`` at a log interval."""
+    from megatron.training import get_timers
+
+    return get_timers()("interval-time", log_level=0).active_time()

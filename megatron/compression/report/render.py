@@ -1,0 +1,374 @@
+"""What people read of a finished run: report.md with its pictures, and the comparison of two runs."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.compression.communication.ledger import DIMENSIONS, KINDS, TRAFFIC
+from megatron.compression.report.figures import (
+    MB,
+    dimension_total,
+    evaluations,
+    loss_of,
+    mean_bytes,
+    summarize,
+    training_rows,
+)
+from megatron.compression.report.history import REPORT_FILE, to_json
+
+OUTLIER = 100
+"""Times the median from where a value is reported: it then raises the error of its group noticeably."""
+
+MEMORY = {
+    "allocated": "peak memory of torch's allocator",
+    "device_used": "memory used on the device at the end",
+    "resident": "peak memory of the process",
+}
+"""Names of ``peak_memory``'s figures; the largest of any rank is shown."""
+
+
+def write_report(report: dict, directory: Path) -> list[str]:
+    """Write the report into ``directory``, replacing an earlier rendering of the same run.
+
+    Args:
+        report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
+            ``errors``, and ``memory_by_rank``.
+    Returns: Lines for the log: what could not be done.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    report = {**report, "memory": largest(report.get("memory_by_rank", []))}
+    report["summary"] = summarize(report)
+    _replace(directory / REPORT_FILE, to_json(report, indent=1) + "\n")
+    pictures, why_none = draw_report(report, directory)
+    _replace(directory / "report.md", _markdown(report, pictures, why_none))
+    return outlier_sites(report["errors"]) + ([why_none] if why_none else [])
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that what was there stays whole until this is."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _markdown(report: dict, pictures: list[str], why_none: str | None) -> str:
+    summary = report["summary"]
+    lines = ["# Communication report", ""]
+    if decided := report["settings"].get("auto"):
+        lines += ["## What --compression auto decided", "", *decided["table"], ""]
+    lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]
+    lines += _dimensions(summary) + _traffic(summary)
+    lines += ["## Time, memory, loss", "", *_figures(summary)]
+    if errors := report["errors"]:
+        lines += ["", "## Error", "", *_errors(errors), *(f"\n{line}" for line in outlier_sites(errors))]
+    lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
+    lines += ["", "## Words", "", *_words(report)]
+    lines += ["", "## Settings", "", "```json", to_json(report["settings"], indent=1), "```", ""]
+    return "\n".join(lines)
+
+
+_BYTES = ("sent (MB)", "uncompressed (MB)", "ratio")
+
+
+def _dimensions(summary: dict) -> list[str]:
+    everything = summary["dimensions"].get("all", {}).get("sent", 0.0)
+    rows = summary["dimensions"].items()
+    cells = ((name, *_bytes(row), f"{row['sent'] / everything:.1%}") for name, row in rows)
+    return [*table(("dimension", *_BYTES, "share of all"), *cells), ""]
+
+
+def _traffic(summary: dict) -> list[str]:
+    cells = []
+    for traffic, total in summary["bytes_per_iteration"].items():
+        cells.append((traffic, *_bytes(total)))
+        if crossed := summary["bytes_between_nodes"].get(traffic):
+            cells.append((f"{traffic}, between nodes", *_bytes(crossed)))
+    return [*table(("traffic", *_BYTES), *cells), ""]
+
+
+def _bytes(pair: dict[str, float]) -> tuple[str, str, str]:
+    ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
+    return f"{pair['sent'] / 1e6:.3f}", f"{pair['uncompressed'] / 1e6:.3f}", ratio
+
+
+def _figures(summary: dict) -> list[str]:
+    time = summary["milliseconds_per_iteration"]
+    lines = [f"Time of an iteration: {time:.1f} ms (median).", ""] if time is not None else []
+    for name, peak in summary["peak_memory_bytes"].items():
+        lines += [f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).", ""]
+    losses = {
+        "training": ("first_loss", "last_loss"),
+        "validation": ("first_validation_loss", "validation_loss"),
+        "test": (None, "test_loss"),  # evaluated once, behind the last iteration
+    }
+    cells = ((name, *(_cell(summary.get(key)) for key in keys)) for name, keys in losses.items())
+    return [*lines, *table(("loss", "first", "last"), *cells)]
+
+
+def _errors(errors: list[dict]) -> list[str]:
+    names = ("site", "traffic", "relative L2 error", "of ordinary values", "max/median", "samples")
+    cells = (
+        (
+            row["site"],
+            row["traffic"],
+            *(f"{row[key]:.5f}" for key in ("relative_error", "ordinary_error")),
+            "-" if row["peak"] is None else f"{row['peak']:.0f}",
+            str(row["samples"]),
+        )
+        for row in errors
+    )
+    return table(names, *cells)
+
+
+def outlier_sites(errors: list[dict]) -> list[str]:
+    """A line for each site and traffic class whose largest value is OUTLIER times the median."""
+    return [
+        f"Outliers at {row['site']} ({row['traffic']}): max/median {row['peak']:.0f}, relative "
+        f"error of the ordinary values {row['ordinary_error']:.3g}."
+        for row in errors
+        if (row["peak"] or 0) >= OUTLIER
+    ]
+
+
+def _words(report: dict) -> list[str]:
+    """What the words of this report mean, and what is not counted."""
+    rows = training_rows(report)
+    traffic = {name for row in rows for name in row["bytes_per_iteration"]}
+    kinds = {kind for row in rows for by_kind in row["bytes_per_iteration"].values() for kind in by_kind}
+    lines = [
+        "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes over "
+        "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
+        "ratio: uncompressed / sent.",
+        "- training loss: the mean of a log interval. relative L2 error: |compressed - exact| / |exact| of a "
+        "site's sums or messages; samples: how often it was measured. ordinary values: those of at most 8 "
+        "times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
+    ]
+    lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
+    lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]
+    probed = report["summary"]["probe_bytes_per_iteration"]
+    if probed:
+        lines.append(
+            f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Its time is in "
+            "the iterations'; --log-interval says how often it measures."
+        )
+    own = f"{report.get('bytes_of_a_report', 0):,} bytes each log interval"
+    scalars = "Megatron's scalar reductions (logged loss, gradient norm, overflow checks)"
+    return [*lines, f"- Not counted: this report's own all-reduce ({own}) and {scalars}."]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6f}"
+
+
+def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
+    """Rows (figure, of the baseline, of the run, change), ready to print; without what neither has.
+
+    Losses are compared at the last iteration that both have.
+    """
+    old, new = baseline["summary"], run["summary"]
+    pair = old["milliseconds_per_iteration"], new["milliseconds_per_iteration"]
+    rows = [_row("time of an iteration (ms)", pair, ".1f", lambda old, new: f"{old / new:.2f}x as fast")]
+    for name in (*DIMENSIONS, "all"):
+        sent = [(summary["dimensions"].get(name) or {}).get("sent") for summary in (old, new)]
+        rows.append(_row(f"bytes sent, {name} (MB)", [_mb(value) for value in sent], ".3f", _fewer))
+    for name, split in (("training", None), ("validation", "valid"), ("test", "test")):
+        histories = [evaluations(one, split) if split else training_rows(one) for one in (baseline, run)]
+        losses = [{row["iteration"]: loss_of(row) for row in rows if loss_of(row)} for rows in histories]
+        if both := losses[0].keys() & losses[1].keys():
+            last = max(both)
+            pair = losses[0][last], losses[1][last]
+            rows.append(_row(f"{name} loss, iteration {last}", pair, ".4f", _percent))
+    memory = [largest(report.get("memory_by_rank", [])) for report in (baseline, run)]
+    for key, text in MEMORY.items():
+        rows.append(_row(f"{text} (MB)", [_mb(peaks.get(key)) for peaks in memory], ",.0f", _percent))
+    return [row for row in rows if row is not None]
+
+
+def different_settings(baseline: dict, run: dict) -> list[str]:
+    """``name: there -> here`` for every setting that the two runs do not share."""
+    there, here = _flat(baseline["settings"]), _flat(run["settings"])
+    differing = [name for name in there | here if there.get(name) != here.get(name)]
+    return [f"{name}: {there.get(name, '-')} -> {here.get(name, '-')}" for name in differing]
+
+
+def comparison_markdown(baseline: dict, run: dict, names: tuple[str, str]) -> list[str]:
+    """The lines of a comparison, with the runs' names over its columns."""
+    lines = table(("", *names, "change"), *compare(baseline, run))
+    if differing := different_settings(baseline, run):
+        lines += ["", f"Settings that differ: {'; '.join(differing)}."]
+    return lines
+
+
+def table(*rows: Iterable[str]) -> list[str]:
+    """Markdown of rows of cells, the first of which is the header."""
+    lines = [" | ".join(("", *row, "")).strip() for row in rows]
+    return [lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]]
+
+
+def _row(name: str, pair, form: str, change) -> tuple[str, str, str, str] | None:
+    old, new = pair
+    if old is None and new is None:
+        return None
+    shown = ["-" if value is None else format(value, form) for value in pair]
+    text = change(old, new) if (old or 0) > 0 and (new or 0) > 0 else "-"
+    return name, shown[0], shown[1], text
+
+
+def _fewer(old: float, new: float) -> str:
+    return "the same" if old == new else f"{old / new:.3f}x fewer" if old > new else f"{new / old:.3f}x more"
+
+
+def _percent(old: float, new: float) -> str:
+    return f"{new / old - 1:+.2%}"
+
+
+def _mb(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def _flat(settings: dict, prefix: str = "") -> dict:
+    """Nested settings under dotted names."""
+    flat = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    """The largest value of any rank, by name."""
+    return {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
+
+
+def draw_report(report: dict, directory: Path) -> tuple[list[str], str | None]:
+    """Draw loss.png, time.png, bytes.png and error.png, as far as there is something to draw.
+
+    Returns: The files written, and why there is none.
+    """
+    pictures = {"loss.png": _losses, "time.png": _times, "bytes.png": _bars, "error.png": _error_curves}
+    return _draw(pictures, [("", _LINE, report)], directory)
+
+
+def draw_comparison(
+    baseline: dict, run: dict, names: tuple[str, str], directory: Path
+) -> tuple[list[str], str | None]:
+    """Draw loss.png and time.png of two runs with their names. Result as ``draw_report``'s."""
+    wide = {"color": "0.75", "linewidth": 5, "markersize": 8}  # equal curves are both seen
+    curves = [(f", {names[0]}", wide, baseline), (f", {names[1]}", _LINE, run)]
+    return _draw({"loss.png": _losses, "time.png": _times}, curves, directory)
+
+
+_LINE = {"color": "C0", "linewidth": 1.2, "markersize": 3}
+
+
+def _draw(
+    pictures: dict, curves: list[tuple[str, dict, dict]], directory: Path
+) -> tuple[list[str], str | None]:
+    """``curves``: what to add to a label, style, report."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return [], "matplotlib is not installed, so nothing is drawn; pip install matplotlib"
+    written = []
+    for name, draw in pictures.items():
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        if draw(axes, curves):
+            figure.savefig(directory / name, dpi=120)
+            written.append(name)
+    return written, None if written else "nothing was logged"
+
+
+def _losses(axes, curves: list) -> bool:
+    for suffix, line, one in curves:
+        for label, rows, style in (
+            ("training", training_rows(one), "-"),
+            ("validation", evaluations(one, "valid"), "o--"),
+        ):
+            if points := [(row["iteration"], loss_of(row)) for row in rows if loss_of(row) is not None]:
+                axes.plot(*zip(*points, strict=True), style, **line, label=label + suffix)
+    axes.set(xlabel="iteration", ylabel="loss")
+    return _legend(axes)
+
+
+def _times(axes, curves: list) -> bool:
+    medians = []
+    for suffix, line, one in curves:
+        rows = [row for row in training_rows(one) if "milliseconds_per_iteration" in row]
+        if rows:
+            medians.append(one["summary"]["milliseconds_per_iteration"])
+            times = [row["milliseconds_per_iteration"] for row in rows]
+            label = f"median {medians[-1]:.1f} ms{suffix}"
+            axes.plot([row["iteration"] for row in rows], times, **line, label=label)
+    if medians:
+        axes.set_ylim(0, 2 * max(medians))  # the first iterations take many times as long
+    axes.set(xlabel="iteration", ylabel="ms an iteration, mean of a log interval")
+    return _legend(axes)
+
+
+def _bars(axes, curves: list) -> bool:
+    """Two bars a dimension, without compression and sent; what is sent by whether a codec made it."""
+    (_, _, report), *_ = curves
+    means, summary = mean_bytes(training_rows(report)), report["summary"]["dimensions"]
+    names = [name for name in DIMENSIONS if name in summary]
+    for place, name in enumerate(names):
+        of_codecs = {
+            traffic: {"c": kinds["compressed"]} for traffic, kinds in means.items() if "compressed" in kinds
+        }
+        payload, _ = dimension_total(of_codecs, DIMENSIONS[name])
+        sent, plain = summary[name]["sent"], summary[name]["uncompressed"]
+        for shift, height, bottom, color, label in (
+            (-0.2, plain, 0, "C7", "without compression"),
+            (0.2, payload, 0, "C0", "sent: compressed"),
+            (0.2, sent - payload, payload, "C1", "sent: uncompressed"),
+        ):
+            named = None if place else label
+            axes.bar(place + shift, height / MB, 0.38, bottom=bottom / MB, color=color, label=named)
+        fewer = f"{plain / sent:.2f}x fewer" if sent < plain else ""
+        axes.annotate(fewer, (place + 0.2, sent / MB), ha="center", va="bottom")
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="MB sent by one GPU in one iteration")
+    if names:
+        axes.legend()
+    return bool(names)
+
+
+def _error_curves(axes, curves: list) -> bool:
+    """Error by place in the model: embedding, layers, output layer, then pipeline stages."""
+    (_, _, report), *_ = curves
+    places = {_place(row["site"]) for row in report["errors"]}
+    order = {place: number for number, place in enumerate(sorted(places))}
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in report["errors"]:
+        label = f"{_short(row['site'])} {row['traffic']}"
+        series.setdefault(label, []).append((order[_place(row["site"])], row["relative_error"]))
+    for label, points in sorted(series.items()):
+        axes.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=label)
+    every = -(-len(order) // 16)  # more ticks cannot be read
+    shown = [place for place in order if place[0] != 1 or place[1] % every == 0]
+    axes.set_xticks([order[place] for place in shown], [place[2] for place in shown], rotation=45, ha="right")
+    axes.set(xlabel="layer", ylabel="relative L2 error")
+    axes.set_ylim(bottom=0)
+    return _legend(axes)
+
+
+def _place(site: str) -> tuple[int, int, str]:
+    """Where a site stands from left to right, and its tick: ``decoder.layers.3.mlp...`` -> (1, 3, "3")."""
+    if layer := re.search(r"layers\.(\d+)", site):
+        return 1, int(layer[1]), layer[1]
+    if site.startswith("embedding"):
+        return 0, 0, "embedding"
+    if site.startswith("output_layer"):
+        return 2, 0, "output"
+    number = re.search(r"\d+", site)
+    return 3, int(number[0]) if number else 0, site.removeprefix("pipeline ")
+
+
+def _short(site: str) -> str:
+    """``decoder.layers.3.mlp.linear_fc2`` -> ``linear_fc2``, ``pipeline stage 1`` -> ``pipeline stage``."""
+    return re.sub(r" \d+$", "", site.rsplit(".", 1)[-1])
+
+
+def _legend(axes) -> bool:
+    if axes.lines:
+        axes.legend(fontsize="small")
+    return bool(axes.lines)
