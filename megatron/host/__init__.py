@@ -1,16 +1,10 @@
 """Stand-ins where the machine has no CUDA device: Megatron's own training loop runs on CPU tensors over gloo.
 
-`install()` must run before `megatron.training` is imported. Each module replaces symbols of one kind, through
-`megatron.compression.patches`:
-    devices.py    torch.cuda: device, memory, streams, events
-    tensors.py    device="cuda" in tensor factories, Tensor.cuda, Tensor.to, Tensor.type
-    rng.py        torch.cuda random state and Megatron's RNG tracker
-    groups.py     gloo's process groups
-    engine.py     symbols of megatron.training and megatron.core
-    overrides.py  arguments that a CPU run needs
+`install()` must run before `megatron.training` is imported. Symbols are replaced through
+`megatron.compression.patches`: cuda.py has torch's, engine.py Megatron's and the arguments of a CPU run.
 """
 
-from megatron.host.overrides import cpu_argument_overrides
+from argparse import Namespace
 
 _active = False
 _training = False
@@ -34,13 +28,10 @@ def install(training: bool = True) -> bool:
 
     if not _active and torch.cuda.is_available():
         return False
-    from megatron.host import devices, engine, groups, rng, tensors
+    from megatron.host import cuda, engine
 
     if not _active:
-        devices.install()
-        tensors.install()
-        rng.install()
-        groups.install()
+        cuda.install()
         _active = True
         if not training:
             engine.install_core()
@@ -48,3 +39,10 @@ def install(training: bool = True) -> bool:
         _training = True
         engine.install()
     return True
+
+
+def cpu_argument_overrides(args: Namespace) -> list[str]:
+    """Set in `args` what a CPU run needs; a line for each change. Once they are validated."""
+    from megatron.host import engine
+
+    return engine.cpu_argument_overrides(args)

@@ -42,9 +42,9 @@ def run_script(script: str, arguments: list[str]) -> None:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from megatron.host import devices
+    from megatron.host import cuda
 
-    devices.install()  # the number of devices is this run's
+    cuda.install_devices()  # the number of devices is this run's
     mp.set_start_method("fork", force=True)  # as a script finds it, for its data loaders
     # Megatron's own 100,000 take each rank a sixth of a short run to put into order.
     MockGPTLowLevelDataset.size = int(os.environ.get(MOCK_DOCUMENTS, 2000))

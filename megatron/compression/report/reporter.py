@@ -131,7 +131,7 @@ class Reporter:
         self._append(row | diagnosed)
 
     def before_evaluate(self, split: str) -> None:
-        """Keep the traffic and the time of an evaluation apart."""
+        """Count the traffic and the time of an evaluation separately."""
         self._split = split
         self.ledger.evaluating = True
         self._evaluation_began = time.perf_counter()

@@ -1,0 +1,309 @@
+"""Stand-ins for CUDA in torch: devices, streams, memory, tensor factories, random state, gloo's groups.
+
+The tensor factories are wrapped one by one. A TorchFunctionMode would reach the same call sites with one
+class, but it intercepts every other operation as well: an iteration of a tiny model takes a quarter longer.
+"""
+
+import contextlib
+import functools
+import os
+import resource
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import psutil
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.utils._device import _device_constructors
+
+from megatron.compression.patches import put, replace
+
+CPU = torch.device("cpu")
+
+
+def _nothing(self, *args) -> None:
+    """Work is in program order: there is nothing to wait for."""
+
+
+class _Stream:
+    """For torch.cuda.Stream: CPU work is in program order, so every wait is already satisfied."""
+
+    device = CPU
+    wait_stream = wait_event = synchronize = __exit__ = _nothing
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def record_event(self, event=None):
+        """Returns the event given, or a new one."""
+        return event if event is not None else _Event()
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority, equal here."""
+        return 0, 0
+
+
+class _Event:
+    """For torch.cuda.Event: records the host clock, so `elapsed_time` stays meaningful (milliseconds)."""
+
+    wait = synchronize = _nothing
+    query = _Stream.query
+    _time = 0.0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None) -> None:
+        """Remember the time."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: "_Event") -> float:
+        """Milliseconds between two records."""
+        return (end._time - self._time) * 1e3
+
+
+_STREAM = _Stream()
+
+
+def _resident() -> int:
+    """Resident memory of this process in bytes, for torch.cuda.memory_allocated / memory_reserved."""
+    return psutil.Process().memory_info().rss
+
+
+def _peak() -> int:
+    """Peak resident memory in bytes, for torch.cuda.max_memory_allocated / max_memory_reserved."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _memory_stats() -> dict[str, int]:
+    """For torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
+    current = dict.fromkeys(("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident())
+    return defaultdict(int, current, **{"allocated_bytes.all.peak": _peak()})
+
+
+def _free_and_total() -> tuple[int, int]:
+    """For torch.cuda.mem_get_info, in bytes."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _properties() -> SimpleNamespace:
+    """For torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
+    memory = psutil.virtual_memory().total
+    return SimpleNamespace(name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1)
+
+
+def _returning(value=None):
+    """A new function that returns `value`: torch._dynamo refuses one object under two names."""
+
+    def stand_in(*_args, **_kwargs):
+        return value
+
+    return stand_in
+
+
+def _calling(function):
+    """A new function that calls `function`, for the same reason."""
+
+    def stand_in(*_args, **_kwargs):
+        return function()
+
+    return stand_in
+
+
+def install_devices() -> None:
+    """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
+    # TP and context parallelism insist on this variable below compute capability 10; no queues here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cuda = torch.cuda
+    why = "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel"
+    put(cuda, "current_device", _returning(CPU), why)
+    put(cuda, "device_count", _returning(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), why)
+    put(cuda, "get_device_properties", _calling(_properties), why)
+    put(cuda, "get_device_capability", _returning((0, 0)), why)
+    put(cuda, "get_device_name", _returning("cpu"), why)
+    why = "the memory report after the first iteration, and TensorBoard's memory scalars"
+    for name in ("memory_allocated", "memory_reserved", "device_memory_used"):
+        put(cuda, name, _calling(_resident), why)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        put(cuda, name, _calling(_peak), why)
+    put(cuda, "memory_stats", _calling(_memory_stats), why)
+    put(cuda, "mem_get_info", _calling(_free_and_total), why)
+    why = "timers, checkpointing and pipeline communication synchronise the device and empty its cache"
+    for name in ("empty_cache", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"):
+        put(cuda, name, _returning(), why)
+    why = "DDP initialisation and the overlap of communication use streams and events"
+    put(cuda, "Stream", _Stream, why)
+    put(cuda, "Event", _Event, why)
+    put(cuda, "current_stream", _returning(_STREAM), why)
+    put(cuda, "default_stream", _returning(_STREAM), why)
+    put(cuda, "stream", _calling(contextlib.nullcontext), why)
+    for name in ("range_push", "range_pop"):
+        put(cuda.nvtx, name, _returning(), "--nvtx-ranges")
+
+
+# Factories that megatron.core and megatron.training call with device="cuda" (or a torch.device of it).
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
+
+
+def _is_cuda(device) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(factory):
+    """Wrap a tensor factory: device "cuda" means the CPU, pinned memory means ordinary memory."""
+
+    def wrapper(*args, **kwargs):
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _type_on_gpu(original):
+    """Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
+
+    def type(self, dtype=None, *args, **kwargs):
+        if dtype is not None or args or kwargs:
+            return original(self, dtype, *args, **kwargs)
+        name = original(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    return type
+
+
+def _to_cpu(original):
+    def to(self, *args, **kwargs):
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        elif kwargs and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _install_tensors() -> None:
+    """Wrap the factories and the Tensor methods that move a tensor to the device."""
+    _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
+    for name in FACTORIES:
+        replace(torch, name, (), _on_cpu)
+    tensor = torch.Tensor
+    for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        replace(tensor, name, (), _on_cpu)
+    replace(tensor, "to", (), _to_cpu)
+    replace(tensor, "type", (), _type_on_gpu)
+    # Module.cuda() goes through Tensor.cuda(); both mean "where it is already".
+    put(tensor, "cuda", lambda self, *args, **kwargs: self, "it is on the device")
+    put(tensor, "pin_memory", lambda self, *args, **kwargs: self, "there is nothing to pin for")
+    put(tensor, "record_stream", lambda self, stream: None, "there are no streams")
+
+
+def _get_state(*_args, **_kwargs) -> torch.Tensor:
+    """For torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
+    return torch.default_generator.get_state()
+
+
+def _set_state(new_state: torch.Tensor, *_args, **_kwargs) -> None:
+    """For torch.cuda.set_rng_state and megatron's _set_cuda_rng_state."""
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    """For torch.cuda.manual_seed. (torch.manual_seed itself calls manual_seed_all, which stays as it is.)"""
+    torch.default_generator.manual_seed(int(seed))
+
+
+@contextlib.contextmanager
+def _fork(self, name: str = "model-parallel-rng"):
+    """For CudaRNGStatesTracker.fork: draw from the named state inside, restore the outer state after.
+
+    Megatron's own warns when the CPU state moves inside, which is the purpose here. Nested forks keep the
+    outer name's state up to date, as Megatron's do. Raises: KeyError if `name` was never added.
+    """
+    if name not in self.states_:
+        raise KeyError(f"rng state {name!r} was never added to the tracker")
+    outer_name, outer_state = self._current_state_name, _get_state()
+    if outer_name != "default-rng":
+        self.states_[outer_name] = outer_state
+    _set_state(self.states_[name])
+    self._current_state_name = name
+    try:
+        yield
+    finally:
+        self.states_[name] = _get_state()
+        _set_state(self.states_[outer_name] if outer_name != "default-rng" else outer_state)
+        self._current_state_name = outer_name
+
+
+def _install_random_state() -> None:
+    """Replace torch.cuda's random-state functions. `install_tracker` does Megatron's tracker."""
+    why = "the CPU's generator is the device's"
+    for module in (torch.cuda, torch.cuda.random):
+        put(module, "get_rng_state", _get_state, why)
+        put(module, "set_rng_state", _set_state, why)
+        put(module, "manual_seed", _manual_seed, why)
+
+
+def install_tracker(random_module) -> None:
+    """Replace the tracker's state access in `megatron.core.tensor_parallel.random`."""
+    why = "the tracker keeps the CPU generator's states"
+    put(random_module, "_get_cuda_rng_state", _get_state, why)
+    put(random_module, "_set_cuda_rng_state", _set_state, why)
+    put(random_module.CudaRNGStatesTracker, "fork", _fork, why)
+
+
+def _share_gloo_device() -> None:
+    """Give each gloo group that is made from now on this process's one device.
+
+    A device has a thread that wakes a hundred times a second. Megatron makes dozens of groups, each with a
+    device of its own: on a few cores their threads leave little to the ranks.
+    """
+    make = ProcessGroupGloo.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def shared(self, store, rank, size, *given, **named) -> None:
+        # torch 2.15 says enable_reconfigure=False, too
+        asked = {name for name, value in named.items() if value is not False}
+        if given or asked != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
+            return make(self, store, rank, size, *given, **named)
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices = named["timeout"], [_device(os.getpid())]
+        return make(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = shared
+
+
+@functools.cache
+def _device(process: int) -> ProcessGroupGloo.Device:
+    """Of this process: a fork has none of its parent's threads."""
+    return ProcessGroupGloo.create_default_device()
+
+
+def install() -> None:
+    """Put all of them in place."""
+    install_devices()
+    _install_tensors()
+    _install_random_state()
+    _share_gloo_device()
