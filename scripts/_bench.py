@@ -27,8 +27,8 @@ from pathlib import Path
 import _launch
 from _launch import FLAGS, Setting, parse_setting, torchrun
 
-from megatron.compression.report.compare import table as markdown
-from megatron.compression.report.memory import largest
+from megatron.compression.report.render import largest
+from megatron.compression.report.render import table as markdown
 
 MODEL = """--transformer-impl local
     --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0

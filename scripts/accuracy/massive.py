@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.compression.report.compare import table
+from megatron.compression.report.render import table
 from scripts.accuracy import layers, run
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import setting_of

@@ -26,7 +26,7 @@ from megatron.compression.advise.settings import Advice, advise, config_of, reco
 from megatron.compression.advise.shapes import Layout, Model
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import InputError, OneLineParser, require_folder
-from megatron.compression.report.compare import table as markdown
+from megatron.compression.report.render import table as markdown
 
 TOKENS = 2**22
 """Of an iteration where nobody gives --global-batch-size."""
