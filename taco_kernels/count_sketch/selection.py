@@ -1,10 +1,9 @@
 """Which values to send: a threshold a shard, found on the device, that the union of the senders can afford.
 
-The union of W senders' largest values is larger than each sender's share, by how much depends on how alike
-they are. So the senders tell each other before they choose: each puts a sample of its values into classes of
-magnitude, the maximum of the classes over the senders tells how large the union of every choice would be, and
-all take the largest share whose union fits the sketch. No synchronisation with the host, the same on every
-device.
+How much larger the union of W senders' largest values is than each sender's share depends on how alike they
+are. Each sender therefore puts a sample of its values into classes of magnitude; the maximum of the classes
+over the senders tells how large the union of every choice would be, and all take the largest share whose
+union fits the sketch. No synchronisation with the host, the same on every device.
 """
 
 import functools
@@ -39,6 +38,7 @@ def sample_positions(numel: int, count: int, device: torch.device | str = "cpu")
 
 @functools.lru_cache(maxsize=64)
 def _ranks(numel: int, keep: float, device: torch.device | str) -> torch.Tensor:
+    """int64[CLASSES]: places of the candidates' thresholds among the sorted samples."""
     count = sample_count(numel)
     shares = [keep * 2 ** (-(CLASSES - 1 - k) / STEPS_AN_OCTAVE) for k in range(CLASSES)]
     return torch.tensor([max(1, math.floor(share * count)) - 1 for share in shares], device=device)
@@ -92,17 +92,9 @@ def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
     From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
     counts as larger than infinity.
     """
-    return sorted_sample(x, MOST_LOCAL_SAMPLES)[:, needed(x.shape[1], share) - 1]
-
-
-def needed(numel: int, share: float) -> int:
-    """How many of the sampled values are to reach ``share_threshold``, at least one."""
+    numel = x.shape[1]
     count = min(numel, MOST_LOCAL_SAMPLES)
     spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)
-    return max(1, math.floor((share - CONFIDENCE * spread) * count))
-
-
-def sorted_sample(x: torch.Tensor, most: int) -> torch.Tensor:
-    """Magnitudes of ``most`` sampled values of each row, or of all, falling: ``[S, min(numel, most)]``."""
-    sample = x[:, sample_positions(x.shape[1], min(x.shape[1], most), x.device)].abs()
-    return sample.sort(dim=1, descending=True).values
+    reached = max(1, math.floor((share - CONFIDENCE * spread) * count))
+    sample = x[:, sample_positions(numel, count, x.device)].abs()
+    return sample.sort(dim=1, descending=True).values[:, reached - 1]

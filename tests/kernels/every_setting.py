@@ -11,8 +11,6 @@ from taco_kernels.bitmap_sparse import BitmapLayout
 from taco_kernels.bitmap_sparse import launch as bitmap_sparse
 from taco_kernels.channel_norm import launch as channel_norm
 from taco_kernels.channel_norm.layout import ChannelNormLayout
-from taco_kernels.count_sketch import Layout, SketchConfig
-from taco_kernels.count_sketch import launch as count_sketch
 from taco_kernels.error_feedback import launch as error_feedback
 from taco_kernels.lossless import launch as lossless
 from taco_kernels.lossless.layout import LosslessLayout
@@ -30,7 +28,7 @@ from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TRANSFORMS
 
 LAUNCHERS = (
     *(taco, collectives, matrices, sdp4bit, tah_quant),
-    *(bitmap_sparse, count_sketch, channel_norm, error_feedback, lossless),
+    *(bitmap_sparse, channel_norm, error_feedback, lossless),
 )
 """Modules that have the kernels."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -223,19 +221,12 @@ def of_tah_quant() -> Iterator[Setting]:
 
 
 def of_gradients() -> Iterator[Setting]:
-    """Sparse values, sketches, and what was left behind."""
+    """Sparse values, and what was left behind."""
 
     def packed(bits, senders, remembered) -> None:
         x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, bits)
         bitmap_sparse.encode(x, x[:, 0], layout, x if remembered else None)
         bitmap_sparse.decode_sum(zeros(senders, layout.wire_bytes), layout)
-
-    def sketched(bits, width, senders) -> None:
-        x, layout = zeros(4, NUMEL, dtype=torch.float32), Layout(SketchConfig(4.0, width, 64, bits), NUMEL)
-        exponents = count_sketch.row_exponents(x, layout)
-        count_sketch.encode(x, x[:, 0], exponents, layout, senders, 3, x)
-        cells, words = count_sketch.combine(zeros(senders, layout.wire_bytes), layout)
-        count_sketch.decode(cells, words, exponents[0], layout, senders, 3)
 
     def remember(keep, decoded) -> None:
         x = zeros(3, NUMEL, dtype=torch.float32)
@@ -243,8 +234,6 @@ def of_gradients() -> Iterator[Setting]:
 
     for values in itertools.product((8, 16), (1, *SENDERS), (False, True)):
         yield Setting("bitmap_sparse", text(*values), partial(packed, *values), True)
-    for values in itertools.product((16, 32), (32, 256, 1024), (2, 4, 16)):
-        yield Setting("count_sketch", text(*values), partial(sketched, *values), True)
     for values in itertools.product((0.0, 0.9), (False, True)):
         yield Setting("error_feedback", text(*values), partial(remember, *values), True)
 

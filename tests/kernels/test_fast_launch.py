@@ -176,11 +176,9 @@ def jit_functions(*modules) -> list:
 
 
 def test_the_other_codecs() -> None:
-    """SDP4Bit, TAH-Quant, bitmap-sparse values and sketches, over sizes and alignments."""
+    """SDP4Bit, TAH-Quant, bitmap-sparse values, over sizes and alignments."""
     from taco_kernels.bitmap_sparse import BitmapLayout
     from taco_kernels.bitmap_sparse import launch as packed
-    from taco_kernels.count_sketch import Layout, SketchConfig
-    from taco_kernels.count_sketch import launch as sketches
     from taco_kernels.sdp4bit import GroupFormat
     from taco_kernels.sdp4bit import launch as sdp4bit
     from taco_kernels.tah_quant import TahConfig
@@ -204,13 +202,6 @@ def test_the_other_codecs() -> None:
         layout = BitmapLayout(x.shape[1], 0.2, 16)
         packed.decode_sum(packed.encode(x, torch.ones(len(x)), layout, remainder), layout)
 
-    def of_sketches(x: torch.Tensor, seed: int) -> None:
-        layout = Layout(SketchConfig(ratio=4.0, cell_bits=16), x.shape[1])
-        exponents = sketches.row_exponents(x, layout)
-        wires = sketches.encode(x, torch.ones(len(x)), exponents, layout, 2, seed)
-        cells, words = sketches.combine(wires, layout)
-        sketches.decode(cells, words, exponents[0], layout, 2, seed)
-
     calls = []
     for numel in (128, 1000, 4096, 16 * 1001):
         base = torch.zeros(2 * numel + 8)
@@ -219,8 +210,7 @@ def test_the_other_codecs() -> None:
                 calls += [lambda a=(half, r): of_sdp4bit(*a) for r in (False, True)]
                 calls += [lambda a=half, c=c: of_tah(a, TahConfig(allocation=c)) for c in ("token", "tile")]
             calls += [lambda a=(x, r): of_packed(*a) for r in (None, x)]
-            calls += [lambda a=(x, seed): of_sketches(*a) for seed in (3, -(2**40))]
-    with recorded_launches(*jit_functions(sdp4bit, tah, packed, sketches)) as (records, _):
+    with recorded_launches(*jit_functions(sdp4bit, tah, packed)) as (records, _):
         compare(calls, records, addresses=False)
 
 
