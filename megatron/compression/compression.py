@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.compression import patches
+from megatron.compression import patches, repetition
 from megatron.compression.caat_net import hooks as caat_net
 from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.error_bound import ErrorBound
@@ -92,7 +92,6 @@ class Compression:
 
         Raises: CompressionConfigError: a layer communicates in a way that is not covered.
         """
-        self._pipeline.prepare()
         config = self.config.tensor_parallel
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
         context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
@@ -168,6 +167,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
         raise CompressionConfigError(
             "CompressionConfig.auto needs Megatron's arguments, which enable() gets; name the codecs instead"
         )
+    repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
     patches.make_torch_adam_resumable()
     compression = Compression(config, **options)
     compression.attach_model(chunks)

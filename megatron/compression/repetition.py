@@ -1,27 +1,28 @@
-"""Training steps in which nobody waits for the flags of lossless payloads, repeated where one was cut.
+"""Training passes that are repeated without lossless codecs where a payload overflowed.
 
-A receiver that looks whether a payload is cut makes the host wait for the device, twice an all-reduce, and
-behind each wait the device waits for the host. So in the forward and backward pass of a step nobody looks
-(communication/rest.py). Behind the pass all ranks of the job ask once whether any payload was cut; then it is
-taken again, looking, with the same micro-batches and random state, and its gradients are the exact ones.
+To see an overflow before it sends, the host waits for the device, twice an all-reduce. So in the forward
+and backward pass of a training step flags are noted on the device. At the pass's end all ranks of the job ask
+once whether there was an overflow; then the pass is repeated, with the same micro-batches and random state,
+lossless codecs off, and its gradients are the exact ones (communication/overflow.py).
 """
 
 from argparse import Namespace
 from collections.abc import Callable
 
 from megatron.compression import patches
-from megatron.compression.communication.rest import speculation
+from megatron.compression.communication.overflow import State, overflow
 from megatron.compression.communication.run import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.compressor import CodecGradients
+from megatron.compression.errors import CompressionConfigError
 
 LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
-"""Steps that look after one that was repeated, twice as many after each further one in a row: where no
-payload fits, a ninth of the steps at most is taken twice, and soon hardly any."""
+"""Steps without lossless codecs after a repeated one, twice as many after each further one in a row: where no
+payload fits, a ninth of the steps at most is repeated, and soon hardly any."""
 
 
 class Repetition:
-    """Decides which steps look, and repeats those that should have.
+    """Decides in which steps lossless codecs are on, and which are repeated.
 
     Args:
         run: whose error statistics a repeated pass takes anew.
@@ -33,45 +34,72 @@ class Repetition:
         self._pause, self._left = LEAST_PAUSE, 0
         self._restore: list[Callable[[], None]] = []
 
-    def begin(self) -> bool:
-        """Whether nobody looks in the step that begins."""
+    def begin(self) -> None:
+        """A step's first pass begins."""
         if self._left:
             self._left -= 1
-            return False
+            overflow.state = State.OFF
+            return
         bound = self._run.policy.error_bound
         self._restore = [one.kept() for one in (self._run.probe, bound) if one is not None]
-        speculation.begin()
-        return True
+        overflow.begin()
 
     def end(self) -> bool:
-        """Whether the step is to be repeated. Collective over all ranks of the job."""
-        if not speculation.end():
+        """A pass has ended. Whether to repeat it. Collective over all ranks of the job."""
+        if overflow.state is State.OFF:
+            overflow.state = State.ASKED
+            return False
+        if not overflow.end():
             self._pause = LEAST_PAUSE
             return False
         for restore in self._restore:
             restore()
+        overflow.state = State.OFF
         self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._say(
-            f"compression: iteration {self._run.policy.iteration() + 1} is repeated: lossless payloads were "
-            f"cut; the next {self._left} look first (lossless:escapes=0.12 has more room)"
+            f"compression: iteration {self._run.policy.iteration() + 1} is repeated uncompressed: lossless "
+            f"payloads overflowed; the next {self._left} iterations are uncompressed too "
+            "(lossless:escapes=0.12 has more room)"
         )
         return True
 
 
 def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]) -> None:
-    """Have training steps repeated in a run that has a lossless codec; else do nothing."""
-    rules = run.policy.rules.items()  # whether weights fit is asked behind the optimizer's step
+    """Have training passes repeated in a run that has a lossless codec; else do nothing.
+
+    Raises: CompressionConfigError: stages are to send lossless payloads, and no pass can be repeated.
+    """
+    rules = run.policy.rules.items()  # updated weights are asked about at the optimizer's step
     if not any(getattr(rule.codec, "lossless", False) for name, rule in rules if name != "dp.weight"):
         return
-    if reason := why_not(args, config, run):
-        say(f"compression: lossless: the host waits for each message, since {reason}")
+    if args.cuda_graph_impl != "none":
+        overflow.state = State.OFF
+        say("compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed")
         return
-    repetition = Repetition(run, say)
-    patches.repeat_passes(repetition.begin, repetition.end)
+    reason = why_not(args, config, run)
+    if reason is None:
+        repetition = Repetition(run, say)
+        patches.repeat_passes(repetition.begin, repetition.end)
+        return
+    refuse_stages(config, reason)
+    say(f"compression: lossless: the host waits before each message, since {reason}")
+
+
+def refuse_stages(config: CompressionConfig, reason: str) -> None:
+    """Refuse lossless codecs between pipeline stages where no pass can be repeated, for a reason.
+
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    stages = config.pipeline_parallel
+    if any(codec is not None and codec.lossless for codec in (stages.forward_codec, stages.backward_codec)):
+        raise CompressionConfigError(
+            f"{stages.flag} lossless repeats a pass with an overflow, which cannot be done here: {reason}; "
+            "choose another codec"
+        )
 
 
 def why_not(args: Namespace, config: CompressionConfig, run: Run) -> str | None:
-    """Why a pass cannot be taken again: what it changes beside gradients. None if it can."""
+    """Why a pass cannot be repeated: what it changes other than gradients. None if it can."""
     gradients = run.policy.rule("dp.gradient").codec
     if gradients is not None:
         if config.data_parallel.feedback != "none":
@@ -89,8 +117,6 @@ def why_not(args: Namespace, config: CompressionConfig, run: Run) -> str | None:
             return f"--{name.replace('_', '-')} {reason}"
     if args.rerun_mode != "validate_results":
         return f"--rerun-mode {args.rerun_mode} keeps no micro-batches to repeat a step with"
-    if args.cuda_graph_impl != "none":
-        return f"--cuda-graph-impl {args.cuda_graph_impl} replays what it has captured"
     if args.fp8 and args.fp8_recipe == "delayed":
         return "--fp8-recipe delayed remembers largest values"
     return None

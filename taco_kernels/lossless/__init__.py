@@ -2,12 +2,11 @@
 
 from taco_kernels.common.dispatch import dispatched
 from taco_kernels.lossless import reference
-from taco_kernels.lossless.layout import BLOCK, CUT, FLAG_AT, LosslessLayout, layout_of
+from taco_kernels.lossless.layout import BLOCK, FLAG_AT, LosslessLayout, layout_of
 
-__all__ = ["BLOCK", "CUT", "FLAG_AT", "LosslessLayout", "decode", "decode_sum", "encode", "layout_of", "rest"]
+__all__ = ["BLOCK", "FLAG_AT", "LosslessLayout", "decode", "decode_sum", "encode", "layout_of"]
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)
 decode = dispatched(reference.decode)
 decode_sum = dispatched(reference.decode_sum)
-rest = reference.rest

@@ -6,12 +6,13 @@ A group's first two escapes are taken without looking how many it has; a tile in
 import triton
 import triton.language as tl
 
-from taco_kernels.common.packing import four_of
+from taco_kernels.common.packing import four_joined, four_of
 from taco_kernels.lossless.words import (
     BLOCK_GROUPS,
     FIRST,
     GROUP,
     ONES,
+    SECOND,
     bases_of,
     byte_at,
     codes_of,
@@ -32,7 +33,7 @@ from taco_kernels.lossless.words import (
     words_joined,
 )
 
-HEADER = tl.constexpr(16)
+HEADER, FLAG_AT = tl.constexpr(16), tl.constexpr(4)
 FAR, MANY = tl.constexpr(1 << 12), tl.constexpr(1 << 21)  # a tile has at most 2048 escapes, in 256 groups
 
 
@@ -52,6 +53,7 @@ def encode_kernel(
     G: tl.constexpr = TILE // GROUP
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tile.to(tl.int64) * TILE
+    first_flag = payload + FLAG_AT
     payload += row * payload_stride
     u0, u1, u2, u3, l0, l1, l2, l3 = pairs_of(x + row * x_stride + first, numel - first, FP32, WHOLE, G)
     group = tl.arange(0, G)
@@ -81,9 +83,9 @@ def encode_kernel(
     mask, count = f0 + f1 * 2, sum_of_bytes(f0 + f1)
     if not WHOLE:
         mask, count = tl.where(there, mask, 0), tl.where(there, count, 0)
-    rest = mask & (mask - 1)
-    after = rest & (rest - 1)
-    e0, e1 = byte_at(mask ^ rest, d0, d1), byte_at(rest ^ after, d0, d1)
+    second = mask & (mask - 1)
+    after = second & (second - 1)
+    e0, e1 = byte_at(mask ^ second, d0, d1), byte_at(second ^ after, d0, d1)
     v0, near0 = near_value(e0, base)
     v1, near1 = near_value(e1, base)
     totals = tl.sum(count + tl.where(near0 & near1, 0, FAR) + tl.where(after != 0, MANY, 0), axis=0)
@@ -102,14 +104,17 @@ def encode_kernel(
     needed = ((totals & (FAR - 1)) * width + 31) // 32
     start = tl.atomic_add(payload.to(tl.pointer_type(tl.int32)), needed, sem="relaxed")
     tl.store((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile, 2 * start + far)
-    if start + needed <= words:  # else the row goes as it is
+    if start + needed > words:  # the row overflows; the first row says so too
+        tl.store(payload + FLAG_AT, 1)
+        tl.store(first_flag, 1)
+    else:
         area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + start
         word_of = tl.arange(0, TILE // 4)
         tl.store(area + word_of, tl.zeros([TILE // 4], tl.int32), mask=word_of < needed)
         tl.debug_barrier()  # of these words each escape sets its bits
         place = (tl.cumsum(count, axis=0) - count) * width
         put_escape(area, place, tl.where(far != 0, (base - e0) & 255, v0), mask != 0)
-        put_escape(area, place + width, tl.where(far != 0, (base - e1) & 255, v1), rest != 0)
+        put_escape(area, place + width, tl.where(far != 0, (base - e1) & 255, v1), second != 0)
         for _ in tl.range(2, most):
             later = after & (after - 1)
             e = byte_at(after ^ later, d0, d1)
@@ -117,25 +122,6 @@ def encode_kernel(
             place += width
             put_escape(area, place + width, tl.where(far != 0, (base - e) & 255, v), after != 0)
             after = later
-
-
-@triton.jit
-def keep_raw_kernel(
-    x, payload, rows, words, values, x_stride, payload_stride, R: tl.constexpr, T: tl.constexpr
-):  # fmt: skip
-    """Where a row has not fitted, make all raw: their first values, as bits. Grid (programs, rows)."""
-    row = tl.arange(0, R).to(tl.int64)
-    header = (payload + row * payload_stride).to(tl.pointer_type(tl.int32))
-    needed = tl.max(tl.load(header, mask=row < rows, other=0), axis=0)
-    if needed > words:
-        own = payload + tl.program_id(1).to(tl.int64) * payload_stride
-        if tl.program_id(0) == 0:
-            tl.store(own.to(tl.pointer_type(tl.int32)) + 1, 1)
-        source = x + tl.program_id(1).to(tl.int64) * x_stride
-        target = (own + HEADER).to(x.dtype)
-        for begin in tl.range(tl.program_id(0) * T, values, tl.num_programs(0) * T):
-            at = begin + tl.arange(0, T)
-            tl.store(target + at, tl.load(source + at, mask=at < values), mask=at < values)
 
 
 @triton.jit
@@ -149,67 +135,131 @@ def escape_over_base(area, place, there, base, far, words):
 
 @triton.jit
 def pairs_decoded(
-    payload, tile, numel, groups, blocks, words,
+    payload, tile, groups, blocks, words,
     starts_at, bases_at, codes_at, more_at, high_at, low_at,
-    FP32: tl.constexpr, RAW: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What pairs_of gives of a tile of the tensor, from one payload; zeros if its rest is missing."""
+    """What pairs_of gives of a tile of the tensor, from one payload; zeros where it overflowed."""
     G: tl.constexpr = TILE // GROUP
     first = tile.to(tl.int64) * TILE
-    flag = tl.load(payload + 4).to(tl.int32)
-    raw = 0
-    if RAW:
-        raw = flag
-    if raw != 0:
-        if FP32:
-            x = (payload + HEADER).to(tl.pointer_type(tl.int32))
-        else:
-            x = (payload + HEADER).to(tl.pointer_type(tl.int16))
-        w0, w1, w2, w3, l0, l1, l2, l3 = pairs_of(x + first, numel - first, FP32, WHOLE, G)
+    overflow = tl.load(payload + FLAG_AT).to(tl.int32)
+    group = tl.arange(0, G)
+    there = group < groups - tile * G
+    codes = (payload + codes_at + first // 4).to(tl.pointer_type(tl.int16))
+    word = take(codes + group, there, WHOLE).to(tl.int32) & FIRST
+    more = take(payload + more_at + first // 8 + group, there, WHOLE)
+    word |= more.to(tl.int32) << 16
+    high = (payload + high_at + first).to(tl.pointer_type(tl.int32))
+    half = tl.arange(0, 2 * G)
+    highs = take(high + half, half < 2 * (groups - tile * G), WHOLE)
+    h0, h1 = tl.split(tl.reshape(highs, [G, 2]))
+    block = tl.arange(0, G // BLOCK_GROUPS)
+    at_block = tile * (G // BLOCK_GROUPS)
+    bases = take(payload + bases_at + at_block + block, block < blocks - at_block, WHOLE)
+    base = of_groups(bases.to(tl.int32), G)
+    start = tl.load((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile)
+    start = tl.where(overflow == 0, start, 0)  # of a payload that overflowed, any number
+    c0, c1 = codes_of(word)
+    f0, f1 = ((c0 + ONES) >> 3) & ONES, ((c1 + ONES) >> 3) & ONES
+    e0, e1 = exponents_of(base * ONES, c0 - f0 * 7), exponents_of(base * ONES, c1 - f1 * 7)
+    mask, count = f0 + f1 * 2, sum_of_bytes(f0 + f1)
+    far, width = start & 1, 4 + 4 * (start & 1)
+    area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + (start >> 1)
+    free = words - (start >> 1)
+    most = tl.maximum(tl.max(count, axis=0), 2)
+    place = (tl.cumsum(count, axis=0) - count) * width
+    for _ in tl.range(0, most):
+        later = mask & (mask - 1)
+        bit = mask ^ later
+        x = escape_over_base(area, place, bit != 0, base, far, free)
+        e0, e1 = e0 ^ (bit & ONES) * x, e1 ^ ((bit >> 1) & ONES) * x
+        place += width
+        mask = later
+    w0, w1 = values_of(h0, e0)
+    w2, w3 = values_of(h1, e1)
+    kept = tl.where(overflow == 0, -1, 0)
+    w0, w1, w2, w3 = w0 & kept, w1 & kept, w2 & kept, w3 & kept
+    if FP32:
+        low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
+        quarter = tl.arange(0, 4 * G)
+        lows = take(low + quarter, quarter < 4 * (groups - tile * G), WHOLE)
+        l0, l1, l2, l3 = four_of(tl.reshape(lows, [G, 2, 2]))
+        l0, l1, l2, l3 = l0 & kept, l1 & kept, l2 & kept, l3 & kept
     else:
-        group = tl.arange(0, G)
-        there = group < groups - tile * G
-        codes = (payload + codes_at + first // 4).to(tl.pointer_type(tl.int16))
-        word = take(codes + group, there, WHOLE).to(tl.int32) & FIRST
-        more = take(payload + more_at + first // 8 + group, there, WHOLE)
-        word |= more.to(tl.int32) << 16
-        high = (payload + high_at + first).to(tl.pointer_type(tl.int32))
-        half = tl.arange(0, 2 * G)
-        highs = take(high + half, half < 2 * (groups - tile * G), WHOLE)
-        h0, h1 = tl.split(tl.reshape(highs, [G, 2]))
-        block = tl.arange(0, G // BLOCK_GROUPS)
-        at_block = tile * (G // BLOCK_GROUPS)
-        bases = take(payload + bases_at + at_block + block, block < blocks - at_block, WHOLE)
-        base = of_groups(bases.to(tl.int32), G)
-        start = tl.load((payload + starts_at).to(tl.pointer_type(tl.int32)) + tile)
-        start = tl.where(flag == 0, start, 0)  # of a cut payload without its rest, any number
-        c0, c1 = codes_of(word)
-        f0, f1 = ((c0 + ONES) >> 3) & ONES, ((c1 + ONES) >> 3) & ONES
-        e0, e1 = exponents_of(base * ONES, c0 - f0 * 7), exponents_of(base * ONES, c1 - f1 * 7)
-        mask, count = f0 + f1 * 2, sum_of_bytes(f0 + f1)
-        far, width = start & 1, 4 + 4 * (start & 1)
-        area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + (start >> 1)
-        free = words - (start >> 1)
-        most = tl.maximum(tl.max(count, axis=0), 2)
-        place = (tl.cumsum(count, axis=0) - count) * width
-        for _ in tl.range(0, most):
-            later = mask & (mask - 1)
-            bit = mask ^ later
-            x = escape_over_base(area, place, bit != 0, base, far, free)
-            e0, e1 = e0 ^ (bit & ONES) * x, e1 ^ ((bit >> 1) & ONES) * x
-            place += width
-            mask = later
-        w0, w1 = values_of(h0, e0)
-        w2, w3 = values_of(h1, e1)
-        if FP32:
-            low = (payload + low_at + 2 * first).to(tl.pointer_type(tl.int32))
-            quarter = tl.arange(0, 4 * G)
-            lows = take(low + quarter, quarter < 4 * (groups - tile * G), WHOLE)
-            l0, l1, l2, l3 = four_of(tl.reshape(lows, [G, 2, 2]))
-        else:
-            l0, l1, l2, l3 = w0, w1, w2, w3
-        if not RAW:
-            kept = tl.where(flag == 0, -1, 0)
-            w0, w1, w2, w3 = w0 & kept, w1 & kept, w2 & kept, w3 & kept
-            l0, l1, l2, l3 = l0 & kept, l1 & kept, l2 & kept, l3 & kept
+        l0, l1, l2, l3 = w0, w1, w2, w3
     return w0, w1, w2, w3, l0, l1, l2, l3
+
+
+@triton.jit
+def bits_of(w, low, FP32: tl.constexpr):
+    """int32 bits as fp32 of the two values of a word, and, of fp32, of their lower halves."""
+    if FP32:
+        first, second = (w << 16) | (low & FIRST), (w & SECOND) | ((low >> 16) & FIRST)
+    else:
+        first, second = w << 16, w & SECOND
+    return first, second
+
+
+@triton.jit
+def eight_joined(pairs, FP32: tl.constexpr, G: tl.constexpr):
+    """int32[8 G]: fp32 bits of what pairs_decoded gives, in order."""
+    a0, b0 = bits_of(pairs[0], pairs[4], FP32)
+    a1, b1 = bits_of(pairs[1], pairs[5], FP32)
+    a2, b2 = bits_of(pairs[2], pairs[6], FP32)
+    a3, b3 = bits_of(pairs[3], pairs[7], FP32)
+    return tl.reshape(tl.join(four_joined(a0, a1, a2, a3), four_joined(b0, b1, b2, b3)), [8 * G])
+
+
+@triton.jit
+def decode_kernel(
+    payload, out, numel, groups, blocks, words,
+    payload_stride, out_stride, starts_at, bases_at, codes_at, more_at, high_at, low_at,
+    FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Bits of payload[row, tile] to out (int16 or int32), grid (tiles, rows)."""
+    G: tl.constexpr = TILE // GROUP
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pairs = pairs_decoded(
+        payload + row * payload_stride, tile, groups, blocks, words,
+        starts_at, bases_at, codes_at, more_at, high_at, low_at, FP32, WHOLE, TILE,
+    )  # fmt: skip
+    first = tile.to(tl.int64) * TILE
+    target = out + row * out_stride + first
+    at = tl.arange(0, TILE)
+    if WHOLE and not FP32:
+        words_of = words_joined(pairs[0], pairs[1], pairs[2], pairs[3], G)
+        tl.store(target.to(tl.pointer_type(tl.int32)) + tl.arange(0, TILE // 2), words_of)
+    else:
+        bits = eight_joined(pairs, FP32, G)
+        if not FP32:
+            bits = bits >> 16
+        tl.store(target + at, bits.to(out.dtype.element_ty), mask=at < numel - first)
+
+
+@triton.jit
+def decode_sum_kernel(
+    payload, out, numel, groups, blocks, words,
+    sender_stride, payload_stride, out_stride, starts_at, bases_at, codes_at, more_at, high_at, low_at,
+    senders, scale,
+    FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """scale times the sum over payload[sender, row, tile] to out, in order, grid (tiles, rows)."""
+    G: tl.constexpr = TILE // GROUP
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    payload += row * payload_stride
+    pairs = pairs_decoded(
+        payload, tile, groups, blocks, words,
+        starts_at, bases_at, codes_at, more_at, high_at, low_at, FP32, WHOLE, TILE,
+    )  # fmt: skip
+    total = eight_joined(pairs, FP32, G).to(tl.float32, bitcast=True)
+    for _ in tl.range(1, senders):
+        payload += sender_stride
+        pairs = pairs_decoded(
+            payload, tile, groups, blocks, words,
+            starts_at, bases_at, codes_at, more_at, high_at, low_at, FP32, WHOLE, TILE,
+        )  # fmt: skip
+        total += eight_joined(pairs, FP32, G).to(tl.float32, bitcast=True)
+    first = tile.to(tl.int64) * TILE
+    at = tl.arange(0, TILE)
+    target = out + row * out_stride + first
+    tl.store(target + at, (total * scale).to(out.dtype.element_ty), mask=at < numel - first)

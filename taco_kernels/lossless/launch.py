@@ -7,15 +7,13 @@ and between runs; what they decode to does not.
 import torch
 
 from taco_kernels.common.fast_launch import start
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.lossless.decode_kernels import decode_kernel, decode_sum_kernel
-from taco_kernels.lossless.kernels import encode_kernel, keep_raw_kernel
-from taco_kernels.lossless.layout import BLOCK, FLAG_AT, GROUP, HEADER, TILE, LosslessLayout
+from taco_kernels.common.sizes import ALIGNMENT
+from taco_kernels.lossless import reference
+from taco_kernels.lossless.kernels import decode_kernel, decode_sum_kernel, encode_kernel
+from taco_kernels.lossless.layout import BLOCK, GROUP, HEADER, TILE, LosslessLayout
 
-ENCODING, DECODING = dict(num_warps=2), dict(num_warps=2)
-"""Compiler options, measured on an H200."""
-RAW_TILE, RAW_PROGRAMS = 4096, 132
-"""Values that a program copies at a time; most programs a row that look whether they have to."""
+WARPS = 2
+"""Measured on an H200."""
 
 
 def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
@@ -24,14 +22,9 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     rows = len(x)
-    payloads = torch.empty((rows, layout.head_bytes), dtype=torch.uint8, device=x.device)
-    if not layout.rest_bytes:
-        payloads[:, :HEADER] = 0
-        payloads[:, FLAG_AT] = layout.raw_flag
-        raw = x.contiguous().view(torch.uint8)
-        payloads[:, HEADER : HEADER + raw.shape[1]] = raw
-        payloads[:, HEADER + raw.shape[1] :] = 0
-        return payloads
+    payloads = torch.empty((rows, layout.payload_bytes), dtype=torch.uint8, device=x.device)
+    if layout.raw:
+        return reference.store_raw(x, payloads.zero_())
     payloads[:, :HEADER] = 0
     x = x.view(_bits(layout))
     start(
@@ -42,17 +35,7 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         FP32=layout.itemsize == 4,
         WHOLE=_whole(x, layout),
         TILE=TILE,
-        **ENCODING,
-    )
-    values = min(layout.numel, (layout.head_bytes - HEADER) // layout.itemsize)
-    start(
-        keep_raw_kernel,
-        (min(ceil_div(values, RAW_TILE), RAW_PROGRAMS), rows),
-        (x, payloads),
-        (rows, layout.words, values, x.stride(0), payloads.stride(0)),
-        R=1 << (rows - 1).bit_length(),
-        T=RAW_TILE,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return payloads
 
@@ -60,6 +43,8 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
 def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
     """See reference.decode."""
     layout.check_payloads(payloads)
+    if layout.raw:
+        return reference.decode(payloads, layout, out)
     payloads = _addressable(payloads)
     shape = (len(payloads), layout.numel)
     if out is None:
@@ -73,7 +58,7 @@ def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | N
         (layout.tiles, len(payloads)),
         (payloads, bits),
         (*_counts(layout), payloads.stride(0), bits.stride(0), *_places(layout)),
-        **_decoding(payloads, layout, bits),
+        **_decoding(layout, bits),
     )
     return out if into is out else out.copy_(into)
 
@@ -87,6 +72,8 @@ def decode_sum(
 ) -> torch.Tensor:
     """See reference.decode_sum, as one kernel."""
     layout.check_payloads(payloads)
+    if layout.raw:
+        return reference.decode_sum(payloads, layout, dtype, scale, out)
     payloads = _addressable(payloads)
     senders, *shape = *payloads.shape[:2], layout.numel
     if out is None:
@@ -105,7 +92,7 @@ def decode_sum(
             *(payloads.stride(0), payloads.stride(1), into.stride(0), *_places(layout)),
             *(senders, float(scale)),
         ),
-        **_decoding(payloads, layout, into),
+        **_decoding(layout, into),
         enable_fp_fusion=False,
     )
     return out if into is out else out.copy_(into)
@@ -130,10 +117,9 @@ def _whole(x: torch.Tensor, layout: LosslessLayout) -> bool:
     return not (layout.numel % TILE or stride % ALIGNMENT or x.data_ptr() % ALIGNMENT)
 
 
-def _decoding(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor) -> dict[str, object]:
-    """Constants; raw rows are looked for only where they can be."""
-    raw, whole = payloads.shape[-1] == layout.whole_bytes, _whole(out, layout)
-    return dict(FP32=layout.itemsize == 4, RAW=raw, WHOLE=whole, TILE=TILE, **DECODING)
+def _decoding(layout: LosslessLayout, out: torch.Tensor) -> dict[str, object]:
+    """The decoding kernels' constants."""
+    return dict(FP32=layout.itemsize == 4, WHOLE=_whole(out, layout), TILE=TILE, num_warps=WARPS)
 
 
 def _addressable(payloads: torch.Tensor) -> torch.Tensor:

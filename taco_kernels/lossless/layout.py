@@ -16,10 +16,11 @@ A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7. Six 
 three bytes, in pairs; the upper 2 bits of the three are the last two codes. Distances are modulo 256.
 Values behind the row's end are zeros.
 
-The area holds a share of the values' escapes, so a row may not fit. Then every row that is encoded with it
-travels as it is: behind the header, its bytes; the part of them that exceeds ``head_bytes`` is the rest, to
-be sent behind it. A payload is ``head_bytes`` long, or ``whole_bytes`` with the rest. Without the rest it
-decodes to zeros, so that who has not looked at the flag computes on, in bounds and with finite values.
+The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so, and so
+does that of the first row that was encoded with it. A payload with the flag decodes to zeros: whoever has not
+looked computes on with finite values, and the flag tells that they are wrong.
+
+A row for which the coded form would be longer is stored as it is, behind the header, and never overflows.
 """
 
 import functools
@@ -31,10 +32,9 @@ import torch
 from taco_kernels.common.sizes import aligned, ceil_div, described
 
 HEADER = 16
-"""Bytes: int32 words of escapes that the row needed, then a flag in a byte, zeros."""
+"""Bytes: int32 words of escapes that the row needed, the overflow flag, zeros."""
 FLAG_AT = 4
-CODED, CUT, WHOLE = 0, 1, 2
-"""Flags: coded; as it is, with a rest; as it is, without one."""
+"""Byte of the overflow flag, 0 or 1."""
 GROUP, BLOCK, TILE = 8, 128, 2048
 WINDOW = 7
 """Distances that have a code of their own; the code of an escape."""
@@ -111,26 +111,20 @@ class LosslessLayout:
         """Byte where the lower 16 bits of fp32 begin."""
         return self.high_at + self.blocks * BLOCK
 
-    @functools.cached_property
-    def head_bytes(self) -> int:
-        """Bytes of a payload without the rest."""
-        coded = self.low_at + (2 * self.blocks * BLOCK if self.itemsize == 4 else 0)
-        return min(coded, self.whole_bytes)
-
-    @functools.cached_property
-    def whole_bytes(self) -> int:
-        """Bytes of a payload with the rest: the header and the row as it is."""
-        return HEADER + aligned(self.itemsize * self.numel)
-
     @property
-    def rest_bytes(self) -> int:
-        """Bytes of the rest; 0 for short rows, which always travel as they are."""
-        return self.whole_bytes - self.head_bytes
+    def coded_bytes(self) -> int:
+        """Bytes of the coded form."""
+        return self.low_at + (2 * self.blocks * BLOCK if self.itemsize == 4 else 0)
 
-    @property
-    def raw_flag(self) -> int:
-        """Of rows that travel as they are."""
-        return CUT if self.rest_bytes else WHOLE
+    @functools.cached_property
+    def raw(self) -> bool:
+        """Whether the row is stored as it is."""
+        return self.coded_bytes >= HEADER + aligned(self.itemsize * self.numel)
+
+    @functools.cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of a payload."""
+        return HEADER + aligned(self.itemsize * self.numel) if self.raw else self.coded_bytes
 
     def check_values(self, x: torch.Tensor) -> None:
         """Raise ValueError unless ``x`` is ``[rows, numel]`` of the layout's dtype."""
@@ -138,11 +132,10 @@ class LosslessLayout:
             raise ValueError(f"x is {described(x)}; this layout needs {self.dtype}[*, {self.numel}]")
 
     def check_payloads(self, payloads: torch.Tensor) -> None:
-        """Raise ValueError unless ``payloads`` is uint8 ``[..., head_bytes or whole_bytes]``."""
-        if payloads.dtype != torch.uint8 or payloads.shape[-1] not in (self.head_bytes, self.whole_bytes):
+        """Raise ValueError unless ``payloads`` is uint8 ``[..., payload_bytes]``."""
+        if payloads.dtype != torch.uint8 or payloads.shape[-1] != self.payload_bytes:
             raise ValueError(
-                f"payloads is {described(payloads)}; this layout needs uint8[..., {self.head_bytes} or "
-                f"{self.whole_bytes}]"
+                f"payloads is {described(payloads)}; this layout needs uint8[..., {self.payload_bytes}]"
             )
 
 

@@ -20,42 +20,30 @@ _SHIFTS = torch.tensor([0, 3, 8, 11, 16, 19])  # of codes but the last two of a 
 
 
 def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """Payloads of rows: uint8 ``[rows, head_bytes]``.
-
-    Args:
-        x: ``[rows, numel]`` of the layout's dtype. If one row does not fit, all of them go as they are.
-    """
+    """Payloads of ``x [rows, numel]`` of the layout's dtype: uint8 ``[rows, payload_bytes]``."""
     layout.check_values(x)
-    payloads = torch.zeros((len(x), layout.head_bytes), dtype=torch.uint8, device=x.device)
-    if layout.rest_bytes:
-        for row, payload in zip(x, payloads, strict=True):
-            _encode_row(row, payload, layout)
-        needed = payloads[:, :4].view(torch.int32)
-        if not bool((needed > layout.words).any()):
-            return payloads
-    payloads[:, HEADER:] = _raw(x, layout)[:, : layout.head_bytes - HEADER]
-    payloads[:, FLAG_AT] = layout.raw_flag
+    payloads = torch.zeros((len(x), layout.payload_bytes), dtype=torch.uint8, device=x.device)
+    if layout.raw:
+        return store_raw(x, payloads)
+    for row, payload in zip(x, payloads, strict=True):
+        _encode_row(row, payload, layout)
+    payloads[:, FLAG_AT] = payloads[:, :4].view(torch.int32)[:, 0] > layout.words
+    payloads[:1, FLAG_AT] = payloads[:, FLAG_AT].max() if len(x) else 0
     return payloads
 
 
-def rest(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """What is missing of the payloads of rows that do not fit: uint8 ``[rows, rest_bytes]``."""
-    layout.check_values(x)
-    return _raw(x, layout)[:, layout.head_bytes - HEADER :].contiguous()
-
-
 def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The values of payloads uint8 ``[rows, bytes]``, bit for bit: ``[rows, numel]`` of the layout's dtype.
-
-    Cut payloads without their rest decode to zeros.
-    """
+    """The values of payloads uint8 ``[rows, payload_bytes]``, bit for bit: ``[rows, numel]`` of the layout's
+    dtype, in ``out`` if given. Zeros where the flag is set."""
     layout.check_payloads(payloads)
-    decode_raw = _raw_row if payloads.shape[1] == layout.whole_bytes else _zeros
-    rows = [
-        decode_raw(payload, layout) if raw else _decode_row(payload, layout)
-        for payload, raw in zip(payloads, payloads[:, FLAG_AT].tolist(), strict=True)
-    ]
-    values = torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
+    if layout.raw:
+        values = raw_values(payloads, layout)
+    else:
+        rows = [
+            payload.new_zeros(layout.numel, dtype=layout.dtype) if flag else _decode_row(payload, layout)
+            for payload, flag in zip(payloads, payloads[:, FLAG_AT].tolist(), strict=True)
+        ]
+        values = torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
     return values if out is None else out.copy_(values)
 
 
@@ -78,18 +66,19 @@ def decode_sum(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
-def _raw(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """uint8 ``[rows, whole_bytes - HEADER]``: rows as they are, zero padded."""
+def store_raw(x: torch.Tensor, payloads: torch.Tensor) -> torch.Tensor:
+    """``payloads``, of zeros, with rows as they are behind the header."""
     values = x.contiguous().view(torch.uint8)
-    return F.pad(values, (0, layout.whole_bytes - HEADER - values.shape[1]))
+    payloads[:, HEADER : HEADER + values.shape[1]] = values
+    return payloads
 
 
-def _raw_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    return payload[HEADER : HEADER + layout.itemsize * layout.numel].clone().view(layout.dtype)
-
-
-def _zeros(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    return payload.new_zeros(layout.numel, dtype=layout.dtype)
+def raw_values(payloads: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
+    """``[..., numel]`` of what ``store_raw`` made, a copy."""
+    size = layout.itemsize * layout.numel
+    return (
+        payloads[..., HEADER : HEADER + size].clone(memory_format=torch.contiguous_format).view(layout.dtype)
+    )
 
 
 def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,7 +91,7 @@ def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch
 
 
 def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout) -> None:
-    """Fill a payload of zeros; only its first word says so where the row does not fit."""
+    """Fill a payload of zeros; of a row that overflows the first word alone, which is past the area."""
     bits = row.contiguous().view(torch.int16 if layout.itemsize == 2 else torch.int32).int()
     pad = layout.blocks * BLOCK - layout.numel
     bits = F.pad(bits, (0, pad))
@@ -147,7 +136,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
 
 
 def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """The row of a payload that fitted."""
+    """The row of a coded payload."""
     payload = payload.contiguous()
     groups = layout.blocks * _GROUPS
     word = _part(payload, layout.codes_at, groups, torch.int16).int() & 0xFFFF

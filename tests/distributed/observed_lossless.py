@@ -2,12 +2,14 @@
 
 The environment variable POISON is a rank and what is poisoned there: of the first layer's last GEMM the input
 or the gradient of the weights. In the end a rank prints "observed" and JSON: passes of that layer in training
-by iteration, and how often it has looked for cut payloads, by phase and iteration.
+by iteration, and how often ranks have asked for overflows before they sent activations or gradients, by phase
+and iteration.
 """
 
 import json
 import os
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,21 +23,23 @@ def main() -> None:
 
     from megatron.training import get_args
 
-    from megatron.compression.codecs.lossless import LosslessCodec
+    from megatron.compression.communication.transport import TorchTransport
     from megatron.compression.compression import Compression
+    from megatron.compression.data_parallel import weights
 
-    passes, looks = Counter(), Counter()
+    passes, asked = Counter(), Counter()
     rank, _, poisoned = os.environ.get("POISON", "").partition(" ")
     poisoned = poisoned if rank == os.environ["RANK"] else ""
-    is_cut, attach_wrapped = LosslessCodec.is_cut, Compression.attach_wrapped
+    any_rank, attach_wrapped = TorchTransport.any_rank, Compression.attach_wrapped
     training = None
 
     def iteration() -> int:
         return getattr(get_args(), "curr_iteration", 0) + 1
 
-    def look(self, payloads) -> bool:
-        looks[f"{'training' if training.training else 'evaluation'} {iteration()}"] += 1
-        return is_cut(self, payloads)
+    def ask(self, flag) -> bool:
+        if sys._getframe(1).f_code.co_filename != weights.__file__:
+            asked[f"{'training' if training.training else 'evaluation'} {iteration()}"] += 1
+        return any_rank(self, flag)
 
     def scattered(x: torch.Tensor) -> torch.Tensor:
         """With exponents of their own along the first two dimensions."""
@@ -59,9 +63,9 @@ def main() -> None:
                         module.weight.register_hook(lambda g: scattered(g) if iteration() == 2 else g)
         return attach_wrapped(self, chunks)
 
-    LosslessCodec.is_cut, Compression.attach_wrapped = look, attach
+    TorchTransport.any_rank, Compression.attach_wrapped = ask, attach
     runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")
-    print("observed", json.dumps({"passes": passes, "looks": looks}), flush=True)
+    print("observed", json.dumps({"passes": passes, "asked": asked}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The lossless codec: its part of the contract, sums, cut payloads, and where it is refused."""
+"""The lossless codec: its part of the contract, sums, overflows, and where it is refused."""
 
 import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import rest
+from megatron.compression.communication import overflow
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
@@ -17,55 +17,72 @@ DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1,), (1000,), (7, 3), (6, 1, 257), (64, 2, 96))
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """Payloads, with their rest where they are cut."""
-    payloads = LOSSLESS.encode(x)
-    return torch.cat((payloads, LOSSLESS.rest(x)), dim=1) if LOSSLESS.is_cut(payloads) else payloads
+class Asked:
+    """A transport that says what the flag is on this rank."""
+
+    @staticmethod
+    def any_rank(flag: torch.Tensor) -> bool:
+        return bool(flag)
+
+
+def wild(rows: int, numel: int) -> torch.Tensor:
+    """Values that do not fit."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, numel, generator=generator)
+    return x * torch.exp2(60 * torch.rand(rows, numel, generator=generator))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_bit_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Where values do not fit, by the codec that is taken instead."""
     numel = torch.Size(shape).numel()
     for name, flat in cases(3, numel, dtype):
         x = flat.view(3, *shape)
-        payloads = whole(x)
-        sizes = LOSSLESS.message_bytes(shape, dtype), LOSSLESS.rest_bytes(shape, dtype)
-        assert payloads.shape[1] in (sizes[0], sum(sizes)), name
-        found = LOSSLESS.decode(payloads, shape, dtype)
+        codec, payloads = overflow.encode(LOSSLESS, x, Asked)
+        assert payloads.shape[1] == codec.message_bytes(shape, dtype), name
+        found = codec.decode(payloads, shape, dtype)
         assert found.shape == x.shape and torch.equal(bits(found), bits(x)), name
         strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(0, *range(len(shape), 0, -1))
         strided.copy_(x)
-        assert torch.equal(whole(strided), payloads), name
-        assert LOSSLESS.decode(payloads, shape, dtype, strided.zero_()) is strided
+        assert torch.equal(codec.encode(strided), payloads), name
+        assert codec.decode(payloads, shape, dtype, strided.zero_()) is strided
         assert torch.equal(bits(strided), bits(x)), name
 
 
-def test_cut_payloads_say_so() -> None:
+def test_overflow_flag() -> None:
+    """One row of a call is enough; a larger area of escapes, or a message that is stored as it is, fits."""
     generator = torch.Generator().manual_seed(0)
-    fits = torch.randn(2, 4096, generator=generator).bfloat16()
-    wild = fits * torch.exp2(60 * torch.rand(2, 4096, generator=generator)).bfloat16()
-    assert not LOSSLESS.is_cut(LOSSLESS.encode(fits)) and LOSSLESS.is_cut(LOSSLESS.encode(wild))
-    mixed = torch.stack((fits[0], wild[0]))
-    assert all(LOSSLESS.is_cut(payload) for payload in LOSSLESS.encode(mixed)), "rows of one exchange agree"
-    grid = torch.stack((fits, wild))
-    assert all(LOSSLESS.is_cut(payload) for payload in LOSSLESS.encode_grid(grid).flatten(0, 1))
-    wide = fits * torch.exp2(10 * torch.rand(2, 4096, generator=generator)).bfloat16()
+    fits = torch.randn(2, 4096, generator=generator)
+    wide = fits * torch.exp2(10 * torch.rand(2, 4096, generator=generator))
+    for expected, x in (
+        (0, fits),
+        (1, wild(2, 4096)),
+        (1, torch.cat((fits, wild(1, 4096)))),
+        (0, wild(2, 8)),
+        (1, wide),
+    ):
+        assert LOSSLESS.overflow_flag(LOSSLESS.encode(x.bfloat16())) == expected
+    grid = torch.stack((fits, wild(2, 4096))).bfloat16()
+    assert LOSSLESS.overflow_flag(LOSSLESS.encode_grid(grid))
     roomy = parse_codec("lossless:escapes=0.7")
-    assert LOSSLESS.is_cut(LOSSLESS.encode(wide)) and not roomy.is_cut(roomy.encode(wide))
+    assert not roomy.overflow_flag(roomy.encode(wide.bfloat16()))
 
 
+@pytest.mark.parametrize("kind", ["fits", "overflows"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_are_rounded_to_what_was_encoded(dtype: torch.dtype) -> None:
+def test_sums_are_rounded_to_what_was_encoded(dtype: torch.dtype, kind: str) -> None:
     """Two hops of an all-reduce: fp32 in rank order, one rounding, and that travels with every bit."""
-    x = torch.randn(3, 2, 640, generator=torch.Generator().manual_seed(1)).to(dtype)
-    payloads = torch.stack([whole(rows) for rows in x])
+    x = torch.randn(3, 2, 640, generator=torch.Generator().manual_seed(1))
+    x = (x if kind == "fits" else x * wild(1, 640)).to(dtype)
+    codec = LOSSLESS if kind == "fits" else overflow.AsIs(dtype)
+    payloads = torch.stack([codec.encode(rows) for rows in x])
     exact = ((x[0].float() + x[1].float()) + x[2].float()).to(dtype)
-    own, total = rest.sum_and_encode(LOSSLESS, payloads, (640,), dtype, LOSSLESS)
-    assert torch.equal(total, exact)
-    assert torch.equal(LOSSLESS.decode(own, (640,), dtype), exact)
+    last, own = overflow.sum_and_encode(codec, payloads, (640,), dtype, LOSSLESS, Asked)
+    assert (last is LOSSLESS) == (kind == "fits")
+    assert torch.equal(last.decode(own, (640,), dtype), exact)
     into = torch.empty(2, 640)
-    assert LOSSLESS.decode_sum(payloads, (640,), dtype, 0.5, into) is into
+    assert codec.decode_sum(payloads, (640,), dtype, 0.5, into) is into
     assert torch.equal(into, ((x[0].float() + x[1].float()) + x[2].float()) * 0.5)
 
 
@@ -75,9 +92,9 @@ def test_weights_are_sent_themselves() -> None:
     for name, new in cases(2, 700, torch.bfloat16):
         old = torch.randn(2, 700, generator=generator).bfloat16()
         payloads = torch.stack([LOSSLESS.encode_difference(*pair) for pair in zip(new, old, strict=True)])
-        if LOSSLESS.is_cut(payloads):  # of one rank or both: both send a rest
-            payloads = torch.cat((payloads, LOSSLESS.rest(new)), dim=1)
-        assert torch.equal(bits(LOSSLESS.add_decoded(payloads, old)), bits(new)), name
+        flags = [bool(LOSSLESS.overflow_flag(payload)) for payload in payloads]
+        expected = torch.where(torch.tensor(flags)[:, None], torch.zeros_like(new), new)
+        assert torch.equal(bits(LOSSLESS.add_decoded(payloads, old)), bits(expected)), name
 
 
 def test_bits() -> None:

@@ -1,4 +1,4 @@
-"""Training steps that are taken again: what Megatron's loop keeps, how often, and where they cannot be."""
+"""Training passes that are repeated: what Megatron's loop keeps, how often, and where they cannot be."""
 
 import pytest
 import torch
@@ -6,12 +6,14 @@ from megatron.core import rerun_state_machine, tensor_parallel
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
 
 from megatron.compression import flags, patches, repetition
+from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.overflow import State, encode, overflow
+from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.probe import ErrorProbe
-from megatron.compression.communication.rest import speculation
 from megatron.compression.communication.run import Run
+from megatron.compression.errors import CompressionConfigError
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401
 
@@ -34,9 +36,8 @@ class Loop:
         monkeypatch.setattr(RerunStateMachine, name, getattr(RerunStateMachine, name))  # put back behind it
         patches.repeat_passes(self._begin, lambda: self.answers.pop(0))
 
-    def _begin(self) -> bool:
+    def _begin(self) -> None:
         self.begun += 1
-        return True
 
     def step(self, *losses: float) -> list[tuple]:
         """Micro-batches and random numbers of its passes, whose losses are these."""
@@ -55,8 +56,13 @@ def test_a_repeated_pass_is_the_same(monkeypatch) -> None:
     """Data, random numbers; a NaN of the first pass is forgotten, one of the second is looked into."""
     loop, nan = Loop(monkeypatch, RerunMode.VALIDATE_RESULTS), float("nan")
     seen = []
-    for answer, losses in ((False, [1.0]), (True, [nan, 1.0]), (False, [1.0]), (True, [nan, nan, nan])):
-        loop.answers = [answer]
+    for answers, losses in (
+        ([False], [1.0]),
+        ([True, False], [nan, 1.0]),
+        ([False], [1.0]),
+        ([True, False], [nan, nan, nan]),
+    ):
+        loop.answers = answers
         passes = loop.step(*losses)
         assert passes == passes[:1] * len(losses) and not loop.answers
         seen.append(passes[0])
@@ -76,35 +82,57 @@ def run_of(bound: ErrorBound | None = None) -> Run:
     return Run(Policy({}, ledger, error_bound=bound), ledger, ErrorProbe(1))
 
 
-def test_steps_that_look_behind_one_that_was_repeated(monkeypatch) -> None:
+def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
     """8, then 16, then 8 again once a step has needed no repetition; what it has observed is forgotten."""
-    lines, cut, run = [], [True, True, False, True], run_of(ErrorBound(0.1, 128))
+    lines, overflowed, run = [], [True, True, False, True], run_of(ErrorBound(0.1, 128))
     repeats = repetition.Repetition(run, lines.append)
-    monkeypatch.setattr(speculation, "end", lambda: cut.pop(0))
-    x, looked = torch.randn(256), [0]
-    while cut:
-        if not repeats.begin():
-            looked[-1] += 1
+
+    def end() -> bool:
+        overflow.state = State.ASKED
+        return overflowed.pop(0)
+
+    monkeypatch.setattr(overflow, "end", end)
+    x, off = torch.randn(256), [0]
+    while overflowed:
+        repeats.begin()
+        if overflow.state is State.OFF:
+            off[-1] += 1
+            assert not repeats.end() and overflow.state is State.ASKED
             continue
-        assert run.probe.due("site", "tp.forward", len(cut))
+        assert run.probe.due("site", "tp.forward", len(overflowed))
         run.probe.observe("site", "tp.forward", x, x)
-        run.policy.error_bound._measures[len(cut), "tp.forward"] = x
+        run.policy.error_bound._measures[len(overflowed), "tp.forward"] = x
         if repeats.end():
-            looked.append(0)
-    assert looked == [0, 8, 16, 0] and len(lines) == 3 and "the next 16 look first" in lines[1]
+            off.append(0)
+            assert overflow.state is State.OFF, "in the repeated pass"
+            assert not repeats.end() and overflow.state is State.ASKED
+    assert off == [0, 8, 16, 0] and len(lines) == 3 and "the next 16 iterations are uncompressed" in lines[1]
     assert run.probe.seen["site", "tp.forward"].samples == 1 == len(run.policy.error_bound._measures)
 
 
 def test_flags_of_a_pass() -> None:
-    """Whether any payload was cut; short ones, which travel whole, are not."""
-    codec = flags.resolve(parsed("--tp-compression", "lossless")).tensor_parallel.forward_codec
+    """Whether any payload overflowed; short ones, stored as they are, do not."""
+    codec = parse_codec("lossless")
     wild = torch.randn(2, 4096) * torch.exp2(60 * torch.rand(2, 4096))
     for expected, tensors in ((False, [torch.randn(2, 4096), wild[:, :8]]), (True, [wild, wild[:, :8]])):
-        speculation.begin()
-        assert speculation.on
+        overflow.begin()
         for x in tensors:
-            speculation.note(codec, codec.encode(x.bfloat16()))
-        assert speculation.end() is expected and not speculation.on
+            assert encode(codec, x.bfloat16(), None)[0] is codec
+        assert overflow.end() is expected and overflow.state is State.ASKED
+
+
+def test_where_lossless_is_off() -> None:
+    """Between stages unless flags are noted; everywhere in a repeated pass but for updated weights."""
+    lossless = parse_codec("lossless")
+    policy = Policy({one: Rule(lossless) for one in ("tp.forward", "pp.forward", "dp.weight")}, Ledger())
+    for state, off in (
+        (State.NOTED, []),
+        (State.ASKED, ["pp.forward"]),
+        (State.OFF, ["tp.forward", "pp.forward"]),
+    ):
+        overflow.state = state
+        assert [one for one in policy.rules if policy.decide(one).why == "overflow"] == off
+    overflow.state = State.ASKED
 
 
 @pytest.mark.parametrize(
@@ -118,7 +146,6 @@ def test_flags_of_a_pass() -> None:
         (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "--rerun-mode disabled"),
         (["--pp-compression", "lossless"], dict(num_experts=8), "--num-experts"),
         (["--tp-compression", "lossless"], dict(fp8="e4m3", fp8_recipe="delayed"), "--fp8-recipe delayed"),
-        (["--pp-compression", "lossless"], dict(cuda_graph_impl="local"), "--cuda-graph-impl local"),
     ],
 )
 def test_where_steps_cannot_be_repeated(words, megatron, reason) -> None:
@@ -129,3 +156,26 @@ def test_where_steps_cannot_be_repeated(words, megatron, reason) -> None:
     run.policy.rules = config.rules()
     found = repetition.why_not(args, config, run)
     assert (found is None) == (reason is None) and (found or "").startswith(reason or "")
+
+
+def test_what_a_run_is_told(monkeypatch) -> None:
+    """Stages cannot ask each other, so they are refused; others wait; in CUDA graphs lossless is off."""
+    lines, run = [], run_of()
+    for words, megatron, said in (
+        (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "the host waits before each message"),
+        (["--tp-compression", "lossless"], dict(cuda_graph_impl="local"), "lossless is off: in a CUDA graph"),
+    ):
+        args = parsed(*words, rerun_mode="validate_results", fp8=None)
+        run.policy.rules = (config := flags.resolve(args)).rules()
+        vars(args).update(megatron)
+        repetition.attach(args, config, run, lines.append)
+        assert said in lines.pop() and not lines
+    overflow.state = State.ASKED
+    args = parsed(
+        "--pp-compression", "lossless", pipeline_model_parallel_size=2, rerun_mode="disabled", fp8=None
+    )
+    run.policy.rules = (config := flags.resolve(args)).rules()
+    with pytest.raises(
+        CompressionConfigError, match=r"--pp-compression lossless .*--rerun-mode disabled keeps"
+    ):
+        repetition.attach(args, config, run, lines.append)

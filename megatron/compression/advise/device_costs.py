@@ -60,7 +60,6 @@ class Clock:
 def codecs(clock: Clock) -> tuple[dict[str, list[float]], float]:
     """Encode, decode, sum of each sender's value: us for 2^20 values, by name; and us of a small encode."""
     from megatron.compression.codecs import parse_codec
-    from megatron.compression.communication.rest import sum_and_encode
 
     (tokens, width), results = ((4096, 4096) if clock.cuda else (64, 512)), {}
     for name, spec in CODECS.items():
@@ -72,7 +71,7 @@ def codecs(clock: Clock) -> tuple[dict[str, list[float]], float]:
         calls = (
             lambda: codec.encode(x),  # noqa: B023
             lambda: codec.decode(payload, shape, torch.bfloat16),  # noqa: B023
-            lambda: sum_and_encode(codec, senders, own, torch.bfloat16, codec),  # noqa: B023
+            lambda: codec.decode_sum_encode(senders, own, codec),  # noqa: B023
         )
         results[name] = [round(clock.us(call) * 2**20 / (tokens * width), 3) for call in calls]
     small, codec = torch.zeros(1, 2**14, device=clock.device).bfloat16(), parse_codec("int6")

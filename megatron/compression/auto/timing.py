@@ -232,8 +232,6 @@ class Sender:
 
         def send() -> None:
             received = _ring(codec.encode(x[None]), group)
-            if codec.lossless:
-                codec.is_cut(received)
             codec.decode(received, x.shape, x.dtype)
 
         return send

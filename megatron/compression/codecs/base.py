@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -62,29 +62,14 @@ class Codec(abc.ABC):
         kernel; None: it cannot."""
         return None
 
-    @property
-    def lossless(self) -> bool:
-        """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what it can
-        be decoded to, and it may be cut: ``cut_flags`` and ``rest``."""
-        return False
+    lossless: ClassVar[bool] = False
+    """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what it can be
+    decoded to, and it may overflow: ``overflow_flag``."""
 
-    def cut_flags(self, payloads: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[...]``, of payloads uint8 ``[..., bytes]``: odd where one is to be followed by its
-        ``rest``, without which it decodes to zeros; with one row that is encoded all are. Only asked of what
-        is ``lossless``."""
-        raise NotImplementedError(f"{self.name} cuts no payloads")
-
-    def is_cut(self, payloads: torch.Tensor) -> bool:
-        """Whether any of ``cut_flags`` is odd; synchronises with the device."""
-        return bool((self.cut_flags(payloads) & 1).any())
-
-    def rest(self, x: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[rows, bytes]``, what decoding cut payloads needs behind them; ``x`` as for ``encode``."""
-        raise NotImplementedError(f"{self.name} has no rest")
-
-    def rest_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        """Bytes of a row's ``rest``."""
-        return 0
+    def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[]`` of uint8 ``[rows, bytes]`` that one call has encoded: 1 where the values of a row did
+        not fit, which then decodes to zeros. Asked of lossless codecs only."""
+        raise NotImplementedError(f"{self.name} does not overflow")
 
     def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
         """``payload_bytes`` of a row of ``dtype``, where that matters."""

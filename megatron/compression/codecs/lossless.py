@@ -1,18 +1,13 @@
 """Lossless: exponents in fewer bits, every bit comes back.
 
-Which payload fits depends on the values, and sizes are agreed beforehand. So a payload has the size that
-trained tensors need, with room to spare, and where the values of one message do not fit, a flag in its header
-says so, its payload holds the first bytes of the tensor itself, and the others are sent behind it: together
-the tensor and 16 to 31 bytes. All receivers of one exchange see the flags of all its senders, so they agree
-without asking whether a second exchange follows. What it costs is that the host reads the flags when an
-exchange has arrived and before it queues what follows: the device waits for a launch. Sizes that are
-exchanged first would cost the same wait before every message, and a small collective. In a training step,
-which can be taken again, nobody looks: what is cut decodes to zeros, and the flags are read behind the step
-(repetition.py).
+Whether values fit depends on them, and payloads have a size that is agreed beforehand: that which trained
+tensors need, with some room. A payload whose values did not fit overflows: its flag says so and it decodes to
+zeros. communication/overflow.py has what is sent then.
 """
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -29,14 +24,12 @@ class LosslessCodec(Codec):
 
     escapes: float = 0.07
     """Share of values, in (0, 1], that there is room for outside the window of seven exponents (half a byte
-    each). Messages that have more travel as they are."""
+    each). Messages that have more overflow."""
 
     def __post_init__(self) -> None:
         _ = self._layout((1,), torch.bfloat16)
 
-    @property
-    def lossless(self) -> bool:
-        return True
+    lossless: ClassVar[bool] = True
 
     @property
     def block(self) -> int:
@@ -48,22 +41,16 @@ class LosslessCodec(Codec):
 
     def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
         """See ``Codec.message_bytes``. Raises ValueError: neither bf16 nor fp32."""
-        return self._layout(shape, dtype).head_bytes
+        return self._layout(shape, dtype).payload_bytes
 
-    def rest_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        return self._layout(shape, dtype).rest_bytes
-
-    def cut_flags(self, payloads: torch.Tensor) -> torch.Tensor:
-        return payloads[..., lossless.FLAG_AT]
-
-    def rest(self, x: torch.Tensor) -> torch.Tensor:
-        return lossless.rest(x.reshape(len(x), -1), self._layout(x.shape[1:], x.dtype))
+    def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
+        return payloads.view(-1)[lossless.FLAG_AT]
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return lossless.encode(x.reshape(len(x), -1), self._layout(x.shape[1:], x.dtype))
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """As rows of one exchange, whose flags agree."""
+        """In one call, with one flag."""
         return self.encode(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
     def decode(

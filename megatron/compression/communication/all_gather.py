@@ -3,7 +3,7 @@
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rest
+from megatron.compression.communication.overflow import encode
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
@@ -24,14 +24,13 @@ def all_gather(
     if transport.world_size == 1 or x.numel() == 0:
         full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
         return Work.completed(full if out is None else out.copy_(full))
-    payload = encode_slice(x, codec)
-    source = x if codec.lossless else None
-    return all_gather_encoded(payload, x.shape, x.dtype, codec, transport, out, source)
+    codec, payload = encode_slice(x, codec, transport)
+    return all_gather_encoded(payload, x.shape, x.dtype, codec, transport, out)
 
 
-def encode_slice(x: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """This rank's payload for ``all_gather_encoded``: uint8 ``[1, bytes]``."""
-    return codec.hops[1].encode(x[None])
+def encode_slice(x: torch.Tensor, codec: Codec, transport: TorchTransport) -> tuple[Codec, torch.Tensor]:
+    """What ``all_gather_encoded`` takes of this rank's tensor: the codec and uint8 ``[1, bytes]``."""
+    return encode(codec.hops[1], x[None], transport)
 
 
 def all_gather_encoded(
@@ -41,22 +40,20 @@ def all_gather_encoded(
     codec: Codec,
     transport: TorchTransport,
     out: torch.Tensor | None = None,
-    x: torch.Tensor | None = None,
 ) -> Work:
     """Start to all-gather a tensor that is already encoded.
 
     Args:
-        payload: uint8 ``[1, bytes]``, ``encode_slice`` of this rank's tensor.
+        codec, payload: ``encode_slice`` of this rank's tensor.
         shape, dtype: of this rank's tensor, not empty.
         out: where to put the result, contiguous ``[W * n, ...]``.
-        x: that tensor; a codec that is not lossless does without.
     """
-    codec = codec.hops[1]
     if transport.fuses(codec):
         return transport.fused_all_gather(payload, shape, dtype, codec, out)
+    gathered, pending = transport.all_gather(payload[0])
 
-    def decode(gathered: torch.Tensor) -> torch.Tensor:
+    def decode() -> torch.Tensor:
         into = None if out is None else out.view(-1, *shape)
         return codec.decode(gathered, shape, dtype, into).flatten(0, 1)
 
-    return rest.all_gather(payload, codec, None if x is None else x[None], transport, decode)
+    return Work(pending, decode)

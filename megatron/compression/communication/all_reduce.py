@@ -3,8 +3,8 @@
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rest
 from megatron.compression.communication.cutting import cut, joined
+from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
@@ -34,15 +34,19 @@ def all_reduce(
     pieces = cut(x, transport.world_size, codec)
     piece = pieces.shape[1:]
 
-    def sum_own_piece(received: torch.Tensor) -> Work:
-        own, total = rest.sum_and_encode(first, received[:, None], piece, dtype, second)
+    first, payloads = encode(first, pieces, transport)
+    received, pending = transport.all_to_all(payloads)
 
-        def decode(gathered: torch.Tensor) -> torch.Tensor:
+    def sum_own_piece() -> Work:
+        last, own = sum_and_encode(first, received[:, None], piece, dtype, second, transport)
+        gathered, pending = transport.all_gather(own[0])
+
+        def decode() -> torch.Tensor:
             if out is not None and out.numel() == len(gathered) * piece.numel():
-                return joined(second.decode(gathered, piece, dtype, out.view(len(gathered), *piece)), shape)
-            total = joined(second.decode(gathered, piece, dtype), shape)
+                return joined(last.decode(gathered, piece, dtype, out.view(len(gathered), *piece)), shape)
+            total = joined(last.decode(gathered, piece, dtype), shape)
             return total if out is None else out.copy_(total)
 
-        return rest.all_gather(own, second, total, transport, decode)
+        return Work(pending, decode)
 
-    return rest.all_to_all(first.encode(pieces), first, pieces, transport, sum_own_piece, exchanges=2)
+    return Work(pending, sum_own_piece, exchanges=2)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.overflow import overflow
 
 
 class Decision(NamedTuple):
@@ -16,7 +17,7 @@ class Decision(NamedTuple):
     codec: Codec | None
     """None: uncompressed, for the reason ``why``."""
     why: str
-    """The ledger's kind: compressed, off, auto, evaluation, excluded, guarded, warmup or small."""
+    """The ledger's kind: one of ``ledger.KINDS``."""
 
 
 SITES = ("qkv", "proj", "fc1", "fc2")
@@ -123,6 +124,8 @@ class Policy:
             return Decision(None, "warmup")
         if nbytes is not None and nbytes < rule.min_bytes:
             return Decision(None, "small")
+        if codec.lossless and overflow.turns_off(traffic):
+            return Decision(None, "overflow")
         return Decision(codec, "compressed")
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rest
+from megatron.compression.communication.overflow import encode
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
@@ -33,10 +33,11 @@ def reduce_scatter(
     if transport.fuses(codec):
         return transport.fused_reduce_scatter(x, codec, out)
     dtype = x.dtype
-    rows = x.reshape(world_size, *shape)
+    codec, payloads = encode(codec, x.reshape(world_size, *shape), transport)
+    received, pending = transport.all_to_all(payloads)
 
-    def decode(received: torch.Tensor) -> torch.Tensor:
+    def decode() -> torch.Tensor:
         into = None if out is None else out[None]
         return codec.decode_sum(received[:, None], shape, dtype, out=into)[0]
 
-    return rest.all_to_all(codec.encode(rows), codec, rows, transport, decode)
+    return Work(pending, decode)

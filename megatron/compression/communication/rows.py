@@ -5,7 +5,11 @@ them, and the backend moves them by splits in rows. The codec must serve a row: 
 ``lossless``, whole groups (``why_not_rows``).
 """
 
+import contextlib
+import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -89,15 +93,22 @@ def why_not_rows(codec: Codec, values: int) -> str | None:
     """
     if codec.lossless:
         return (
-            "may cut a message, which every receiver has to see, and a rank may get no token from another: "
-            "choose another codec, such as int8"
+            "codes whole messages, which may overflow, but each token goes its own way: choose another "
+            "codec, such as int8"
         )
     if codec.sees_shape:
         return (
             "looks at all tokens of a message, but each goes its own way: choose another codec, such as int8"
         )
     if values % codec.block:
-        return (
-            f"encodes {codec.block} values together, which do not divide a token's {values}: change its group"
-        )
+        together = f"encodes {codec.block} values together, which do not divide a token's {values}"
+        return f"{together}: {_fitting(codec, values)}"
     return None
+
+
+def _fitting(codec: Codec, values: int) -> str:
+    """The same codec with the largest group that divides a token."""
+    group = math.gcd(values, codec.block)
+    with contextlib.suppress(TypeError, ValueError):  # no setting of that name, or not that value
+        return f"use {dataclasses.replace(cast(Any, codec), group=group).name}"
+    return "choose another codec"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.all_gather import all_gather, all_gather_encoded, encode_slice
+from megatron.compression.communication.all_gather import all_gather_encoded, encode_slice
 from megatron.compression.communication.all_reduce import all_reduce
 from megatron.compression.communication.policy import Decision
 from megatron.compression.communication.reduce_scatter import reduce_scatter
@@ -97,10 +97,9 @@ class CommSite:
         decision = self.decide(traffic)
         if decision.codec is None:
             return Packed(tensor, tensor.shape, tensor.dtype, decision)
-        # What a lossless payload may need behind it is in the tensor: that is kept, and ``gather`` encodes.
-        payload = tensor if decision.codec.lossless else encode_slice(tensor, decision.codec)
         self._measure(traffic, tensor, decision.codec.hops[1])
-        return Packed(payload, tensor.shape, tensor.dtype, decision)
+        codec, payload = encode_slice(tensor, decision.codec, self._transport(traffic))
+        return Packed(payload, tensor.shape, tensor.dtype, Decision(codec, decision.why))
 
     def gather(self, packed: "Packed", traffic: str, out: torch.Tensor | None = None) -> Work:
         """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be repeated."""
@@ -109,10 +108,8 @@ class CommSite:
         if codec is None:
             self._count(traffic, why, "all_gather", plain)
             return uncompressed_all_gather(payload, self.group, out)
-        transport = self._transport(traffic, "all_gather", plain)
-        if codec.lossless:
-            return all_gather(payload, codec, transport, out)
-        return all_gather_encoded(payload, shape, dtype, codec, transport, out)
+        self._count_plain(traffic, "all_gather", plain)
+        return all_gather_encoded(payload, shape, dtype, codec, self._transport(traffic), out)
 
     def _sum(
         self,
@@ -128,20 +125,20 @@ class CommSite:
         if codec is None:
             self._count(traffic, why, operation, tensor.nbytes)
             return uncompressed(tensor, self.group, out)
-        transport = self._transport(traffic, operation, tensor.nbytes)
-        work = compressed(tensor, codec, transport, out=out)
+        self._count_plain(traffic, operation, tensor.nbytes)
+        work = compressed(tensor, codec, self._transport(traffic), out=out)
         self._measure(traffic, tensor, codec if operation == "all_reduce" else codec.hops[0])
         return self._probed(work, traffic, operation, tensor.float, uncompressed)
 
     def _count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
         self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
 
-    def _transport(
-        self, traffic: str, operation: str, plain_bytes: int, fused: bool = True
-    ) -> TorchTransport:
-        """A counting transport for one compressed collective; see ``Transports.transport``."""
+    def _count_plain(self, traffic: str, operation: str, nbytes: int) -> None:
+        self.run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
+
+    def _transport(self, traffic: str, fused: bool = True) -> TorchTransport:
+        """A transport that counts what is sent; see ``Transports.transport``."""
         ledger = self.run.ledger
-        ledger.record_plain(traffic, operation, plain_bytes, self.group.size())
 
         def on_send(operation: str, sent: int) -> None:
             ledger.record(traffic, "compressed", operation, sent, 0)
@@ -190,7 +187,7 @@ class Packed(NamedTuple):
     """One rank's part of an all-gather, as it travels."""
 
     payload: torch.Tensor
-    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed or lossless."""
+    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed."""
     shape: torch.Size
     dtype: torch.dtype
     decision: Decision

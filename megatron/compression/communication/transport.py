@@ -81,6 +81,13 @@ class TorchTransport:
 
         return gathered, self._start(start, gathered, payload)
 
+    def any_rank(self, flag: torch.Tensor) -> bool:
+        """Whether ``flag``, uint8 ``[]``, is set on any rank of the group. Counted; the host waits for it."""
+        found = flag.to(torch.int32)[None]
+        self._report("all_reduce", found.nbytes)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
     def _start(
         self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor
     ) -> Work | dist.Work:

@@ -8,7 +8,7 @@ With one node, or one rank a node, there is one exchange.
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rest
+from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work, join
 from megatron.compression.data_parallel.compressor import GradientBucket
@@ -83,37 +83,40 @@ class CodecGradientSync:
             return self._start_two_hops(number, values)
         # With one rank a node or one node the rows are in the order of the ranks.
         rows = values.reshape(self.topology.world_size, end - begin)
-        payloads = (
-            self.first.encode(rows) if self.feedback is None else self._encode_and_remember(number, rows)
-        )
-
-        def finish(received: torch.Tensor) -> torch.Tensor | Work:
-            return self._finish_piece(number, received)
-
+        transport = self.bucket.transport()
+        if self.feedback is None:
+            codec, payloads = encode(self.first, rows, transport)
+        else:
+            codec, payloads = self.first, self._encode_and_remember(number, rows)
+        received, pending = transport.all_to_all(payloads)
         exchanges = 1 if self.bucket.sharded else 2
-        return rest.all_to_all(payloads, self.first, rows, self.bucket.transport(), finish, exchanges)
+        return Work(pending, lambda: self._finish_piece(number, codec, received), exchanges)
 
     def _start_two_hops(self, number: int, values: torch.Tensor) -> Work:
         bucket = self.bucket
         shape = values.shape[2:]
         exchanges = 2 if bucket.sharded else 3
 
-        def between_nodes(senders: torch.Tensor) -> Work:
-            if self.feedback is None:
-                dtype = values.dtype
-                partial, total = rest.sum_and_encode(self.first, senders, shape, dtype, self.last)
-            else:
-                total = self.first.decode_sum(senders, shape, torch.float32)
-                partial = self._encode_and_remember(number, total)
+        inside = bucket.transport(INTRA)
+        if self.first.lossless:
+            first, payloads = encode(self.first, values.flatten(0, 1), inside)
+            payloads = payloads.view(*values.shape[:2], -1)
+        else:
+            first, payloads = self.first, self.first.encode_grid(values)
+        senders, pending = inside.all_to_all(payloads.flatten(1))
+
+        def between_nodes() -> Work:
+            rows = senders.view(*payloads.shape)
             transport = bucket.transport(INTER)
-            return rest.all_to_all(partial, self.last, total, transport, finish, exchanges - 1)
+            if self.feedback is None:
+                last, partial = sum_and_encode(first, rows, shape, values.dtype, self.last, transport)
+            else:
+                total = first.decode_sum(rows, shape, torch.float32)
+                last, partial = self.last, self._encode_and_remember(number, total)
+            arrived, pending = transport.all_to_all(partial)
+            return Work(pending, lambda: self._finish_piece(number, last, arrived), exchanges - 1)
 
-        def finish(arrived: torch.Tensor) -> torch.Tensor | Work:
-            return self._finish_piece(number, arrived)
-
-        payloads = self.first.encode_grid(values)
-        transport = bucket.transport(INTRA)
-        return rest.all_to_all(payloads, self.first, values, transport, between_nodes, exchanges)
+        return Work(pending, between_nodes, exchanges)
 
     def _encode_and_remember(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         total = self.feedback.compensated(number, rows)
@@ -121,9 +124,7 @@ class CodecGradientSync:
         self.feedback.remember(number, total, self._decoded(payloads, total))
         return payloads
 
-    def _encode_sum_and_remember(
-        self, number: int, senders: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_sum_and_remember(self, number: int, senders: torch.Tensor) -> torch.Tensor:
         """The own shard's sum of uint8 ``[S, 1, bytes]``, encoded to be gathered; its owner remembers the
         loss, beside that of its own addend."""
         begin, end = self.pieces[number]
@@ -132,32 +133,30 @@ class CodecGradientSync:
         topology = self.topology
         row = topology.rank // topology.local if topology.two_hops else topology.rank
         self.feedback.add(number, row, total, self._decoded(own, total))
-        return own, total
+        return own
 
     def _decoded(self, payloads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return self.last.decode(payloads, like.shape[1:], like.dtype, torch.empty_like(like))
 
-    def _finish_piece(self, number: int, payloads: torch.Tensor) -> torch.Tensor | Work:
+    def _finish_piece(self, number: int, codec: Codec, payloads: torch.Tensor) -> torch.Tensor | Work:
         """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""
         begin, end = self.pieces[number]
         bucket, senders = self.bucket, payloads[:, None]
         shape, dtype = (end - begin,), bucket.gradients.dtype
         if bucket.sharded:
             own = bucket.shard[None, begin:end]
-            return self.last.decode_sum(senders, shape, dtype, bucket.scale, own)
+            return codec.decode_sum(senders, shape, dtype, bucket.scale, own)
+        transport = bucket.transport()
         if self.feedback is None:
-            own, total = rest.sum_and_encode(self.last, senders, shape, dtype, self.last)
+            last, payload = sum_and_encode(codec, senders, shape, dtype, self.last, transport)
         else:
-            own, total = self._encode_sum_and_remember(number, senders)
+            last, payload = self.last, self._encode_sum_and_remember(number, senders)
+        gathered, pending = transport.all_gather(payload[0])
+        return Work(pending, lambda: self._spread(last, gathered, begin, end))
 
-        def spread(gathered: torch.Tensor) -> torch.Tensor:
-            return self._spread(gathered, begin, end)
-
-        return rest.all_gather(own, self.last, total, bucket.transport(), spread)
-
-    def _spread(self, gathered: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def _spread(self, last: Codec, gathered: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Decode one piece of every rank's shard, uint8 ``[W, bytes]``, into the bucket."""
-        bucket, size, last = self.bucket, self.shard_numel, self.last
+        bucket, size = self.bucket, self.shard_numel
         flat, dtype = bucket.gradients, bucket.gradients.dtype
         if bucket.numel == self.topology.world_size * size:
             rows = flat.view(-1, size)[:, begin:end]

@@ -10,10 +10,8 @@ in the next difference (SDP4Bit, arXiv 2410.15526, quantisation on weight differ
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rest
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
@@ -37,12 +35,9 @@ class BucketWeights:
         self.policy, self.topology, self.ledger = policy, topology, ledger
         self.pending: torch.Tensor | None = None
         """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
-        self.fits = True
-        """Whether no rank's pending payload is cut; else each gather looks."""
         self.uncompressed_kind = "exact"
         """The ledger's kind of Megatron's next gather: exact where nothing has changed."""
         self._codec: Codec | None = None
-        self._new: torch.Tensor | None = None  # what the payload is of, for what a lossless one has to add
 
     @property
     def shard(self) -> torch.Tensor:
@@ -62,26 +57,27 @@ class BucketWeights:
         for start, master in masters:
             new[start : start + master.numel()].copy_(master.view(-1))
         self.pending = self._codec.encode_difference(new, self.shard)
-        self._new = new[None] if self._codec.lossless else None
-        self.fits = not self._codec.lossless
 
     @property
-    def cut_flag(self) -> torch.Tensor:
-        """uint8, odd where the pending payload, of a lossless codec, is cut."""
-        return self._codec.cut_flags(self.pending)
+    def overflow_flag(self) -> torch.Tensor | None:
+        """uint8 ``[]``, 1 where the pending payload's values did not fit; None: they always do."""
+        return self._codec.overflow_flag(self.pending) if self._codec.lossless else None
+
+    def leave_uncompressed(self) -> None:
+        """Drop the pending payload: Megatron copies the weights and gathers them."""
+        self.pending, self.uncompressed_kind = None, "overflow"
 
     def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
-        payload, new, self.pending, self._new = self.pending, self._new, None, None
-        codec = self._codec
+        payload, codec, self.pending = self.pending, self._codec, None
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
+        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload)
 
-        def apply(payloads: torch.Tensor) -> torch.Tensor:
+        def apply() -> torch.Tensor:
             with torch.no_grad():
-                return codec.add_decoded(payloads, self.weights)
+                return codec.add_decoded(gathered, self.weights)
 
-        transport = self.topology.transport(self.ledger, "dp.weight")
-        return rest.all_gather(payload[None], codec, new, transport, apply, self.fits)
+        return Work(pending, apply)
 
 
 def copy_masters(optimizer) -> bool:
@@ -106,25 +102,28 @@ def copy_masters(optimizer) -> bool:
             place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
             masters[id(bucket)].append((place.start, master))
     for bucket in buckets:
-        held, weights = masters[id(bucket)], compressed.get(id(bucket))
+        weights = compressed.get(id(bucket))
         if weights is not None:
             first = weights.topology.rank * weights.shard.numel()
-            weights.update((start - first, master) for start, master in held)
-        else:
-            for start, master in held:
+            weights.update((start - first, master) for start, master in masters[id(bucket)])
+    _leave_out_overflows([*compressed.values()])
+    for bucket in buckets:
+        weights = compressed.get(id(bucket))
+        if weights is None or weights.pending is None:
+            for start, master in masters[id(bucket)]:
                 bucket.param_data.view(-1)[start : start + master.numel()].copy_(master.view(-1))
-    _ask_whether_they_fit([weights for weights in compressed.values() if not weights.fits])
     return True
 
 
-def _ask_whether_they_fit(updated: list[BucketWeights]) -> None:
-    """Ask the ranks of each topology once about all lossless payloads that wait for their gathers, which may
-    run in a pass that is repeated and are not; synchronises with the device."""
-    for topology in dict.fromkeys(weights.topology for weights in updated):
-        asked = [weights for weights in updated if weights.topology == topology]
-        cut = (torch.stack([weights.cut_flag for weights in asked]) & 1).amax(0, keepdim=True).int()
-        topology.record_uncompressed(asked[0].ledger, "dp.weight", "exact", "all_reduce", cut.nbytes)
-        dist.all_reduce(cut, op=dist.ReduceOp.MAX, group=topology.group)
-        fits = not bool(cut)
-        for weights in asked:
-            weights.fits = fits
+def _leave_out_overflows(updated: list[BucketWeights]) -> None:
+    """Where the payload of any bucket of a topology overflowed on any rank, leave all its lossless ones
+    uncompressed. Payloads may be gathered in a pass that is repeated, so this is asked here, once a topology;
+    synchronises with the device."""
+    flags = {id(weights): weights.overflow_flag for weights in updated}
+    asked = [weights for weights in updated if flags[id(weights)] is not None]
+    for topology in dict.fromkeys(weights.topology for weights in asked):
+        together = [weights for weights in asked if weights.topology == topology]
+        flag = torch.stack([flags[id(weights)] for weights in together]).amax()
+        if topology.transport(together[0].ledger, "dp.weight").any_rank(flag):
+            for weights in together:
+                weights.leave_uncompressed()

@@ -77,7 +77,8 @@ class TokenSite(CommSite):
         self, codec: Codec | None, why: str, traffic: str, operation: str, plain_bytes: int, sent_bytes: int
     ) -> TorchTransport:
         if codec is not None:
-            return self._transport(traffic, operation, plain_bytes)
+            self._count_plain(traffic, operation, plain_bytes)
+            return self._transport(traffic)
         self._count(traffic, why, "all_to_all", sent_bytes)
         return TorchTransport(self.group)
 
@@ -89,9 +90,9 @@ class TokenSite(CommSite):
         if probe.due(self.name, traffic, self.run.policy.iteration()):
             probe.observe(self.name, traffic, x, codec.decode(codec.encode(x), x.shape[1:], x.dtype))
 
-    def _transport(self, traffic: str, operation: str, plain_bytes: int) -> TorchTransport:
+    def _transport(self, traffic: str, fused: bool = False) -> TorchTransport:
         """Of torch.distributed: fused kernels know equal parts alone, and one stream of collectives."""
-        return super()._transport(traffic, operation, plain_bytes, fused=False)
+        return super()._transport(traffic, fused)
 
     def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Not bounded."""

@@ -105,9 +105,9 @@ def around_model_building(before: Callable[[list], list], after: Callable[[list]
     replace(training, "get_model", ("model_provider_func",), wrap)
 
 
-def repeat_passes(begin: Callable[[], bool], end: Callable[[], bool]) -> None:
-    """Call ``begin()`` before the first forward-backward pass of a training step, and, if that said yes,
-    ``end()`` behind it; where that says so, the same on every rank, the pass is taken once more.
+def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
+    """Call ``begin()`` before a training step's first pass and ``end()`` after it; where that is true, the
+    same on every rank, the pass is repeated, and ``end()`` called once more.
 
     With the same micro-batches and random state: the loop asks ``should_run_forward_backward``, which keeps
     both, since it may repeat a pass to check results. What it has made of the first pass is forgotten.
@@ -129,17 +129,22 @@ def repeat_passes(begin: Callable[[], bool], end: Callable[[], bool]) -> None:
                 self._save_state()  # what was kept is in use now
                 for iterator in self._sanitize_data_iterators(data_iterator):
                     iterator.rewind()
+                checked = _results(self)
                 return True
             runs = should_run_forward_backward(self, data_iterator)
-            first = self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN
-            if runs and first and begin():
-                checked = {name: copy.copy(vars(self)[name]) for name in _CHECKED}
-                checked["error_injector"] = copy.copy(self.error_injector)
+            if runs and self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN:
+                begin()
+                checked = _results(self)
             return runs
 
         return wrapper
 
     replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), wrap)
+
+
+def _results(machine: Any) -> dict[str, Any]:
+    results = {name: copy.copy(vars(machine)[name]) for name in _CHECKED}
+    return results | {"error_injector": copy.copy(machine.error_injector)}
 
 
 _CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "large_value_counts", "max_values")

@@ -9,18 +9,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import Decision, Policy, Work, join
+from megatron.compression.communication import Decision, Policy, Work
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.overflow import overflow
 from megatron.compression.communication.probe import ErrorProbe
-from megatron.compression.communication.rest import speculation
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
 from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
-from megatron.compression.pipeline_parallel.rest import RestChannel
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
 RECEIVED = ("recv_prev", "recv_next")
@@ -34,20 +32,10 @@ class Arrival:
     Attributes:
         tensor: what the schedule holds until it has waited for the message.
         buffer: what the transport fills.
-
-    Args:
-        receive_rest: gives what follows a cut payload, uint8 ``[1, n]``.
     """
 
-    def __init__(
-        self,
-        codec: Codec | None,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        receive_rest: Callable[[int], torch.Tensor],
-    ) -> None:
-        self._codec, self._shape, self._receive_rest = codec, shape, receive_rest
-        self._looks = not speculation.on
+    def __init__(self, codec: Codec | None, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._codec, self._shape = codec, shape
         device = torch.cuda.current_device()
         size = shape if codec is None else 0  # empty until it is decoded, so that nobody reads it too early
         self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
@@ -59,9 +47,6 @@ class Arrival:
     def take(self, _: Any = None) -> None:
         """Fill the tensor from the payload, which has arrived."""
         if self._codec is not None:
-            if self._looks and self._codec.lossless and self._codec.is_cut(self.buffer):
-                rest = self._receive_rest(self._codec.rest_bytes(self._shape, self.tensor.dtype))
-                self.buffer = torch.cat((self.buffer, rest), dim=1)
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
             self.tensor.data = self._codec.decode(self.buffer, self._shape, self.tensor.dtype)[0]
         self.buffer = None
@@ -78,13 +63,6 @@ class PipelineExchange:
     def __init__(self, policy: Policy, ledger: Ledger, probe: ErrorProbe) -> None:
         self.policy, self.ledger, self.probe = policy, ledger, probe
         self.in_flight = SendsInFlight()
-        self._rests: RestChannel | None = None
-
-    def prepare(self) -> None:
-        """Make what lossless codecs need. Collective over all ranks of the job, once there are groups."""
-        codecs = [self.policy.rule(traffic).codec for traffic in (FORWARD, BACKWARD)]
-        if any(codec is not None and codec.lossless for codec in codecs):
-            self._rests = RestChannel(parallel_state.get_pipeline_model_parallel_group())
 
     def finish(self) -> None:
         """Call it behind each forward-backward pass of a schedule: what it has sent has arrived."""
@@ -135,7 +113,7 @@ class PipelineExchange:
                 name: self._payload(communicator, TRAFFIC[name], one) for name, one in tensors.items()
             }
             encoded = {name for name, payload in payloads.items() if payload is not tensors[name]}
-            works = self._start(communicator, tensors, payloads, encoded, arrivals)
+            works = self._start(communicator, payloads, encoded, arrivals)
             if wait_on_reqs:
                 works = _complete(communicator, works, arrivals)
             else:
@@ -152,12 +130,7 @@ class PipelineExchange:
         dtype = communicator.config.pipeline_dtype
         if dtype is None or shape is None:
             raise RuntimeError("pipeline_dtype and the tensor's shape must be known to receive from a stage")
-        sender = communicator.prev_rank if traffic == FORWARD else communicator.next_rank
-
-        def receive_rest(size: int) -> torch.Tensor:
-            return self._rests.receive((1, size), traffic, sender, torch.cuda.current_device())
-
-        return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype, receive_rest)
+        return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype)
 
     def _payload(
         self, communicator: p2p_communication.P2PCommunicator, traffic: str, tensor: torch.Tensor
@@ -169,8 +142,8 @@ class PipelineExchange:
             return tensor
         message_bytes(codec, tensor.shape, tensor.dtype)  # speaks where the codec does not fit
         payload = codec.encode(tensor[None])
-        if speculation.on and codec.lossless:
-            speculation.note(codec, payload)
+        if codec.lossless:
+            overflow.note(codec, payload)
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
         site = f"pipeline stage {communicator.pp_group.rank()}"
@@ -184,7 +157,6 @@ class PipelineExchange:
     def _start(
         self,
         communicator: p2p_communication.P2PCommunicator,
-        tensors: dict[str, torch.Tensor],
         payloads: dict[str, torch.Tensor],
         encoded: set[str],
         arrivals: dict[str, Arrival],
@@ -210,34 +182,11 @@ class PipelineExchange:
         works: dict[str, Work] = {}
         for names, request in requests.items():
             work = Work(request)
-            rests = self._send_rests(communicator, encoded.intersection(names), tensors, payloads)
             if encoded.issuperset(names):
                 held = [payloads[name] for name in names]  # alive until the request has been waited for
-                self.in_flight.add(join([Work(request, held.clear), *rests]))
+                self.in_flight.add(Work(request, held.clear))
                 work = Work.completed()
-            else:
-                for rest in rests:
-                    self.in_flight.add(rest)
             works |= dict.fromkeys(names, work)
-        return works
-
-    def _send_rests(
-        self,
-        communicator: p2p_communication.P2PCommunicator,
-        names: Collection[str],
-        tensors: dict[str, torch.Tensor],
-        payloads: dict[str, torch.Tensor],
-    ) -> list[Work]:
-        """Start to send what has to follow these payloads, which are on their way."""
-        works = []
-        for name in names:
-            traffic, tensor = TRAFFIC[name], tensors[name]
-            codec = self._decide(traffic, tensor.shape, tensor.dtype).codec
-            if codec.lossless and not speculation.on and codec.is_cut(payloads[name]):
-                rest = codec.rest(tensor[None])
-                self.ledger.record(traffic, "compressed", "send", rest.nbytes, 0)
-                receiver = communicator.next_rank if traffic == FORWARD else communicator.prev_rank
-                works.append(self._rests.send(rest, traffic, receiver))
         return works
 
 

@@ -1,0 +1,126 @@
+"""What is sent where the values of a lossless payload did not fit: the values as they are.
+
+Three states of the process, the same on every rank:
+
+- ``NOTED``, in a training pass that can be repeated (repetition.py): the host does not wait. Flags are kept
+  on the device and read once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
+- ``OFF``: the policy decides for no lossless codec. In that repeated pass, and in CUDA graphs.
+- ``ASKED``, everywhere else (evaluation, loops of one's own): before payloads are sent the ranks reduce the
+  flag and the host reads it. Between pipeline stages, where one side cannot ask the other, lossless is off.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.codecs import Codec
+from megatron.compression.codecs.base import Shape
+from megatron.compression.communication.transport import TorchTransport
+
+
+class State(enum.Enum):
+    """See above."""
+
+    ASKED = enum.auto()
+    NOTED = enum.auto()
+    OFF = enum.auto()
+
+
+class Overflow:
+    """The state of this process, and the flags of its pass."""
+
+    def __init__(self) -> None:
+        self.state = State.ASKED
+        self._flags: dict[Any, torch.Tensor] = {}  # uint8 by stream
+
+    def begin(self) -> None:
+        """From here on flags are noted."""
+        self.state, self._flags = State.NOTED, {}
+
+    def note(self, codec: Codec, payloads: torch.Tensor) -> None:
+        """Remember on the device whether payloads that one call has encoded overflowed."""
+        flag = codec.overflow_flag(payloads)
+        stream = torch.cuda.current_stream() if payloads.is_cuda else None
+        noted = self._flags.get(stream)
+        if noted is None:
+            self._flags[stream] = flag.clone()
+        else:
+            noted.bitwise_or_(flag)
+
+    def end(self) -> bool:
+        """Whether any rank has noted an overflow since ``begin``; flags are asked for again from here on.
+        Collective over all ranks of the job; synchronises with the device."""
+        self.state = State.ASKED
+        found = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
+        for flag in self._flags.values():
+            found += flag
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
+
+    def turns_off(self, traffic: str) -> bool:
+        """Whether lossless codecs of a traffic class are off. Updated weights, which are sent outside passes,
+        are asked about at each optimizer step (data_parallel/weights.py)."""
+        if self.state is State.ASKED:
+            return traffic.startswith("pp.")
+        return self.state is State.OFF and traffic != "dp.weight"
+
+
+overflow = Overflow()
+"""The process's: a pass has one state, whatever communicates in it."""
+
+
+def encode(codec: Codec, rows: torch.Tensor, transport: TorchTransport) -> tuple[Codec, torch.Tensor]:
+    """What decodes on all ranks of the transport's group, and uint8 ``[rows, bytes]`` of ``[rows, *shape]``:
+    the codec itself, or ``AsIs`` where it is lossless and a rank's values did not fit."""
+    payloads = codec.encode(rows)
+    if not codec.lossless:
+        return codec, payloads
+    if overflow.state is State.NOTED:
+        overflow.note(codec, payloads)
+        return codec, payloads
+    if not transport.any_rank(codec.overflow_flag(payloads)):
+        return codec, payloads
+    as_is = AsIs(rows.dtype)
+    return as_is, as_is.encode(rows)
+
+
+def sum_and_encode(
+    codec: Codec,
+    payloads: torch.Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+    into: Codec,
+    transport: TorchTransport,
+) -> tuple[Codec, torch.Tensor]:
+    """``encode`` of the sum over S of uint8 ``[S, rows, bytes]``, by ``into``.
+
+    Args:
+        dtype: of what was encoded; a lossless codec rounds the fp32 sum to it.
+    """
+    if not into.lossless:
+        return into, codec.decode_sum_encode(payloads, shape, into)
+    return encode(into, codec.decode_sum(payloads, shape, dtype), transport)
+
+
+@dataclass(frozen=True)
+class AsIs(Codec):
+    """The bytes of values of ``dtype``."""
+
+    dtype: torch.dtype
+    lossless: ClassVar[bool] = False
+
+    def payload_bytes(self, shape: Shape) -> int:
+        return self.dtype.itemsize * math.prod(shape)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), -1).contiguous().view(torch.uint8)
+
+    def decode(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        values = payloads.contiguous().view(self.dtype).view(len(payloads), *shape)
+        return values.to(dtype) if out is None else out.copy_(values)
