@@ -9,9 +9,9 @@
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
         --codecs none "sdp4bit --dp-compression-node-size 1" "tagc --dp-error-feedback fp32"
     python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
-    python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-chunks 2" --regimes pcie
+    python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-layers 2-5" --regimes pcie
     python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
-        "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves" "int6 --ladder-residual"
+        "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves"
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
 flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
@@ -22,8 +22,7 @@ weighs as it does between nodes); --num-layers behind the script's own options m
 default).
 --dp-compression-node-size n counts n ranks of this host as a node: one is what ethernet stands for.
 
-A CAAT-Net ("none --caat-net-sync-fraction 0.5") and a ladder (--ladder-residual) are other models: compare
-times, not losses.
+A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
 """
 
 import argparse
@@ -73,8 +72,6 @@ ABLATIONS = (
     "{}",
     "{} --tp-compression-min-mb 8",  # Megatron's users' default; all else compresses every message
     "{} --compression-transport collective",  # NCCL between the codec's kernels: not fused, other links too
-    "{} --compression-transport collective --tp-compression-chunks 2",  # more runs behind GEMMs
-    "{} --tp-compression-chunks 2",
     "{} --tp-compression-overlap halves",  # behind the other half
     "none --tp-compression-overlap halves",
     "{} --no-gradient-accumulation-fusion",  # weight gradients, behind which exchanges run, take longer

@@ -26,10 +26,8 @@ from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.hooks import Experts
-from megatron.compression.ladder.block import LadderBlock
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
-from megatron.compression.tensor_parallel.block import attach as attach_block
 from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
 
 
@@ -96,9 +94,6 @@ class Compression:
         tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
         context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
         self._experts.attach(chunks, self._say)
-        if self.config.ladder.residual:
-            for chunk in chunks:
-                attach_block(chunk, LadderBlock)
         if self.config.caat_net.enabled:
             for chunk in chunks:
                 caat_net.attach(chunk, self.config.caat_net, self.ledger)

@@ -14,8 +14,6 @@ from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
-from megatron.compression.ladder.config import FLAG as LADDER
-from megatron.compression.ladder.config import LadderConfig
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 from megatron.compression.tensor_parallel.turns_checks import HALVES
@@ -41,7 +39,6 @@ class CompressionConfig:
     expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
-    ladder: LadderConfig = field(default_factory=LadderConfig)
 
     auto: tuple[str, ...] = ()
     """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
@@ -88,7 +85,12 @@ class CompressionConfig:
                 flag = f"--compression-{name.replace('_', '-')}"
                 raise CompressionConfigError(f"{flag} {getattr(self, name)} {wanted}")
         self._refuse_idle()
-        self._refuse_beside_turns()
+        fraction = self.caat_net.sync_fraction
+        if self.tensor_parallel.halves and fraction < 1:
+            raise CompressionConfigError(
+                f"--caat-net-sync-fraction {fraction:g} has layers that halves do not cover; drop it or "
+                f"{HALVES}"
+            )
 
     def _refuse_idle(self) -> None:
         """A setting that would silently do nothing."""
@@ -111,22 +113,6 @@ class CompressionConfig:
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
-
-    def _refuse_beside_turns(self) -> None:
-        """What would wait for sums that blocks in turn leave under way, or do nothing beside them."""
-        tensors, fraction = self.tensor_parallel, self.caat_net.sync_fraction
-        flags = [HALVES] * tensors.halves + [LADDER] * self.ladder.residual
-        for refused, flag, reason in (
-            (len(flags) > 1, LADDER, "has sums travel behind blocks as well"),
-            (
-                tensors.halves and fraction < 1,
-                f"--caat-net-sync-fraction {fraction:g}",
-                "has layers that halves do not cover",
-            ),
-            (tensors.chunks > 1, f"--tp-compression-chunks {tensors.chunks}", "cuts what is hidden in whole"),
-        ):
-            if flags and refused:
-                raise CompressionConfigError(f"{flag} {reason}; drop it or {flags[0]}")
 
     @property
     def enabled(self) -> bool:
@@ -154,8 +140,7 @@ class CompressionConfig:
         self.context_parallel.check(args)
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
-        self.caat_net.check(args, self.tensor_parallel.chunks)
-        self.ladder.check(args)
+        self.caat_net.check(args)
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
@@ -200,8 +185,6 @@ class CompressionConfig:
             )
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
-        if self.ladder.residual:
-            lines.append(self.ladder.describe())
         return lines
 
 
@@ -209,7 +192,7 @@ def _is_percent(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value >= 0)
 
 
-SAME_RESULTS = {"transport", "communicators", "report", "chunks", "overlap"}
+SAME_RESULTS = {"transport", "communicators", "report", "overlap"}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
 

@@ -1,6 +1,6 @@
 """Which checkpoints belong to a model whose function is not the ordinary one of its weights.
 
-Of a CAAT-Net the sync fraction and the ranks are part of the model; a ladder is one.
+Of a CAAT-Net the sync fraction and the ranks are part of the model.
 """
 
 from argparse import Namespace
@@ -12,17 +12,10 @@ from megatron.compression.errors import CompressionConfigError
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
     """Refuse a checkpoint of another function.
 
-    Raises: CompressionConfigError: a ladder or not, unlike this run; another sync fraction, or with one below
-        1 another tensor-parallel size.
+    Raises: CompressionConfigError: another sync fraction, or with one below 1 another tensor-parallel size.
     """
     if not _is_another_function(checkpoint_args, args):
         return
-    if _is_ladder(checkpoint_args) != _is_ladder(args):
-        there, fix = ("with", "add") if _is_ladder(checkpoint_args) else ("without", "drop")
-        raise CompressionConfigError(
-            f"the checkpoint was trained {there} --ladder-residual: another function of the same weights. "
-            f"{fix.capitalize()} --ladder-residual, or give --finetune to train on as another model"
-        )
     saved, ranks = _fraction_and_ranks(checkpoint_args)
     if saved != args.caat_net_sync_fraction:
         raise CompressionConfigError(
@@ -61,18 +54,11 @@ def _fraction_and_ranks(args: Namespace) -> tuple[float, int]:
     return getattr(args, "caat_net_sync_fraction", 1.0), args.tensor_model_parallel_size
 
 
-def _is_ladder(args: Namespace) -> bool:
-    return getattr(args, "ladder_residual", False)
-
-
 def _function(args: Namespace) -> str:
     fraction, ranks = _fraction_and_ranks(args)
-    ladder = " with --ladder-residual" if _is_ladder(args) else ""
-    return f"--caat-net-sync-fraction {fraction:g} at --tensor-model-parallel-size {ranks}{ladder}"
+    return f"--caat-net-sync-fraction {fraction:g} at --tensor-model-parallel-size {ranks}"
 
 
 def _is_another_function(checkpoint_args: Namespace, args: Namespace) -> bool:
-    if _is_ladder(checkpoint_args) != _is_ladder(args):
-        return True
     (saved, ranks), (fraction, ours) = _fraction_and_ranks(checkpoint_args), _fraction_and_ranks(args)
     return saved != fraction or (saved != 1.0 and ranks != ours)

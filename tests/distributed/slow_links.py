@@ -104,10 +104,6 @@ def main() -> None:
     own = "--slow-payloads", "--fast-links", "--halves-travel-free"
     payloads, fast, small = (word in words for word in own)
     words = [word for word in words if word not in own]
-    if small:
-        from megatron.compression.auto import candidates
-
-        del candidates.SCHEDULES["--tp-compression-chunks 2"]
     if fast:
         clock.tick = 0.06  # everything takes as long: few repetitions are timed
     elif os.environ["RANK"] == "1":

@@ -116,15 +116,6 @@ def _gradient_norms(run: ForkedRun) -> list[float]:
     return [float(norm) for norm in re.findall(r"grad norm: ([\d.]+)", run.output)]
 
 
-def test_a_ladder_of_streams_trains(runs: Runs) -> None:
-    """Both changes of the model at once, through a codec, on two data-parallel ranks."""
-    layout = DATA.replace(" mlp", "").split()
-    run = runs.train(*TP2, *HALF, *INT8, *layout, "--ladder-residual", ranks=4)
-    _check_replicas(run)
-    _check_all_compressed(run)
-    assert len(run.losses) == ITERATIONS and "that the ledger does not know" not in run.output
-
-
 @pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--micro-batch-size 1"])
 def test_resume_in_another_layout(runs: Runs, layout: str) -> None:
     """From the checkpoint of iteration 2 on two pipeline stages, or two data-parallel ranks: same losses."""

@@ -311,15 +311,6 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
     assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
 
 
-def test_halves_of_one_sequence_on_virtual_stages(runs: Runs) -> None:
-    """Sequence parallel, two of the four stages without a layer, uncompressed: the serial run's losses."""
-    flags = [*model_flags("llama", tied=False), "--micro-batch-size", "1", *runs.initial("llama")]
-    layout = f"--tensor-model-parallel-size 2 --sequence-parallel {PIPELINES['virtual']}"
-    run = runs.train([*flags, *layout.split(), "--tp-compression-overlap", "halves"], 4)
-    assert run.losses == pytest.approx(runs.serial("llama", tied=False).losses, rel=2e-5)
-    assert UNKNOWN not in run.output
-
-
 @pytest.mark.parametrize(
     "compression", ["", "--cp-compression int8 --tp-compression int8 --tp-compression-min-mb 0"]
 )

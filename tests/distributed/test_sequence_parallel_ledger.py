@@ -31,14 +31,10 @@ FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (W-1)
 
 
 def ledger_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[tuple]:
-    """What the transport was given and what the ledger says: uncompressed, whole and in chunks."""
+    """What the transport was given and what the ledger says: uncompressed and compressed."""
     start_model_parallel(world_size)
     results = []
-    for settings in (
-        {"codec": "none"},
-        {},
-        {"chunks": 2},
-    ):
+    for settings in ({"codec": "none"}, {}):
         run = run_with(**settings)
         model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
         with TransportAudit(world_size) as audit:

@@ -157,10 +157,6 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
         serial = _serial(kind, sequence_parallel, rank, world_size)
         core, identity, taco = run(False), run(True, "identity"), run(True)
         assert set(core) == set(identity) == set(taco) == set(serial)
-        for chunks in (3, 50) if kind != "embedding" else ():  # no divisor of the rows; too many
-            chunked = run(True, "identity", chunks=chunks)
-            for name, value in chunked.items():
-                torch.testing.assert_close(value, identity[name], rtol=1e-5, atol=1e-5)
         for name, value in core.items():
             what = f"{kind} sequence_parallel={sequence_parallel} {name}"
             torch.testing.assert_close(identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=what)

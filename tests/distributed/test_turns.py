@@ -1,4 +1,4 @@
-"""Halves of a micro-batch in turn, and a ladder: what they compute, in fp64, and what they send."""
+"""Halves of a micro-batch in turn: what they compute, in fp64, and what they send."""
 
 import gc
 import time
@@ -40,24 +40,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "int6, two codecs, sequence parallel": ({"codec": "int6/int8", "layers": "0"}, SP),
 }
 """Name: settings of ``run_with`` and of the model. Of int6 results are close, else equal to rounding."""
-ONE = {
-    "one, recomputed": ({"codec": "identity"}, dict(FULL, hidden_dropout=0.1)),
-    "one, rotary": ({"codec": "identity"}, dict(LLAMA, positions="rope")),
-    "one, int6": ({"codec": "int6"}, {}),
-}
-DEALT = {
-    "one, sequence parallel": ({"codec": "identity"}, dict(SP, **LLAMA, positions="rope")),
-    "one, sequence parallel, recomputed": ({"codec": "none"}, dict(SP, **BLOCK)),
-}
-ONE |= DEALT
-"""The same for micro-batches of one sequence, halved along it, and dealt anew with sequence parallelism."""
-LOSSY = ("int6", "int6, two codecs, sequence parallel", "one, int6")
-LADDERS = ("uncompressed", "identity", "sequence parallel", "recomputed", "recomputed in part", "int6")
-CAAT = {
-    "half": ({"codec": "none", "sync_fraction": 0.5}, dict(hidden_dropout=0.1)),
-    "a quarter, recomputed": ({"codec": "identity", "sync_fraction": 0.25}, dict(LLAMA, **FULL)),
-}
-"""Ladders of which each rank has its own stream (CAAT-Net)."""
+LOSSY = ("int6", "int6, two codecs, sequence parallel")
 SECOND_MASK = 5
 
 
@@ -65,8 +48,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     """Two micro-batches of a model that ``prepare`` has changed: losses, gradients, random state, bytes."""
     from megatron.core import tensor_parallel
 
-    settings, changes = (CASES | ONE | CAAT)[case]
-    size = 1 if case in ONE else SEQUENCES
+    settings, changes = CASES[case]
     dtype = torch.float32 if case in ("lossless", "fp32 residual") else torch.float64
     run = run_with(**settings)
     model = build_tiny_gpt(rank, world_size, run, dtype, **changes)
@@ -79,9 +61,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     torch.manual_seed(5)
     audit, losses = TransportAudit(world_size), []
     for step in range(2):
-        inputs = batch(step, rank, size)
-        if changes.get("positions") == "rope":
-            inputs["attention_mask"] = None  # as --no-create-attention-mask-in-dataloader has it
+        inputs = batch(step, rank, SEQUENCES)
         if mask:  # of the second sequence: nobody sees the token SECOND_MASK
             inputs["attention_mask"] = inputs["attention_mask"].repeat(SEQUENCES, 1, 1, 1)
             inputs["attention_mask"][1, :, SECOND_MASK + 1 :, SECOND_MASK] = True
@@ -115,46 +95,11 @@ def _is_sharded(parameter: torch.nn.Parameter) -> bool:
 def _in_halves(model: torch.nn.Module) -> None:
     from megatron.compression.tensor_parallel import block
 
-    block.attach(model, block.HalvesBlock)
-
-
-def _as_ladder(model: torch.nn.Module) -> None:
-    from megatron.compression.ladder.block import LadderBlock
-    from megatron.compression.tensor_parallel import block
-
-    block.attach(model, LadderBlock)
-
-
-def _attached_as_ladder(model: torch.nn.Module) -> None:
-    """As a run with --ladder-residual has it."""
-    from megatron.compression import CompressionConfig, attach
-    from megatron.compression.ladder.config import LadderConfig
-
-    attach([model], CompressionConfig(ladder=LadderConfig(residual=True)), say=lambda line: None)
-
-
-def _as_plain_ladder(model: torch.nn.Module) -> None:
-    """The ladder as the formula has it, in place of the decoder's forward."""
-
-    def forward(hidden_states, attention_mask=None, rotary_pos_emb=None, **_) -> torch.Tensor:
-        read = x = hidden_states
-        for layer in model.decoder.layers:
-            for norm, block, options in (
-                (layer.input_layernorm, layer.self_attention, {"attention_mask": attention_mask}),
-                (layer.pre_mlp_layernorm, layer.mlp, {}),
-            ):
-                output, bias = block(norm(read), **options)
-                total = output if bias is None else output + bias
-                dropped = torch.nn.functional.dropout(total, layer.hidden_dropout, model.training)
-                read, x = x, x + dropped
-        return model.decoder.final_layernorm(x)
-
-    model.decoder.forward = forward
+    block.attach(model)
 
 
 def _changed_layers() -> dict:
     """What halves would leave out of a layer, or compute otherwise: by the words of the refusal."""
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     other = type("OtherLayer", (TransformerLayer,), {})
@@ -164,10 +109,6 @@ def _changed_layers() -> dict:
         "in a way of its own": lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
         "has a Linear": lambda layer: setattr(layer, "mlp", torch.nn.Linear(1, 1)),
         "cross attention": lambda layer: setattr(layer, "pre_cross_attn_layernorm", torch.nn.LayerNorm(1)),
-        "not causal": lambda layer: setattr(layer.self_attention, "attn_mask_type", AttnMaskType.no_mask),
-        "Linear takes no fewer queries": lambda layer: setattr(
-            layer.self_attention, "core_attention", torch.nn.Linear(1, 1)
-        ),
     }
 
 
@@ -181,14 +122,14 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
         model = build_tiny_gpt(rank, world_size, run_with())
         change(model.decoder.layers[1])
         try:
-            block.check_layers(model, block.HalvesBlock)
-            said[words] = block.why_not_along_the_sequence(model.decoder.layers)
+            block.check_layers(model)
+            said[words] = None
         except CompressionConfigError as error:
             said[words] = str(error)
     wrapper = torch.nn.Module()
     wrapper.config = model.config
     try:
-        block.check_layers(wrapper, block.HalvesBlock)
+        block.check_layers(wrapper)
     except CompressionConfigError as error:
         said["not NoneType"] = str(error)
     return said
@@ -206,9 +147,9 @@ def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
     angles = torch.rand(SEQUENCE, SEQUENCES, 1, HIDDEN // 4)
     decoder = lambda **more: model.decoder(hidden, None, rotary_pos_emb=angles, **more)  # noqa: E731
     found = [decoder()]
-    block.attach(model, block.HalvesBlock)
+    block.attach(model)
     found.append(decoder())
-    with pytest.raises(InputError, match="extract_layer_indices does not take turns; drop --tp-compression"):
+    with pytest.raises(InputError, match="extract_layer_indices is not halved; drop --tp-compression"):
         decoder(extract_layer_indices={0})
     for module in model.modules():  # as DDP's of --overlap-param-gather, which come after auto's check
         module.register_forward_pre_hook(lambda *_: None)
@@ -264,7 +205,7 @@ def _worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     results = {
         case: [_train(rank, world_size, case, prepare) for prepare in (lambda model: None, _in_halves)]
-        for case in (*CASES, *ONE)
+        for case in CASES
     }
     results["mask"] = [
         _train(rank, world_size, "uncompressed", prepare, mask=True)
@@ -272,29 +213,9 @@ def _worker(rank: int, world_size: int) -> dict:
     ]
     results["refused"] = _refused(rank, world_size)
     results["decoders"] = _decoders(rank, world_size)
-    results["kept alive"] = [
-        _kept_alive(rank, world_size, prepare, changes)
-        for prepare in (_in_halves, _as_ladder)
-        for changes in ({}, FULL)
-    ]
+    results["kept alive"] = [_kept_alive(rank, world_size, _in_halves, changes) for changes in ({}, FULL)]
     results["generated"] = [_generated(rank, world_size, one) for one in (lambda model: None, _in_halves)]
-    for case in CAAT:
-        results[case] = [
-            _train(rank, world_size, case, prepare) for prepare in (_as_plain_ladder, _as_ladder)
-        ]
-    results["ladder"] = {case: _train(rank, world_size, case, _as_ladder) for case in LADDERS}
     return results
-
-
-def _reference_worker(rank: int, world_size: int) -> list[dict]:
-    """The plain ladder on one process, without dropout and with it; and ours there."""
-    start_model_parallel(world_size)
-    cases = (
-        ("uncompressed", _as_plain_ladder),
-        ("identity", _as_plain_ladder),
-        ("identity", _attached_as_ladder),
-    )
-    return [_train(rank, world_size, case, prepare) for case, prepare in cases]
 
 
 @pytest.fixture(scope="module")
@@ -318,31 +239,16 @@ def _compare(found: dict, wanted: dict, tolerance: float) -> None:
         )
 
 
-def _sum_common_gradients(sides: list) -> None:
-    for by_rank in zip(*sides, strict=True):
-        first = by_rank[0]
-        for name in first["gradients"].keys() - first["shards"].keys():
-            total = sum(one["gradients"][name] for one in by_rank)
-            for one in by_rank:
-                one["gradients"][name] = total
-
-
-@pytest.mark.parametrize("case", [*CASES, *ONE, "mask"])
+@pytest.mark.parametrize("case", [*CASES, "mask"])
 def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
     """Losses and gradients, the random numbers that are drawn, and the bytes that are sent."""
     sides = [rank[case] for rank in results]
-    if case in DEALT:  # what ranks hold in common has the gradient of other tokens in each
-        _sum_common_gradients(sides)
     for whole, halves in sides:
         single = case in ("lossless", "fp32 residual")
         _compare(halves, whole, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
         assert torch.equal(halves["random"], whole["random"])
         assert halves["kinds"] - {"exact"} == whole["kinds"] - {"exact"}
-        if case in DEALT:  # there and back, and their gradients: half of a rank's tokens, in fp64
-            whole["sent"]["all_to_all"] += 4 * SEQUENCE // 4 * HIDDEN * 8
-        if case == "one, int6":  # a half of its smallest message is filled up to whole groups
-            assert halves["sent"]["all_to_all"] == pytest.approx(whole["sent"]["all_to_all"], rel=0.02)
-        elif case != "lossless":  # whose payloads depend on the values
+        if case != "lossless":  # whose payloads depend on the values
             assert halves["sent"] == whole["sent"]
 
 
@@ -351,7 +257,7 @@ def test_what_halves_would_leave_out_is_refused(results: list[dict]) -> None:
     for said in (rank["refused"] for rank in results):
         for words, reason in said.items():
             assert reason is not None and words in reason
-    assert len(said) == 8
+    assert len(said) == 6
 
 
 def test_nothing_is_kept_behind_a_step(results: list[dict]) -> None:
@@ -373,75 +279,12 @@ def test_angles_of_each_sequence_go_with_it(results: list[dict]) -> None:
             torch.testing.assert_close(other, whole, rtol=1e-12, atol=1e-12)
 
 
-def _dealer(rank: int, world_size: int) -> list[torch.Tensor]:
-    import torch.distributed as dist
-
-    from megatron.compression.communication.site import CommSite
-    from megatron.compression.tensor_parallel.sequence_halves import deal
-
-    site = CommSite("site", dist.group.WORLD, run_with("none"))
-    own = torch.arange(4.0)[:, None, None] + 4 * rank
-    dealt = deal(own.requires_grad_(), site)
-    dealt.square().sum().backward()
-    return [dealt.detach().flatten(), deal(dealt, site, back=True).detach() - own, own.grad - 2 * own]
-
-
-def test_four_ranks_deal_halves_and_take_them_back() -> None:
-    """Each rank's part of the earlier half, then of the later; values and gradients return."""
-    by_rank = spawn(_dealer, 4)
-    earlier, later = (torch.cat([found[0][part] for found in by_rank]) for part in (slice(2), slice(2, None)))
-    assert torch.equal(torch.cat([earlier, later]), torch.arange(16.0))
-    assert not any(rest.any() for found in by_rank for rest in found[1:])
-
-
 def test_replicas_agree(results: list[dict]) -> None:
     """The gradients of what ranks hold in common, bit for bit, whatever the codec."""
     first, second = results
-    for case in (*CASES, *ONE, "mask"):
+    for case in (*CASES, "mask"):
         sides = [rank[case][1] for rank in (first, second)]
         if "sequence parallel" in case or case in ("recomputed in part", "frozen"):
             continue  # each rank has its part of these until they are finalised
         for name in sides[0]["gradients"].keys() - sides[0]["shards"].keys():
             assert torch.equal(*(side["gradients"][name] for side in sides)), (case, name)
-
-
-def test_the_ladder_is_the_formulas(results: list[dict]) -> None:
-    """Against plain torch on one process, in fp64: whole and sharded gradients, recomputed or not."""
-    (plain, dropped, ours) = spawn(_reference_worker, 1)[0]
-    _compare(ours, dropped, 1e-12)
-    ordinary = [
-        sum(pair) for pair in zip(*(rank["uncompressed"][0]["losses"] for rank in results), strict=True)
-    ]
-    assert plain["losses"] != pytest.approx(ordinary, rel=1e-5), "it is another function"
-    for case, tolerance in (
-        ("uncompressed", 1e-12),
-        ("sequence parallel", 1e-8),
-        ("recomputed in part", 1e-8),
-    ):
-        both = zip(*(rank["ladder"][case]["losses"] for rank in results), strict=True)
-        evaluated = slice(2, None)  # trained with dropout by some
-        total = [sum(pair) for pair in both]
-        assert total[evaluated] == pytest.approx(plain["losses"][evaluated], rel=tolerance)
-    for number, rank in enumerate(results):
-        ladders = rank["ladder"]
-        wanted = {
-            name: gradient
-            if name not in ladders["uncompressed"]["shards"]
-            else gradient.chunk(2, ladders["uncompressed"]["shards"][name])[number]
-            for name, gradient in plain["gradients"].items()
-        }
-        losses = ladders["uncompressed"]["losses"]  # of its part of the vocabulary
-        _compare(ladders["uncompressed"], {"losses": losses, "gradients": wanted}, 1e-12)
-        _compare(ladders["recomputed"], ladders["identity"], 1e-12)
-        _compare(ladders["int6"], ladders["uncompressed"], 4e-3)
-
-
-@pytest.mark.parametrize("case", CAAT)
-def test_a_ladder_of_streams_is_the_formula(results: list[dict], case: str) -> None:
-    """Where ranks sum a part of the channels: the same losses and gradients, random numbers, and bytes unless
-    some are sent again in a recomputation."""
-    for plain, ladder in (rank[case] for rank in results):
-        _compare(ladder, plain, 1e-12)
-        assert torch.equal(ladder["random"], plain["random"])
-        assert ladder["sent"] == plain["sent"] or "recomputed" in case
-        assert ladder["kinds"] - {"exact"} == plain["kinds"] - {"exact"}

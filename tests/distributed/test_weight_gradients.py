@@ -40,8 +40,8 @@ TIED = frozenset(LINEAR - {"output_layer"} | {"word_embeddings"})
 SETUPS = {
     "uncompressed": Setup({"codec": "none"}),
     "fp32 weights": Setup(dtype=torch.float32),
-    "sequence parallel, chunks": Setup({"codec": "int6", "chunks": 2}, dict(sequence_parallel=True)),
-    "recomputed, one of two layers": Setup({"codec": "int6", "layers": "0", "chunks": 2}, FULL),
+    "sequence parallel": Setup({"codec": "int6"}, dict(sequence_parallel=True)),
+    "recomputed, one of two layers": Setup({"codec": "int6", "layers": "0"}, FULL),
     "tied": Setup(changes=dict(tied=True), fused=TIED),
     "frozen": Setup(frozen="fc2", fused=frozenset(LINEAR - {"linear_fc2"})),
     "recomputed": Setup({"codec": "none"}, FULL, torch.float32),

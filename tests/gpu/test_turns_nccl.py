@@ -31,8 +31,6 @@ CASES = {
     "int6, recomputed": ({"codec": "int6", "transport": "collective"}, FULL),
     "outliers, dropout": ({"codec": "int6:outliers=on"}, dict(hidden_dropout=0.1)),
     "one kernel": ({"codec": "int6", "transport": "auto"}, {}),
-    "one sequence, uncompressed": ({"codec": "none"}, dict(sequence_parallel=True)),
-    "one sequence": ({"codec": "int6", "transport": "collective"}, {}),
 }
 """Settings of ``run_with``, and of the model."""
 
@@ -44,35 +42,30 @@ class Step(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def _step(rank: int, world_size: int, settings: dict, changes: dict, size: int, ladder: bool = False) -> Step:
+def _step(rank: int, world_size: int, settings: dict, changes: dict) -> Step:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnBackend
-
-    from megatron.compression.ladder.block import LadderBlock
-    from megatron.compression.tensor_parallel import block
 
     run = run_with(**settings)
     changes = {**MODEL, "attention_backend": AttnBackend.unfused, **changes}  # fused ones differ each time
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, **changes)
-    if ladder:
-        block.attach(model, LadderBlock)
     wrapped = _wrapped(model, fp32_gradients=True)
     wrapped.zero_grad_buffer()
     tensor_parallel.model_parallel_cuda_manual_seed(77, force_reset_rng=True)
     losses = []
     with wrapped.no_sync():
         for number in range(2):
-            loss = wrapped(**batch(number, rank, size)).float().mean()
+            loss = wrapped(**batch(number, rank, SEQUENCES)).float().mean()
             loss.backward()
             losses.append(float(loss.detach()))
-    for parameter in model.parameters():  # as Megatron does: of its own tokens, which halves deal anew
+    for parameter in model.parameters():  # as Megatron does
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(parameter.main_grad)
     return Step(losses, _gradients(model))
 
 
-def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step], list[Step]]]:
-    """By case: the whole, halves and the ladder, both repeated."""
+def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step]]]:
+    """By case: the whole, and halves, repeated."""
     start_model_parallel(world_size)
     from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
@@ -81,12 +74,10 @@ def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step], list
     torch.use_deterministic_algorithms(True, warn_only=True)
     results = {}
     for name, (settings, changes) in CASES.items():
-        size = 1 if name.startswith("one sequence") else SEQUENCES
-        whole = _step(rank, world_size, settings, changes, size)
+        whole = _step(rank, world_size, settings, changes)
         halved = settings | {"overlap": "halves"}
-        halves = [_step(rank, world_size, halved, changes, size) for _ in range(REPEATED)]
-        ladders = [_step(rank, world_size, settings, changes, size, ladder=True) for _ in range(REPEATED)]
-        results[name] = whole, halves, ladders
+        halves = [_step(rank, world_size, halved, changes) for _ in range(REPEATED)]
+        results[name] = whole, halves
     return results
 
 
@@ -100,7 +91,7 @@ def results() -> list[dict]:
 def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
     """To the rounding of bf16 sums, and of codes where there are any."""
     for rank in results:
-        whole, halves, _ = rank[case]
+        whole, halves = rank[case]
         lossy = "uncompressed" not in case
         assert halves[0].losses == pytest.approx(whole.losses, rel=4e-3 if lossy else 1e-3)
         for name, gradient in whole.gradients.items():
@@ -112,15 +103,15 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
 def test_the_same_bits_each_time(results: list[dict], case: str) -> None:
     """Losses and main_grad of three runs: nothing is read before it has arrived."""
     for rank in results:
-        for first, *others in rank[case][1:]:
-            for other in others:
-                assert other.losses == first.losses
-                for name, gradient in first.gradients.items():
-                    assert torch.equal(other.gradients[name], gradient), name
+        first, *others = rank[case][1]
+        for other in others:
+            assert other.losses == first.losses
+            for name, gradient in first.gradients.items():
+                assert torch.equal(other.gradients[name], gradient), name
 
 
 def test_ranks_agree(results: list[dict]) -> None:
-    """The losses of replicas, halves and ladder, bit for bit."""
+    """The losses of replicas, bit for bit."""
     for case in CASES:
-        for first, second in zip(*(rank[case][1:] for rank in results), strict=True):
-            assert first[0].losses == second[0].losses
+        first, second = (rank[case][1] for rank in results)
+        assert first[0].losses == second[0].losses

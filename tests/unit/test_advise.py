@@ -126,7 +126,7 @@ def test_a_slow_host_is_waited_for():
 
 
 def test_settings_that_change_a_message_change_its_time():
-    """Layers that are left out, small messages, chunks, and a transport that is asked for."""
+    """Layers that are left out, small messages, and a transport that is asked for."""
 
     def found(**settings) -> CompressionConfig:
         transport = settings.pop("transport", "auto")
@@ -141,11 +141,10 @@ def test_settings_that_change_a_message_change_its_time():
             "all": {},
             "half": {"layers": "0-3,embedding,output"},
             "none": {"min_mb": 65.0},
-            "chunks": {"chunks": 2},
         }.items()
     }
     plain = predict(GPT, LAYOUTS["tp"], nodes["pcie"])
-    assert times["chunks"] < times["all"] < times["half"] < times["none"] == plain.milliseconds
+    assert times["all"] < times["half"] < times["none"] == plain.milliseconds
     fused, apart = (
         predict(GPT, LAYOUTS["tp"], nodes["nvlink"], found(transport=t)) for t in ("auto", "collective")
     )
@@ -257,7 +256,6 @@ IMPOSSIBLE = (
             f"-- {SCRIPT} --caat-net-sync-fraction 0.5 --tensor-model-parallel-size 2",
             "--caat-net-sync-fraction",
         ),
-        (f"-- {SCRIPT} --transformer-impl local --ladder-residual", "--ladder-residual hides sums"),
         (f"-- {SCRIPT} --dp-compression tagc", "--dp-compression tagc: its bytes depend on the values"),
         ("-- --num-layers 8", "--hidden-size is missing"),
         *((f"-- {SCRIPT} {flag} {size}", f"{flag} {size} must be 1 or more") for flag, size in IMPOSSIBLE),

@@ -63,17 +63,17 @@ def test_a_gain_under_two_percent_is_none(run):
 
 def test_each_schedule_takes_its_turns(run):
     """The fastest one stays, and what tensor parallelism gains is counted with it."""
-    took = {"chunks": 0.95, "halves": 0.9, "tp.forward": 1.01}
+    took = {"thirds": 0.95, "halves": 0.9, "tp.forward": 1.01}
     history, (found,) = run(
-        lambda out: took[min(out)] if out else 1.0, ("tensor_parallel",), schedules=("chunks", "halves")
+        lambda out: took[min(out)] if out else 1.0, ("tensor_parallel",), schedules=("thirds", "halves")
     )
-    turns = [set(), {"tp.forward"}, {"chunks"}, {"halves"}] * check.ROUNDS
+    turns = [set(), {"tp.forward"}, {"thirds"}, {"halves"}] * check.ROUNDS
     begin, length = 1 + check.WARM_UP, len(turns) * check.TURN
     assert history[begin : begin + length] == [turn for turn in turns for _ in range(check.TURN)]
     assert all(turn == {"halves"} for turn in history[begin + length :])
     assert found.schedule == "halves" and not found.off, "1 % without halves, 11 with them"
     assert found.gains == {
-        "chunks": pytest.approx(0.05),
+        "thirds": pytest.approx(0.05),
         "halves": pytest.approx(0.1),
         "tensor_parallel": pytest.approx(1 - 0.9 / 1.01),
     }
@@ -110,9 +110,9 @@ def test_skipped_iterations_are_not_timed(run):
 
 def test_without_room_no_schedule_takes_a_turn(run):
     history, (found,) = run(
-        lambda out: 1.0 + bool(out), ("tensor_parallel",), schedules=("chunks", "halves"), room=False
+        lambda out: 1.0 + bool(out), ("tensor_parallel",), schedules=("thirds", "halves"), room=False
     )
-    assert not any({"chunks", "halves"} & out for out in history)
+    assert not any({"thirds", "halves"} & out for out in history)
     assert found.gains == {"tensor_parallel": pytest.approx(0.5)} and found.schedule is None
 
 

@@ -37,13 +37,15 @@ def test_settings_are_specs_and_flags():
 
 
 def test_neighbours_share_a_run_where_only_codecs_differ():
-    settings = [_launch.parse_setting(t) for t in ("none", "int6", "int6 --tp-compression-chunks 2", "none")]
+    settings = [
+        _launch.parse_setting(t) for t in ("none", "int6", "int6 --tp-compression-overlap halves", "none")
+    ]
 
     def keys(dimension: str) -> list:
         options = Namespace(dimension=dimension)
         return [_bench._launch_key(options, index, one) for index, one in enumerate(settings)]
 
-    assert keys("tensor") == [(), (), ("--tp-compression-chunks", "2"), ()]
+    assert keys("tensor") == [(), (), ("--tp-compression-overlap", "halves"), ()]
     assert len(set(keys("data"))) == 4
 
 

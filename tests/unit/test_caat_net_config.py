@@ -61,13 +61,6 @@ def test_what_it_is_refused_with(megatron, reason) -> None:
     _config("--caat-net-sync-fraction", "1", **megatron)
 
 
-def test_it_overlaps_by_itself() -> None:
-    """Chunks of the sequence would do nothing: refused."""
-    flags = ("--caat-net-sync-fraction", "0.5", "--taco", "--tp-compression-chunks", "2")
-    with pytest.raises(CompressionConfigError, match="--tp-compression-chunks"):
-        _config(*flags)
-
-
 @pytest.mark.parametrize(
     ("saved", "ours", "reason"),
     [

@@ -55,7 +55,7 @@ def test_compression_3d_is_three_codecs() -> None:
 def test_every_flag_reaches_its_field() -> None:
     """All of them but those that other tests name."""
     flags = """--tp-compression int6 --tp-backward-compression int8:group=64 --tp-compression-min-mb 0.5
-        --tp-compression-layers 1-2,output --tp-compression-chunks 2 --pp-compression int4:group=32
+        --tp-compression-layers 1-2,output --pp-compression int4:group=32
         --pp-backward-compression none --cp-compression int8 --cp-backward-compression int6
         --dp-compression int8 --dp-weight-compression int5
         --dp-error-feedback int8:average=0.5 --dp-compression-node-size 2 --compression-start-iteration 7
@@ -64,7 +64,7 @@ def test_every_flag_reaches_its_field() -> None:
     config = _config(*flags.split(), use_distributed_optimizer=True)
     assert config == CompressionConfig(
         tensor_parallel=TensorParallelConfig(
-            compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output", chunks=2
+            compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output"
         ),
         pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none"),
         context_parallel=ContextParallelConfig(compression="int8", backward="int6"),
@@ -110,8 +110,8 @@ def test_auto_is_the_recommended_codec() -> None:
 
 
 def test_a_resumed_run_says_what_it_does_otherwise() -> None:
-    """What decides results and differs; transports, reports and chunks do not."""
-    saved = _config("--tp-compression", "auto", "--tp-compression-chunks", "2").asdict()
+    """What decides results and differs; transports, reports and overlap do not."""
+    saved = _config("--tp-compression", "auto", "--tp-compression-overlap", "halves").asdict()
     now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
     assert changed_settings(saved, now) == [
         "tensor_parallel.compression int6:outliers=on -> taco",
@@ -140,10 +140,8 @@ def test_off_by_default() -> None:
         ({"backward": "fp8"}, "--tp-backward-compression: codec 'fp8' is unknown", "choose one of"),
         ({"min_mb": -1.0}, "--tp-compression-min-mb", ">= 0"),
         ({"min_mb": float("nan")}, "--tp-compression-min-mb", ">= 0"),
-        ({"chunks": 0}, "--tp-compression-chunks", ">= 1"),
         ({"compression": "none", "min_mb": 0.0}, "--tp-compression-min-mb given", "add --taco"),
         ({"compression": "none", "layers": "0"}, "--tp-compression-layers given", "add --taco"),
-        ({"compression": "none", "chunks": 2}, "--tp-compression-chunks given", "add --taco"),
         ({"compression": "none", "backward": "none"}, "--tp-backward-compression given", "add --taco"),
     ],
 )
@@ -230,14 +228,6 @@ def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
     with pytest.raises(CompressionConfigError, match=fix):
         _config("--taco", "--tp-compression-layers", "0,2", **megatron)
     _config(**megatron)
-
-
-def test_transformer_engine_computes_in_one_piece() -> None:
-    """Compressed like the torch-native layers, but for a setting that would do nothing."""
-    engine = {"transformer_impl": "transformer_engine"}
-    assert _config("--taco", **engine).tensor_parallel.enabled
-    with pytest.raises(CompressionConfigError, match="--tp-compression-chunks 2 needs --transformer-impl"):
-        _config("--taco", "--tp-compression-chunks", "2", **engine)
 
 
 def test_what_the_ledger_does_not_see_is_said() -> None:

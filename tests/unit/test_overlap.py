@@ -137,9 +137,8 @@ def test_second_derivatives_are_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "overlaps", "said"),
     [
-        ({"chunks": 2}, False, "--tp-compression-chunks 2"),
         ({"overlap": "halves"}, False, "--tp-compression-overlap halves"),
-        ({"chunks": 2}, True, None),
+        ({"overlap": "halves"}, True, None),
         ({}, False, None),
     ],
 )

@@ -1,18 +1,14 @@
 """Blocks in turn: the order of a forward and a backward, and what is refused."""
 
-import itertools
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnBackend
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import Packed
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
-from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.tensor_parallel import overlap
 from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
 from megatron.compression.tensor_parallel.overlap import Handover
@@ -22,10 +18,7 @@ from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
 HALVES = ("--tp-compression-overlap", "halves")
-LADDER = ("--ladder-residual",)
 CORE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-ONE = dict(micro_batch_size=1)
-SPLIT = dict(sequence_parallel=True)
 WIDTH = 8
 
 
@@ -94,7 +87,7 @@ class _Mlp(torch.nn.Module):
         )
         inner.register_hook(lambda grad: self.log.append(f"{label} back"))
         return row_parallel_linear(
-            inner.tanh(), self.second.weight, site, split, 1, self.handover, entry=self.second.entry
+            inner.tanh(), self.second.weight, site, split, self.handover, entry=self.second.entry
         ), None
 
     def block(self, **arguments) -> Block:
@@ -108,42 +101,33 @@ def _inputs() -> list[torch.Tensor]:
     ]
 
 
-def _run(halves: bool, sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
+def _run(sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
     """What is logged forward and backward, and gradients of inputs and weights."""
     log: list[str] = []
     blocks = [_Mlp(name, log, sequence_parallel) for name in ("A", "MM")]
     inputs = _inputs()
-    if halves:
-        sequence = [one.block(lane=lane) for one in blocks for lane in "12"]
-        outputs = in_turns(sequence, inputs, own_residual=True)
-    else:
-        blocks += [_Mlp(name, log, sequence_parallel) for name in ("BBB", "NNNN")]
-        sequence = blocks
-        outputs = in_turns([one.block() for one in sequence], inputs[:1] * 2, own_residual=False)[1:]
+    outputs = in_turns([one.block(lane=lane) for one in blocks for lane in "12"], inputs)
     forward, log[:] = list(log), []
     sum(one.square().sum() for one in outputs).backward()
-    leaves = [*(inputs if halves else inputs[:1]), *torch.nn.ModuleList(blocks).parameters()]
+    leaves = [*inputs, *torch.nn.ModuleList(blocks).parameters()]
     return forward, log, [leaf.grad for leaf in leaves]
 
 
-def _plain(halves: bool) -> list[torch.Tensor]:
+def _plain() -> list[torch.Tensor]:
     """The gradients by plain torch."""
-    blocks = [_Mlp(name, []) for name in ("A", "MM", *(() if halves else ("BBB", "NNNN")))]
-    inputs, total = _inputs()[: 2 if halves else 1], 0
+    blocks = [_Mlp(name, []) for name in ("A", "MM")]
+    inputs, total = _inputs(), 0
     for x in inputs:
-        before = x
         for block in blocks:
-            read = block.norm(x if halves else before)
-            before, x = x, x + (read @ block.first.weight.t()).tanh() @ block.second.weight.t()
+            x = x + (block.norm(x) @ block.first.weight.t()).tanh() @ block.second.weight.t()
         total = total + x.square().sum()
     total.backward()
     return [leaf.grad for leaf in [*inputs, *torch.nn.ModuleList(blocks).parameters()]]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("halves", [True, False])
-def test_gradients_are_those_of_plain_torch(halves: bool, sequence_parallel: bool) -> None:
-    for found, wanted in zip(_run(halves, sequence_parallel)[2], _plain(halves), strict=True):
+def test_gradients_are_those_of_plain_torch(sequence_parallel: bool) -> None:
+    for found, wanted in zip(_run(sequence_parallel)[2], _plain(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -153,7 +137,7 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     compute = overlap.WeightGradient.compute
     noted: list[str] = []
     monkeypatch.setattr(overlap.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1])
-    forward, backward, _ = _run(halves=True)
+    forward, backward, _ = _run()
     assert forward == [
         "A1 computes",
         "A1 tp.forward start",
@@ -196,7 +180,7 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
 def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
     """A block's sum is taken behind the other half's first product, so that its gather has the second one; in
     the backward the gather of a gradient begins before the other half's last product."""
-    forward, backward, _ = _run(halves=True, sequence_parallel=True)
+    forward, backward, _ = _run(sequence_parallel=True)
     assert [line for line in backward if "input" not in line] == [
         "MM2 gather tp.backward start",
         "MM2 gather tp.backward arrived",
@@ -230,22 +214,6 @@ def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
     ]
 
 
-def test_a_ladders_sum_travels_behind_the_next_block() -> None:
-    """In the forward, and each input gradient in the backward."""
-    forward, backward, _ = _run(halves=False)
-    moments = {line: number for number, line in enumerate(forward)}
-    back = {line: number for number, line in enumerate(backward)}
-    names = ["A", "MM", "BBB", "NNNN"]
-    for name, following in itertools.pairwise(names):
-        between = moments[f"{following} computes"], moments[f"{following} tp.forward start"]
-        assert moments[f"{name} tp.forward start"] < between[0]
-        assert between[0] < moments[f"{name} tp.forward halfway"] < between[1]
-        assert between[1] < moments[f"{name} tp.forward arrived"]
-        start, arrived = (back[f"{following} tp.backward {what}"] for what in ("start", "arrived"))
-        assert start < back[f"{name} back"] < back[f"{name} tp.backward start"] < arrived
-
-
-@pytest.mark.parametrize("flags", [HALVES, LADDER])
 @pytest.mark.parametrize(
     ("megatron", "reason"),
     [
@@ -268,74 +236,32 @@ def test_a_ladders_sum_travels_behind_the_next_block() -> None:
         ),
     ],
 )
-def test_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
+def test_refusals(megatron: dict, reason: str) -> None:
     """One line with the reason and the flags."""
     with pytest.raises(CompressionConfigError, match=reason) as error:
-        resolve(parsed(*flags, **megatron))
-    assert "\n" not in str(error.value) and flags[-1] in str(error.value)
+        resolve(parsed(*HALVES, **megatron))
+    assert "\n" not in str(error.value) and HALVES[-1] in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("flags", "megatron", "reason"),
     [
-        (
-            HALVES,
-            {**ONE, **SPLIT, "hidden_dropout": 0.1},
-            "--hidden-dropout 0.1 draws .*; give 0, ",
-        ),
-        (HALVES, {**ONE, **CORE_AGAIN}, "--recompute-modules core_attn would not see"),
-        (HALVES, {**ONE, **CORE_AGAIN, "recompute_modules": None}, "drop --recompute-granularity selective"),
-        (HALVES, {**ONE, **SPLIT, "tensor_model_parallel_size": 3}, "size 3 has no two halves, .* an even"),
-        (HALVES, {**ONE, "seq_length": 1}, "--seq-length leaves a rank 1 token, .* give 2 or more"),
-        (HALVES, {**ONE, **SPLIT, "seq_length": 66}, "leaves a rank 33 tokens, .* a multiple of 4"),
-        (
-            HALVES,
-            {**ONE, "attention_backend": AttnBackend.local},
-            "--attention-backend local",
-        ),
-        (HALVES, {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
-        ((*HALVES, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
-        ((*HALVES, "--compression", "auto"), {}, "--compression auto tries halves by itself"),
-        (
-            (*HALVES, "--caat-net-sync-fraction", "0.5"),
-            {},
-            "--caat-net-sync-fraction 0.5 has layers that",
-        ),
-        ((*HALVES, *LADDER), {}, "--ladder-residual has sums .* drop it or --tp-compression-overlap halves"),
-        (LADDER, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2"),
-        ((*LADDER, "--taco", "--tp-compression-chunks", "2"), {}, "--tp-compression-chunks 2"),
+        ((), {"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
+        ((), {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
+        (("--compression", "auto"), {}, "--compression auto tries halves by itself"),
+        (("--caat-net-sync-fraction", "0.5"), {}, "--caat-net-sync-fraction 0.5 has layers that"),
     ],
 )
 def test_own_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
     with pytest.raises(CompressionConfigError, match=reason) as error:
-        resolve(parsed(*flags, **megatron))
+        resolve(parsed(*HALVES, *flags, **megatron))
     assert "\n" not in str(error.value)
 
 
 def test_what_passes() -> None:
     """Halves without a codec, and what the log says of them; full recomputation, of core attention too."""
-    assert resolve(parsed(*HALVES, **ONE)).tensor_parallel.halves
     config = resolve(parsed(*HALVES, **CORE_AGAIN))
     assert config.tensor_parallel.halves and not config.enabled
     assert "uncompressed" in config.describe(parsed())[0]
     idle = resolve(parsed(*HALVES, tensor_model_parallel_size=1))
     assert "no effect here" in idle.describe(parsed(tensor_model_parallel_size=1))[0]
-    assert resolve(parsed(*LADDER, "--taco", attention_dropout=0.1)).ladder.residual
-
-
-@pytest.mark.parametrize(("saved", "ours"), [(True, False), (False, True), (None, True)])
-def test_checkpoints_are_marked(saved: bool | None, ours: bool) -> None:
-    """Refused with one line, or said to be another function's with --finetune."""
-
-    def args(ladder: bool | None, **more) -> SimpleNamespace:
-        given = {} if ladder is None else {"ladder_residual": ladder}
-        return SimpleNamespace(tensor_model_parallel_size=2, caat_net_sync_fraction=1.0, **given, **more)
-
-    with pytest.raises(CompressionConfigError, match="--ladder-residual: another function") as error:
-        check_checkpoint(args(saved), args(ours))
-    assert ("Add" if saved else "Drop") in str(error.value)
-    check_checkpoint(args(ours), args(ours))
-    lines: list[str] = []
-    OtherWeights(args(ours, finetune=True), lines.append).on_checkpoint_read({"args": args(saved)}, "path")
-    (line,) = lines
-    assert len(re.findall("--ladder-residual", line)) == 1

@@ -127,7 +127,7 @@ def what_runs(
             f"--memory-gb {cluster.memory_gb:g} can be used; take more GPUs, or --recompute-granularity full"
         )
     config = config_of(args, layout)
-    models_other = config.caat_net.enabled or config.ladder.residual or config.tensor_parallel.halves
+    models_other = config.caat_net.enabled or config.tensor_parallel.halves
     return model, layout, config if config.enabled or models_other else None  # these are refused by name
 
 

@@ -66,12 +66,8 @@ class _Iteration:
             cluster = replace(cluster, intra=replace(cluster.intra, fused=False, copied=False))
         if config.caat_net.enabled:
             raise InputError("--caat-net-sync-fraction makes another model, which is not modelled; drop it")
-        for asked, flag in (
-            (config.tensor_parallel.halves, "--tp-compression-overlap halves"),
-            (config.ladder.residual, "--ladder-residual"),
-        ):
-            if asked:
-                raise InputError(f"{flag} hides sums behind blocks, which is not modelled; drop it")
+        if config.tensor_parallel.halves:
+            raise InputError("--tp-compression-overlap halves hides sums, which is not modelled; drop it")
         self.model, self.layout, self.cluster, self.config = model, layout, cluster, config
         self.constants, self.rounds = cluster.constants, layout.micro_batches
         self.phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -138,10 +134,7 @@ class _Iteration:
                     cost = collectives.compressed(
                         group, operation, values, codec, communicators, layout.value_bytes
                     )
-                    # chunks: a piece's kernels run behind the other pieces' exchanges; each is launched
-                    later = cost.kernels * (1 - 1 / settings.chunks)
-                    cost = replace(cost, kernels=cost.kernels - later, host=cost.host * settings.chunks)
-                    total += self._behind(group, traffic, cost, behind + deferred + later, count * share)
+                    total += self._behind(group, traffic, cost, behind + deferred, count * share)
                     count *= 1 - share
                 cost = collectives.uncompressed(group, operation, nbytes, layout.communicators)
                 total += self._behind(group, traffic, cost, behind, count)

@@ -151,7 +151,7 @@ class Automatic:
     def _may_take(self) -> bool:
         reason = shortage()
         if reason is not None:
-            self._tell(f"neither chunks nor halves are tried: {reason}")
+            self._tell(f"halves are not tried: {reason}")
         return reason is None
 
     def _checked(self, verdict: Verdict) -> None:

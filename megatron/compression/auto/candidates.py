@@ -92,7 +92,6 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 """By dimension, the most promising first: where time runs out the last ones are not timed."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "--tp-compression-chunks 2": {"chunks": 2},
     HALVES: {"overlap": "halves"},
 }
 """How tensor parallelism may hide what its codec leaves, by flag: fields of its config. What they gain

@@ -84,11 +84,7 @@ class Schedules:
             config = self._config(name)
             config.check(self._args)
             for chunk in self._chunks if config.tensor_parallel.halves else ():
-                block.check_layers(chunk, block.TriedHalvesBlock)
-                if self._args.micro_batch_size == 1:
-                    reason = block.why_not_along_the_sequence(chunk.decoder.layers)
-                    if reason is not None:
-                        return reason
+                block.check_layers(chunk)
         except CompressionConfigError as error:
             return without_fix(error)  # nobody has asked for it
         return None

@@ -64,7 +64,7 @@ class CaatNetConfig:
             "both numbers"
         )
 
-    def check(self, args: Namespace, chunks: int = 1) -> None:
+    def check(self, args: Namespace) -> None:
         """Refuse what would compute another function or a wrong gradient.
 
         Raises: CompressionConfigError: with the flag, the reason and the fix.
@@ -93,10 +93,5 @@ class CaatNetConfig:
                 f"{fraction} needs at least one query group a rank: --num-query-groups {groups} at "
                 f"--tensor-model-parallel-size {args.tensor_model_parallel_size} gathers keys and values of "
                 "several streams; lower the latter"
-            )
-        if chunks > 1:
-            raise CompressionConfigError(
-                f"{fraction} overlaps its exchange with the private channels' GEMM; drop "
-                "--tp-compression-chunks"
             )
         self.shared_channels(args.hidden_size)

@@ -176,7 +176,6 @@ _REQUIRED = {
     "num_experts": (None, "no --num-experts"),
     "multi_latent_attention": (False, "no --multi-latent-attention"),
     "caat_net_sync_fraction": (1.0, "one residual stream (no --caat-net-sync-fraction below 1)"),
-    "ladder_residual": (False, "no --ladder-residual"),
 }
 
 

@@ -9,7 +9,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Packed
-from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import (
     Handover,
     InputGradientExchange,
@@ -23,13 +22,12 @@ from megatron.compression.tensor_parallel.turns import Entry
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry):
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient, entry):
         ctx.beside = gathered = None
         if entry is not None:
             ctx.beside, gathered, entry.gathered = entry.adjoint.beside, entry.gathered, None
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
-        ctx.exchange, ctx.gradient, ctx.chunks = exchange, gradient, chunks
-        ctx.x_shape = x.shape
+        ctx.exchange, ctx.gradient, ctx.x_shape = exchange, gradient, x.shape
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
             packed, gathered = gathered or start_gather(x, site)
@@ -52,9 +50,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.beside is not None:
             ctx.beside.ahead()
         if ctx.needs_input_grad[0]:
-            ctx.exchange.work = product_in_chunks(
-                grad_output, weight, site, "tp.backward", ctx.sequence_parallel, ctx.chunks
-            )
+            start = site.reduce_scatter if ctx.sequence_parallel else site.all_reduce
+            ctx.exchange.work = start(torch.matmul(grad_output, weight), "tp.backward")
             placeholder_of_sum = placeholder(weight, ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.gradient is not None:
@@ -66,7 +63,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             ctx.gradient.provide(inputs)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         grad_weight = None if ctx.gradient is None else placeholder(weight)
-        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 6
+        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 5
 
 
 def start_gather(x: torch.Tensor, site: CommSite) -> tuple[Packed, Work]:
@@ -82,7 +79,6 @@ def column_parallel_linear(
     site: CommSite,
     sequence_parallel: bool,
     handover: Handover | None = None,
-    chunks: int = 1,
     fusion: bool = False,
     entry: Entry | None = None,
 ) -> torch.Tensor:
@@ -99,7 +95,6 @@ def column_parallel_linear(
         bias: ``[h_out / W]`` or None.
         sequence_parallel: whether ``x`` is a slice of the sequence.
         handover: shared with the row-parallel layer that takes this layer's output.
-        chunks: pieces of the sequence in which the input gradient is computed and summed.
         fusion: add the weight gradient to ``weight.main_grad``.
         entry: where ``x`` comes from, if blocks take turns: it takes the input gradient's sum.
     Returns: ``[s, b, h_out / W]``.
@@ -113,9 +108,7 @@ def column_parallel_linear(
         if weight.requires_grad:
             gradient = WeightGradient(exchange, weight, fusion)
             weight = defer(weight, gradient)
-    output = _ColumnParallelLinear.apply(
-        x, weight, bias, site, sequence_parallel, exchange, gradient, chunks, entry
-    )
+    output = _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient, entry)
     if entry is not None:
         entry.behind()
     return output

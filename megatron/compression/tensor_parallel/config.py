@@ -60,15 +60,9 @@ class TensorParallelConfig(Dimension):
     """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding and output name
     the layers outside. The others go uncompressed."""
 
-    chunks: int = 1
-    """Pieces of the sequence in which a row-parallel layer computes and sends its output, and a
-    column-parallel one its input gradient: a piece's exchange runs behind the next piece's GEMM. 2 paid over
-    PCIe at TP 4."""
-
     overlap: Overlap = "weights"
     """What runs behind exchanges: weights = weight gradients, in the backward; halves = also the other half
-    of the micro-batch (of one sequence: of the sequence), forward and backward, compressed or not.
-    Torch-native layers."""
+    of the micro-batch, forward and backward, compressed or not. Torch-native layers."""
 
     def __post_init__(self) -> None:
         first, *others = self.compression.split(";")
@@ -78,8 +72,6 @@ class TensorParallelConfig(Dimension):
             raise CompressionConfigError(
                 f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"
             )
-        if self.chunks < 1:
-            raise CompressionConfigError(f"--tp-compression-chunks {self.chunks} must be a number >= 1")
         if self.overlap not in get_args(Overlap):
             raise CompressionConfigError(
                 f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
@@ -195,11 +187,6 @@ class TensorParallelConfig(Dimension):
             "(--transformer-impl local: counted)",
         }
         refuse_flags(args, reasons, "drop one of the two")
-        if self.chunks > 1:
-            raise CompressionConfigError(
-                f"--tp-compression-chunks {self.chunks} needs --transformer-impl local: Transformer Engine "
-                "computes a product in one piece; drop it"
-            )
 
     def describe(self) -> str:
         """For the log: what travels how."""

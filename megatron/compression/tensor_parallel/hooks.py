@@ -75,12 +75,10 @@ def attach(
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
             say(f"compression: {line}")
-        asked = f"--tp-compression-chunks {config.chunks}" if config.chunks > 1 else None
-        asked = "--tp-compression-overlap halves" if config.halves else asked
-        if asked and not all(run.transports.transport(group).overlaps for group in groups):
+        if config.halves and not all(run.transports.transport(group).overlaps for group in groups):
             say(
-                f"compression: {asked} makes messages smaller and hides none: over symmetric memory a "
-                "collective fills the device; drop it"
+                "compression: --tp-compression-overlap halves makes messages smaller and hides none: over "
+                "symmetric memory a collective fills the device; drop it"
             )
     return model
 
@@ -90,7 +88,7 @@ def schedule(
     config: TensorParallelConfig,
     halves: type[block.HalvesBlock] = block.HalvesBlock,
 ) -> None:
-    """From the next iteration on, hide an attached chunk's messages as ``chunks`` and ``overlap`` say.
+    """From the next iteration on, hide an attached chunk's messages as ``overlap`` says.
 
     Args:
         halves: what the chunk's transformer block becomes for ``overlap`` halves.
@@ -98,9 +96,6 @@ def schedule(
     """
     if not any(True for _ in sites_of(chunk)):
         return
-    for module in chunk.modules():
-        if isinstance(module, CompressedColumnParallelLinear | CompressedRowParallelLinear):
-            module.chunks = config.chunks
     if config.halves and halves is block.TriedHalvesBlock:
         # Checked before the try: by now DDP's hooks, which gather a module's own weights, are on layers.
         patches.change_class(chunk.decoder, halves)

@@ -38,8 +38,6 @@ class CompressedRowParallelLinear(RowParallelLinear):
     site: CommSite | None = None
     handover: Handover | None = None
     """Shared with the column-parallel layer before this one."""
-    chunks: int = 1
-    """Pieces of the sequence that are sent one by one."""
     entry: Entry | None = None
     """Where blocks take turns, that of the block under way."""
 
@@ -65,7 +63,6 @@ class CompressedRowParallelLinear(RowParallelLinear):
             self.weight,
             site,
             self.sequence_parallel,
-            self.chunks,
             self.handover,
             self.gradient_accumulation_fusion,
             self.entry,
@@ -85,8 +82,6 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     site: CommSite | None = None
     handover: Handover | None = None
     """Shared with the row-parallel layer that takes this one's output."""
-    chunks: int = 1
-    """Pieces of the sequence that are sent one by one."""
     entry: Entry | None = None
     """Where blocks take turns, that of the block under way."""
 
@@ -113,7 +108,6 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
                 site,
                 sequence_parallel,
                 self.handover,
-                self.chunks,
                 kwargs["gradient_accumulation_fusion"],
                 self.entry,
             )

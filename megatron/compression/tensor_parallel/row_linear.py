@@ -1,10 +1,9 @@
-"""Row-parallel linear with compressed communication, whole or in chunks of the sequence."""
+"""Row-parallel linear with compressed communication."""
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.compression.communication.site import CommSite
-from megatron.compression.tensor_parallel.chunks import product_in_chunks
 from megatron.compression.tensor_parallel.overlap import Handover, placeholder
 from megatron.compression.tensor_parallel.turns import Entry, empty
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
@@ -12,10 +11,11 @@ from megatron.compression.torch_native.weight_gradient import accumulate, droppe
 
 class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, site, sequence_parallel, chunks, gradient, fusion, entry):
+    def forward(ctx, x, weight, site, sequence_parallel, gradient, fusion, entry):
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
-        work = product_in_chunks(x, weight.t(), site, "tp.forward", sequence_parallel, chunks)
+        start = site.reduce_scatter if sequence_parallel else site.all_reduce
+        work = start(torch.matmul(x, weight.t()), "tp.forward")
         ctx.adjoint = None if entry is None else entry.adjoint
         if entry is None:
             return work.wait()
@@ -45,7 +45,7 @@ class _RowParallelLinear(torch.autograd.Function):
                 grad_weight = dropped_gradient(weight)
             else:
                 grad_weight = torch.matmul(rows[0].t(), rows[1])
-        return grad_input, grad_weight, *(None,) * 6
+        return grad_input, grad_weight, *(None,) * 5
 
 
 def row_parallel_linear(
@@ -53,18 +53,16 @@ def row_parallel_linear(
     weight: torch.Tensor,
     site: CommSite,
     sequence_parallel: bool,
-    chunks: int = 1,
     handover: Handover | None = None,
     fusion: bool = False,
     entry: Entry | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T`` summed over the ranks; in chunks, one's exchange runs behind the next one's GEMM.
+    """``x @ weight.T`` summed over the ranks.
 
     Args:
         x: ``[s, b, h_in / W]``.
         weight: ``[h_out, h_in / W]``.
         sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
-        chunks: pieces of the sequence, each a message of its own.
         handover: shared with the column-parallel layer before this one, whose exchange the weight gradient
             then runs behind.
         fusion: add the weight gradient to ``weight.main_grad``.
@@ -76,4 +74,4 @@ def row_parallel_linear(
     gradient = None
     if made is not None:
         weight, gradient = made
-    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, chunks, gradient, fusion, entry)
+    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, gradient, fusion, entry)

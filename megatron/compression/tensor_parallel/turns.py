@@ -2,7 +2,7 @@
 
 A block is an attention or an MLP, with the norm before it and the residual add behind it. It communicates
 twice: its output is summed, and in the backward its input's gradient is. Two *lanes* of blocks that do not
-need each other's sums (two halves of a micro-batch, or every second block of a ladder) take turns:
+need each other's sums (two halves of a micro-batch) take turns:
 
     forward   block 1, block 2, norm 1', block 1', norm 2', block 2', ...    sum 1 travels behind block 2
     backward  block 2', block 1', norm 2', block 2, norm 1', block 1, ...    gradient 2' behind block 1'
@@ -237,26 +237,20 @@ class _EntryNode(torch.autograd.Function):
         return None, grad, grad_total.to(ctx.total), grad_bias, *grad_parameters
 
 
-def in_turns(
-    blocks: Sequence[Block], lanes: Sequence[torch.Tensor], own_residual: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``blocks`` in their order, the first one of the first lane, the next of the other, and so on.
+def in_turns(blocks: Sequence[Block], lanes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``blocks`` in their order, the first one of the first half, the next of the other, and so on.
 
     Args:
         blocks: an even number.
-        lanes: the two residual streams ``[s, b, h]``.
-        own_residual: each lane has a residual stream of its own (halves of a batch). Else there is one, which
-            a block reads before the sum of the block before it has arrived (a ladder): ``lanes`` are then
-            the stream without that sum and with it.
-    Returns: The lanes behind the last block; of a ladder again without the last sum and with it.
+        lanes: the residual streams of the two halves ``[s, b, h]``.
+    Returns: The streams behind the last block.
     """
     ahead = [*blocks, None, None]
     entries = [Entry(residual, block) for residual, block in zip(lanes, ahead[:2], strict=True)]
     for number, block in enumerate(blocks):
         entry, other = entries
         total, bias = block.run(entry, other)
-        residual = entry if own_residual else other
-        entries = [other, Entry(residual, ahead[number + 2], (entry, total, bias))]
+        entries = [other, Entry(entry, ahead[number + 2], (entry, total, bias))]
     for entry in entries:
         entry.compute()
     return entries[0].x, entries[1].x

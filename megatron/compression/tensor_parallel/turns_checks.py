@@ -23,91 +23,43 @@ _REFUSED = {
 """Megatron's argument -> why."""
 
 
-def check_turns(args: Namespace, flag: str) -> None:
-    """Refuse what blocks in turn cannot have.
+def check_halves(args: Namespace) -> None:
+    """Refuse what halves of a micro-batch cannot have.
 
     Args:
         args: Megatron's, or a ``TransformerConfig``, which has those that would give a wrong gradient.
-        flag: what asks for turns.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
     implementation = args.transformer_impl
     if implementation != "local":
         raise CompressionConfigError(
-            f"{flag} needs --transformer-impl local: layers of {implementation} wait for a sum before they "
+            f"{HALVES} needs --transformer-impl local: layers of {implementation} wait for a sum before they "
             "return it; give local or drop the flag"
         )
-    refuse_flags(args, _REFUSED, f"drop it or {flag}")
+    refuse_flags(args, _REFUSED, f"drop it or {HALVES}")
     if args.cuda_graph_impl != "none":
         raise CompressionConfigError(
-            f"{flag} orders kernels on the host, which a replayed graph leaves out; drop it or "
+            f"{HALVES} orders kernels on the host, which a replayed graph leaves out; drop it or "
             "--cuda-graph-impl"
         )
     modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
     if args.recompute_granularity == "selective" and modules:
         raise CompressionConfigError(
             f"--recompute-modules {modules} has a backward for each turn, so that a weight's gradient would "
-            f"count as complete after one of two; recompute core_attn alone or drop {flag}"
+            f"count as complete after one of two; recompute core_attn alone or drop {HALVES}"
         )
     for name in ("mlp_chunks_for_training", "context_parallel_size"):
         if (getattr(args, name, None) or 1) > 1:
             raise CompressionConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} has not been made to fit {flag}; drop one"
+                f"--{name.replace('_', '-')} {getattr(args, name)} has not been made to fit {HALVES}; "
+                "drop one of the two"
             )
-
-
-def check_halves(args: Namespace) -> None:
-    """Refuse what halves of a micro-batch cannot have; ``args`` as for ``check_turns``.
-
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
-    check_turns(args, HALVES)
     if getattr(args, "micro_batch_size", 2) < 2:
-        parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        check_sequence_halves(args, args.seq_length // parts)
+        raise CompressionConfigError(
+            f"--micro-batch-size {args.micro_batch_size} has no two halves; give 2 or more, or drop {HALVES}"
+        )
     if args.attention_dropout > 0:
         raise CompressionConfigError(
             f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
             f"halves would drop other scores than the whole; give 0 or drop {HALVES}"
         )
-
-
-def check_sequence_halves(args: Namespace, tokens: int) -> None:
-    """Refuse what halves of one sequence cannot have; ``args`` as for ``check_turns``.
-
-    Args:
-        tokens: of a rank; with sequence parallelism its part.
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
-    ranks, split, modules = args.tensor_model_parallel_size, args.sequence_parallel, args.recompute_modules
-    selective = args.recompute_granularity == "selective"
-    local = getattr(args.attention_backend, "name", None) == "local"
-    for given, what, fix in (
-        (
-            split and args.hidden_dropout > 0,
-            f"--hidden-dropout {args.hidden_dropout:g} draws for the tokens of a rank, which are dealt anew",
-            "give 0",
-        ),
-        (tokens < 2, f"--seq-length leaves a rank {tokens} token", "give 2 or more"),
-        (
-            split and ranks % 2,
-            f"--tensor-model-parallel-size {ranks} has no two halves",
-            "give an even number",
-        ),
-        (
-            split and tokens % 2,
-            f"--seq-length leaves a rank {tokens} tokens, an odd number",
-            f"give a multiple of {2 * ranks}",
-        ),
-        (
-            selective and "core_attn" in (["core_attn"] if modules is None else modules),
-            "--recompute-modules core_attn would not see what the other half leaves to it",
-            "drop --recompute-granularity selective",
-        ),
-        (local, "--attention-backend local is not the torch-native attention", "drop it"),
-    ):
-        if given:
-            raise CompressionConfigError(
-                f"{what}, where {HALVES} halves the one sequence of a micro-batch; {fix}, give "
-                f"--micro-batch-size 2 or more, or drop {HALVES}"
-            )
