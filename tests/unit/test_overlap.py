@@ -37,7 +37,7 @@ def mlp_loss(x, first, second, log, handover, exchanges: int = 2) -> torch.Tenso
     """Loss of a two-layer block, through our layers."""
     fc1, fc2 = (OneRankSite(log, name, exchanges) for name in ("fc1", "fc2"))
     inner = torch.nn.functional.gelu(column_parallel_linear(x, first, None, fc1, False, handover))
-    return row_parallel_linear(inner, second, fc2, False, 1, handover).square().sum()
+    return row_parallel_linear(inner, second, fc2, False, handover).square().sum()
 
 
 def mlp_gradients(x, first, second, log, handover) -> tuple[torch.Tensor, ...]:

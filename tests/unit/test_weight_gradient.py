@@ -74,7 +74,7 @@ def test_layers_add_to_main_grad(dtype: torch.dtype, exchanges: int, shared: boo
         handover = Handover(row) if shared else None
         fc1, fc2 = OneRankSite([], "fc1", exchanges), OneRankSite([], "fc2", exchanges)
         inner = column_parallel_linear(x, column_weight, None, fc1, False, handover, fusion=fusion)
-        out = row_parallel_linear(inner, row.weight, fc2, False, 1, handover, fusion=fusion)
+        out = row_parallel_linear(inner, row.weight, fc2, False, handover, fusion=fusion)
         loss = out.float().square().sum()
         for _ in range(2):
             loss.backward(retain_graph=True)
