@@ -14,11 +14,11 @@ LATE = 3 / 4
 """Where in the schedule endings start."""
 ENDED = (
     *("none-tp2", "int8-nearest", "int8-nearest-sp", "paper", "paper-sp", "fp8-plain"),
-    *("int6-signed", "int6-signed-sp", "int6-nearest", "int6-nearest-sp", "int6-quadratic"),
-    *("int6-signed-g64", "int6-signed-g32", "int6655-signed", "int6655-nearest", "int6655-quadratic"),
-    *("int5655-signed", "int5655-nearest", "int5655-quadratic", "int5-signed", "int5-nearest"),
+    *("int6-nearest", "int6-nearest-sp", "int6-quadratic"),
+    *("int6-signed-g64", "int6-signed-g32", "int6655-nearest", "int6655-quadratic"),
+    *("int5655-nearest", "int5655-quadratic", "int5-nearest"),
     *("int5-quadratic", "int5-signed-g64", "int5-signed-g64-sp", "int5-signed-g32", "int5-signed-g32-sp"),
-    *("int5-nearest-g32", "int4-signed", "int4-nearest", "int4-quadratic", "int4-signed-g32"),
+    *("int5-nearest-g32", "int4-nearest", "int4-quadratic", "int4-signed-g32"),
 )
 """Where no settings are named."""
 EXPERTS = (

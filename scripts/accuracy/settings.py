@@ -29,8 +29,6 @@ _SPECS: dict[str, str | tuple[str, str]] = {
     "fp8-plain": "taco:hadamard=off",
     "int6655-nearest": ("int6:scales=single", "int5:scales=single"),
     "int5655-nearest": ("int5:scales=single/int6:scales=single", "int5:scales=single"),
-    "int6655-signed": ("int6", "int5"),
-    "int5655-signed": ("int5/int6", "int5"),
     **{
         f"int{bits}-{name}": f"int{bits}{spec}"
         for bits in (8, 6, 5, 4)
@@ -42,9 +40,9 @@ _SPECS: dict[str, str | tuple[str, str]] = {
             "signed-g32": ":group=32",
         }.items()
     },
-    "int6655-quadratic": ("int6:grid=quadratic", "int5:grid=quadratic"),
-    "int5655-quadratic": ("int5:grid=quadratic/int6:grid=quadratic", "int5:grid=quadratic"),
-    **{f"int{bits}-quadratic": f"int{bits}:grid=quadratic" for bits in (6, 5, 4)},
+    "int6655-quadratic": ("int6", "int5"),
+    "int5655-quadratic": ("int5/int6", "int5"),
+    **{f"int{bits}-quadratic": f"int{bits}" for bits in (6, 5, 4)},
 }
 """A setting's name to its spec, or to those of the forward and the backward."""
 _ON_LEGS = {"": LEGS, "-dispatch": ("dispatch",), "-to-experts": ("dispatch", "combine_backward")}

@@ -12,18 +12,16 @@ import torch
 from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
 from taco_kernels.taco import (
     FORMATS,
-    GRIDS,
     SCALES,
     CodecConfig,
     decode,
     decode_sum,
     decode_sum_encode,
     encode,
-    quadratic,
 )
 
 COLUMNS = {"MiB": "g", "dtype": "", "format": "", "G": "d", "scales": "", "outliers": ""}
-COLUMNS |= {"grid": "", "operation": ""}
+COLUMNS |= {"operation": ""}
 COLUMNS |= SPEED | {"error": ".4f"}
 
 
@@ -39,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-hadamard", action="store_true", help="plain group scaling, the ablation")
     parser.add_argument(
         "--outliers", nargs="+", choices=("off", "on"), default=["off"], help="massive values apart"
-    )
-    parser.add_argument(
-        "--grids", nargs="+", choices=GRIDS, default=["uniform"], help="quadratic: int4 to int6, signed"
     )
     parser.add_argument(
         "--massive", type=int, default=0, help="of 4096 values so many are 1000 times as large"
@@ -84,7 +79,7 @@ def operations(
         return decode_sum_encode(many[i], config, numel, wires[i][0])
 
     columns = {"format": config.format, "G": config.group_size, "scales": config.scales}
-    columns |= {"outliers": "on" if config.outliers else "off", "grid": config.grid}
+    columns |= {"outliers": "on" if config.outliers else "off"}
     for name, call, buffers, moved, error in (
         ("encode", lambda i: encode(xs[i], config, 1, wires[i]), count, size + wire, round_trip),
         ("decode", lambda i: decode(wires[i], config, shape, dtype, outs[i]), count, size + wire, round_trip),
@@ -116,11 +111,7 @@ def run(options: argparse.Namespace) -> Iterator[dict]:
     """Rows of every combination of the options."""
     settings = product(options.formats, options.group_sizes, options.scales, options.outliers)
     settings = [s for s in settings if s[2] != "signed" or s[0].startswith("int")]
-    configs = [
-        CodecConfig(*s[:3], not options.no_hadamard, s[3] == "on", grid)
-        for s, grid in product(settings, options.grids)
-        if grid == "uniform" or (s[2] == "signed" and s[0] in quadratic.BEND)
-    ]
+    configs = [CodecConfig(*s[:3], not options.no_hadamard, s[3] == "on") for s in settings]
     for mib, name in product(options.mib, options.dtypes):
         numel, senders = int(mib * 2**20) // DTYPES[name].itemsize, options.senders
         every = (

@@ -2,11 +2,10 @@
 
 from taco_kernels.common.dispatch import dispatched
 from taco_kernels.taco import reference
-from taco_kernels.taco.layout import FORMATS, GRIDS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 
 __all__ = [
     "FORMATS",
-    "GRIDS",
     "GROUP_SIZES",
     "SCALES",
     "CodecConfig",

@@ -19,7 +19,7 @@ from tests.distributed.transport_audit import TransportAudit, total_of
 
 BATCH = 2
 ITERATIONS = 50
-BY_SITE = "int6:grid=quadratic;fc2=int5:grid=quadratic/int6:grid=quadratic;@1=int8;qkv@0=none"
+BY_SITE = "int6;fc2=int5/int6;@1=int8;qkv@0=none"
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -13,24 +13,14 @@ OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_sum
 SIGNED = (
     ("int4", 32, True),
     ("int4", 128, True),
-    ("int5", 64, True),
-    ("int5", 32, False),
+    ("int5", 64, False),
+    ("int5", 256, True),
     ("int6", 128, True),
     ("int6", 256, False),
     ("int8", 128, True),
     ("int8", 64, True),
 )
 """Format, group size, whether transformed: integers whose step has a sign."""
-QUADRATIC = (
-    ("int4", 32, True),
-    ("int4", 128, True),
-    ("int5", 64, False),
-    ("int5", 128, True),
-    ("int5", 256, True),
-    ("int6", 128, True),
-    ("int6", 256, True),
-)
-"""The same on the quadratic grid."""
 
 
 class Case(NamedTuple):

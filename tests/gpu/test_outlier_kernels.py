@@ -22,7 +22,7 @@ CASES = (
     (CodecConfig("int6", 256, "signed", outliers=True), torch.bfloat16),
     (CodecConfig("fp8-e4m3", 256, "dual", outliers=True), torch.float16),
     (CodecConfig("int4", 256, "signed", outliers=True), torch.float32),
-    (CodecConfig("int5", 128, "signed", outliers=True, grid="quadratic"), torch.bfloat16),
+    (CodecConfig("int5", 128, "signed", outliers=True), torch.bfloat16),
 )
 """Every format, group size, dtype; with the transform and without."""
 

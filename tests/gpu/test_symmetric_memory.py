@@ -34,7 +34,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
         (4, CodecConfig("int8", hadamard=False), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (2, CodecConfig("int5", 32, "signed"), (130, 640), torch.float16),
-        (4, CodecConfig("int5", scales="signed", grid="quadratic"), (132, 640), torch.bfloat16),
+        (4, CodecConfig("int5", scales="signed"), (132, 640), torch.bfloat16),
         (2, CodecConfig("int8", 256), (400, 777), torch.float16),
         (4, CodecConfig("int8"), (4, 5), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
@@ -74,7 +74,7 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
         (CodecConfig("int4", scales="single"), CodecConfig("int8", scales="single")),
         (CodecConfig("fp8-e4m3"), CodecConfig("int5", scales="single")),
         (CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed")),
-        (CodecConfig("int5", scales="signed", grid="quadratic"), CodecConfig("int6", scales="signed")),
+        (CodecConfig("int5", scales="signed"), CodecConfig("int6", scales="signed")),
     ],
 )
 def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:

@@ -62,15 +62,12 @@ def configs() -> Iterator[CodecConfig]:
     for values in itertools.product(FORMATS, GROUP_SIZES, SCALES, (True, False), (False, True)):
         if values[2] != "signed" or values[0].startswith("int"):
             yield CodecConfig(*values)
-            if values[2] == "signed" and values[0] != "int8":
-                yield CodecConfig(*values, "quadratic")
 
 
 def config_text(config: CodecConfig) -> str:
     """Its name."""
     plain, outliers = " plain" * (not config.hadamard), " outliers" * config.outliers
-    bent = f" {config.grid}" * (config.bend > 0)
-    return f"{config.format} {config.group_size} {config.scales}{plain}{outliers}{bent}"
+    return f"{config.format} {config.group_size} {config.scales}{plain}{outliers}"
 
 
 def is_advised(config: CodecConfig) -> bool:

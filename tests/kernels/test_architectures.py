@@ -196,7 +196,7 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
     "config",
     [
         CodecConfig("fp8-e4m3", 64, "single", False),
-        CodecConfig("int5", 64, "signed", False, grid="quadratic"),
+        CodecConfig("int5", 64, "signed", False),
     ],
     ids=lambda config: config.format,
 )

@@ -32,7 +32,7 @@ def main() -> None:
         (CodecConfig("int8", 32, "single", outliers=True), torch.float32, (2, 12)),
         (CodecConfig("fp8-e4m3", 128, "dual", outliers=True), torch.float16, (1, 12)),
         (CodecConfig("int4", 32, "signed", False, True), torch.float32, (12,)),
-        (CodecConfig("int5", 256, "signed", outliers=True, grid="quadratic"), torch.float32, (12,)),
+        (CodecConfig("int5", 256, "signed", outliers=True), torch.float32, (12,)),
     ):
         for count in counts:
             check_operations(launch, config, dtype, count, (3, 1000), seed=cases)

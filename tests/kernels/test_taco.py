@@ -98,10 +98,12 @@ def test_single_scale_is_rounded_up_so_that_nothing_saturates(format: str) -> No
     assert ((q * step[:, None] - y).abs() <= y.abs() * 0.13 + step[:, None] * 0.501).all()
 
 
-@pytest.mark.parametrize("format", INTEGERS)
-def test_signed_scales_use_every_code_and_overflow_none(format: str) -> None:
-    """Of each group far has the outermost code, or near the largest; no error is above rounding's own."""
-    config = CodecConfig(format, 32, "signed", hadamard=False)
+def test_signed_scales_use_every_code_and_overflow_none() -> None:
+    """Of each group far has the outermost code, or near the largest; no error is above rounding's own.
+
+    On the uniform grid, which int8 has; test_quadratic.py has the other.
+    """
+    config = CodecConfig("int8", 32, "signed", hadamard=False)
     x = inputs("gaussian", 2000, 32).view(2000, 32)
     x[::4] = x[::4].abs()
     x[1::8, 5] = -x[1::8].abs().amax(1)  # both extremes alike
@@ -121,7 +123,7 @@ def test_signed_scales_use_every_code_and_overflow_none(format: str) -> None:
     assert ((y - x).abs() <= 0.5 * step.abs()[:, None].float() * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("format, gain", [("int4", 0.80), ("int5", 0.89), ("int6", 0.94), ("int8", 0.985)])
+@pytest.mark.parametrize("format, gain", [("int4", 0.67), ("int5", 0.735), ("int6", 0.77), ("int8", 0.985)])
 def test_signed_scales_have_less_error_for_the_same_bytes(format: str, gain: float) -> None:
     """Squared error against a symmetric grid: less on Gaussian data, and no more in any group.
 

@@ -30,7 +30,7 @@ def program() -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_reproduce_the_reference(program, format: str) -> None:
-    cases = {"fp8": 5, "int8": 7}.get(format[: 3 if "fp8" in format else 4], 9) * (
+    cases = {"fp8": 5, "int": 7}[format[:3]] * (
         2 if format in EVERY_CASE else 1
     )
     assert f"{format}: {cases} cases" in program.stdout.splitlines(), program.stdout + program.stderr
@@ -74,16 +74,11 @@ def check_format(format: str) -> None:
             (256, "single", True, torch.float32),
             (64, "signed", False, torch.float32),
             (128, "signed", True, torch.bfloat16),
-            (32, "quadratic", False, torch.float32),
-            (128, "quadratic", True, torch.bfloat16),
         )
     ):
         if scales == "signed" and format.startswith("fp8"):
             continue
-        if scales == "quadratic" and format in ("fp8-e4m3", "fp8-e5m2", "int8"):
-            continue
-        grid, scales = ("quadratic", "signed") if scales == "quadratic" else ("uniform", scales)
-        config = CodecConfig(format, group_size, scales, hadamard, grid=grid)
+        config = CodecConfig(format, group_size, scales, hadamard)
         both, one = (False, True), ((number + FORMATS.index(format)) % 2 == 0,)
         for strided in both if format in EVERY_CASE else one:
             g = torch.Generator().manual_seed(2 * number + strided)
@@ -137,7 +132,7 @@ def check_format(format: str) -> None:
             assert apart.grid_steps <= 1 and apart.codes < middles and apart.padding, (config, apart)
             assert apart.scales <= (2**-7 if scales != "dual" else 1e-6), (config, apart)
 
-            other = replace(config, format="int8" if format == "int4" else "int4", grid="uniform")
+            other = replace(config, format="int8" if format == "int4" else "int4")
             expected = reference.decode_sum_encode(stack, config, numel, config_out=other)
             again = launch.decode_sum_encode(stack, config, numel, config_out=other)
             apart = difference(expected[None], again[None], other)

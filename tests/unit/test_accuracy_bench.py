@@ -158,7 +158,7 @@ def test_ranks_share_a_sequence():
 
 def test_names_stand_for_specs_and_specs_for_themselves():
     assert setting_of("paper").forward == "taco" and bits_of(setting_of("paper").as_dict()) == 8.5
-    assert setting_of("int6-signed-sp") == Setting("int6-signed-sp", "int6", "int6", True)
+    assert setting_of("int6-quadratic-sp") == Setting("int6-quadratic-sp", "int6", "int6", True)
     assert setting_of("int6:group=64").backward == "int6:group=64"
     assert bits_of(setting_of("none").as_dict()) == 16
     with pytest.raises(ValueError, match="int7"):

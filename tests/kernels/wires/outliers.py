@@ -63,9 +63,7 @@ def check_operations(
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 + 2e-7 * float(expected.abs().max()))
     for config_out in (
         config,
-        replace(
-            config, format="int8" if config.format == "int4" else "int4", scales="single", grid="uniform"
-        ),
+        replace(config, format="int8" if config.format == "int4" else "int4", scales="single"),
     ):
         expected = reference.decode_sum_encode(stack, config, numel, config_out=config_out)[None]
         again = torch.full_like(expected[0], 99, device=device)
