@@ -51,7 +51,7 @@ def test_channels_come_back_within_their_own_step(case: tuple) -> None:
     exact = x.double()
     size = (exact - exact.mean(0)).square().mean(0).sqrt()
     steps = {8: 127, 6: 31, 5: 15, 4: 7}[layout.config.bits]
-    bound = 0.51 / steps
+    bound = (0.8 if layout.config.bend else 0.51) / steps  # the quadratic grid's outermost cells are wider
     widest = ((exact - exact.mean(0)) / size.clamp(min=1e-9)).abs().max()
     lost = 2**-8 * exact.mean(0).abs()  # the mean and the spread in bf16
     assert (
