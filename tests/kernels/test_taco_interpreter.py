@@ -30,9 +30,7 @@ def program() -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_reproduce_the_reference(program, format: str) -> None:
-    cases = {"fp8": 5, "int": 7}[format[:3]] * (
-        2 if format in EVERY_CASE else 1
-    )
+    cases = {"fp8": 5, "int": 7}[format[:3]] * (2 if format in EVERY_CASE else 1)
     assert f"{format}: {cases} cases" in program.stdout.splitlines(), program.stdout + program.stderr
 
 
