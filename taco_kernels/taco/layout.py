@@ -70,7 +70,7 @@ class CodecConfig:
 
     @property
     def bend(self) -> int:
-        """``a`` of the quadratic grid of int4, int5 and int6 with signed scales (quadratic.py); 0: uniform."""
+        """``a`` of the quadratic grid of int4 to int6 with signed scales (quadratic.py); 0: uniform."""
         return quadratic.BEND.get(self.format, 0) if self.scales == "signed" else 0
 
     @property
