@@ -12,7 +12,7 @@ IN_DEV = sorted(extras.keys() - {"transformer-engine"})  # compiled for about 25
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
     packages=find_namespace_packages(include=["megatron.compression*", "megatron.host*", "taco_kernels*"]),
-    package_data={"megatron.compression": ["py.typed", "advise/*.json"], "taco_kernels": ["py.typed"]},
+    package_data={"megatron.compression": ["py.typed"], "taco_kernels": ["py.typed"]},
     py_modules=["pretrain_gpt", "pretrain_qwen"],
     install_requires=[
         *versions["REQUIRED"],

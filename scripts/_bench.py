@@ -122,9 +122,7 @@ def _used(options: Namespace) -> list[str]:
 
 def checked_in(options: Namespace) -> int:
     """Iterations in which --compression auto checks its choice at most, and those before them."""
-    used = _used(options)
-    schedules = 1 if "tensor" in used else 0
-    return 4 + 2 * 4 * (1 + len(used) + schedules)
+    return 4 + 2 * 4 * (1 + len(_used(options)))
 
 
 def is_auto(setting: Setting) -> bool:

@@ -60,6 +60,7 @@ def parse_setting(text: str) -> Setting:
         ValueError: no spec, more than two, or one that names no codec.
     """
     from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+    from megatron.compression.codecs.recipes import NAMED
     from megatron.compression.data_parallel.presets import PRESETS
     from megatron.compression.tensor_parallel.by_site import parse_choices
 
@@ -68,7 +69,7 @@ def parse_setting(text: str) -> Setting:
     if count not in (1, 2):
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
     for spec in words[:count]:
-        if spec in ("none", "auto", *PRESETS):
+        if spec in ("none", *NAMED, *PRESETS):
             continue
         if ";" in spec:
             parse_choices(spec, "--tp-compression")

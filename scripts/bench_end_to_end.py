@@ -64,7 +64,7 @@ LAYOUT = ("tensor", "pipeline", "data")
 CODECS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
-    "pipeline": ["none", "auto", "tah-quant", "int8", "none"],
+    "pipeline": ["none", "pipeline-6bit", "tah-quant", "int8", "none"],
     "data": ["none", "sdp4bit", "sdp4bit --dp-compression-node-size 1"],
 }
 ABLATIONS = (

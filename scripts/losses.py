@@ -2,7 +2,7 @@
 """Validation losses on real text under compression: the same tokens, weights and order for every setting.
 
     python scripts/losses.py --data-parallel 4 --codecs none sdp4bit "none --grad-reduce-in-bf16" --seeds 1 2
-    python scripts/losses.py --pipeline-parallel 4 --codecs none auto tah-quant "tah-quant:transform=none"
+    python scripts/losses.py --pipeline-parallel 4 --codecs none pipeline-6bit tah-quant
     python scripts/losses.py --tensor-parallel 4 --model 111m --codecs none int6 \\
         "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
     python scripts/losses.py --expert-parallel 2 --codecs none int8 int6

@@ -45,8 +45,8 @@ case $VARIANT in
     tah-quant) : "${COMPRESSION=--pp-compression tah-quant}" ;;
     tile) : "${COMPRESSION=--pp-compression tah-quant:allocation=tile}" ;;
     none) : "${COMPRESSION=}" ;;
-    auto) : "${COMPRESSION=--pp-compression auto}" ;;
-    *) refuse VARIANT "tah-quant, tile, none or auto" ;;
+    pipeline-6bit) : "${COMPRESSION=--pp-compression pipeline-6bit}" ;;
+    *) refuse VARIANT "tah-quant, tile, none or pipeline-6bit" ;;
 esac
 RUN=tah_quant_${MODEL}_${VARIANT}_$PRECISION
 source "$REPO/examples/paper/defaults.sh"

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import CompressionConfigError, naming
 
@@ -58,6 +59,13 @@ class Dimension:
     idle: ClassVar[str]
     """What is said where there is one rank, and so nothing to compress."""
 
+    def __post_init__(self) -> None:
+        """Replace a recipe's name by its codecs. Raises: CompressionConfigError: another dimension's."""
+        compression, other = expand(self.flag, self.compression, self.specs[1])
+        object.__setattr__(self, "compression", compression)
+        if hasattr(self, "backward"):
+            object.__setattr__(self, "backward", other)
+
     @property
     def specs(self) -> tuple[str | None, str | None]:
         """Of one direction and the other; None: left to another setting."""
@@ -87,6 +95,7 @@ class SentOnce(Dimension):
     """Of the policy's two traffic classes, before ``.forward`` and ``.backward``."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for flag, text in ((self.flag, self.compression), (self.backward_flag, self.backward)):
             if "/" in (text or ""):
                 raise CompressionConfigError(

@@ -1,13 +1,12 @@
 """Runs an entrypoint whose links are slow on purpose: every collective takes time in proportion to its bytes.
 
-    python slow_links.py pretrain_gpt.py [--slow-payloads | --fast-links | --halves-travel-free] <its flags>
+    python slow_links.py pretrain_gpt.py [--slow-payloads | --fast-links] <its flags>
 
 The time is that of a clock of its own, which nothing else moves: what else this machine does changes no
 decision. Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1
 is slow: the others have to decide as it does. Each rank prints what it has decided. With --slow-payloads
 training finds another link than the timings did: payloads are slow there, and nothing else. With --fast-links
-every message takes as long, whatever its size. With --halves-travel-free training's smaller messages take no
-time, and halves of a micro-batch are the one schedule that is tried.
+every message takes as long, whatever its size.
 """
 
 import json
@@ -28,8 +27,6 @@ _BYTES = {
 """What a rank of two sends."""
 
 SECONDS_PER_KIB = 1e-3
-SMALL = 1024
-"""Bytes."""
 training = False
 
 
@@ -48,8 +45,8 @@ class Clock:
 clock = Clock()
 
 
-def make_slow(payloads: bool, small: bool) -> None:
-    """Let what this rank sends take time: in training ``payloads`` alone, and nothing ``small``."""
+def make_slow(payloads: bool) -> None:
+    """Let what this rank sends take time: in training ``payloads`` alone."""
 
     def slow(original, nbytes):
         def function(*args, **kwargs):
@@ -57,10 +54,9 @@ def make_slow(payloads: bool, small: bool) -> None:
             alone = group is not None and group.size() == 1
             tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
             payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
-            sent = nbytes(*args, **kwargs)
-            free = training and ((payloads and not payload) or (small and sent < SMALL))
+            free = training and payloads and not payload
             if not alone and not free:
-                clock.now += sent / 1024 * SECONDS_PER_KIB
+                clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
             return original(*args, **kwargs)
 
         return function
@@ -72,26 +68,26 @@ def make_slow(payloads: bool, small: bool) -> None:
 def tell_decisions() -> None:
     """Print each rank's decision at the run's end, know when training begins, take the time from the clock.
 
-    Turns are short.
+    Blocks are short.
     """
     from megatron.compression import patches
-    from megatron.compression.auto import check, timing
+    from megatron.compression.auto import measurement, plan
     from megatron.compression.auto.automatic import Automatic
 
-    check.TURN, check.WARM_UP = 2, 1
-    check.time = timing.time = clock
+    plan.BLOCK, plan.WARM_UP = 2, 1
+    plan.time = measurement.time = clock
     announce, created = Automatic._announce, Automatic.__init__
 
-    def announced(self, decision):
+    def announced(self, decided):
         global training
-        announce(self, decision)
+        announce(self, decided)
         training = True
 
     def init(self, *args, **kwargs):
         created(self, *args, **kwargs)
 
         def tell() -> None:
-            print(f"rank {dist.get_rank()} decided {json.dumps(self.decision.asdict())}", flush=True)
+            print(f"rank {dist.get_rank()} decided {json.dumps(self.plan.asdict())}", flush=True)
 
         patches.on_training_end(tell)
 
@@ -101,13 +97,13 @@ def tell_decisions() -> None:
 def main() -> None:
     """Take the words of ours, then be the entrypoint."""
     entrypoint, *words = sys.argv[1:]
-    own = "--slow-payloads", "--fast-links", "--halves-travel-free"
-    payloads, fast, small = (word in words for word in own)
+    own = "--slow-payloads", "--fast-links"
+    payloads, fast = (word in words for word in own)
     words = [word for word in words if word not in own]
     if fast:
         clock.tick = 0.06  # everything takes as long: few repetitions are timed
     elif os.environ["RANK"] == "1":
-        make_slow(payloads, small)
+        make_slow(payloads)
     tell_decisions()
     sys.argv = [entrypoint, *words]
     runpy.run_path(entrypoint, run_name="__main__")

@@ -11,9 +11,8 @@ from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
 
 SLOW = "tests/distributed/slow_links.py"
-CHECKED = 2 + 2 * 3 * 2
-"""Iterations that slow_links.py's check of one dimension and one schedule takes, with those before it."""
-HALVES = "--tp-compression-overlap halves"
+CHECKED = 2 + 2 * 2 * 2
+"""Iterations that slow_links.py's check of one dimension takes, with those before it."""
 
 
 def decisions(run: ForkedRun) -> list[dict]:
@@ -39,8 +38,8 @@ def slow_run(tmp_path_factory):
     saved = directory / "saved"
     flags = [
         *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)),
-        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto", "--attention-dropout", "0"),
-        *("--save", str(saved), "--save-interval", str(CHECKED), "--halves-travel-free"),
+        *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto"),
+        *("--save", str(saved), "--save-interval", str(CHECKED)),
     ]
     whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
     shutil.rmtree(saved / f"iter_{CHECKED + 2:07}")
@@ -52,15 +51,11 @@ def slow_run(tmp_path_factory):
 def test_a_slow_link_is_compressed(slow_run) -> None:
     """By what gains most within 0.1 %; the run's own iterations agree, and the log says all of it."""
     whole, _, _ = slow_run
-    (choice,) = decisions(whole)[0]["choices"]
+    (choice,) = decisions(whole)[0]["dimensions"]
     name = "int6:outliers=on, back int5:outliers=on"
     assert (choice["name"], choice["loss"]) == (name, 0.092) and choice["gain"] > 0.02
-    assert decisions(whole)[0]["schedule"] == HALVES
     assert re.search(rf"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| {name} \|", whole.output)
-    assert re.search(
-        rf"compression auto: tensor parallel by {HALVES}: iterations with it take .* less: kept", whole.output
-    )
-    assert re.search(rf"compression auto: {HALVES}: iterations with it take .* less: taken", whole.output)
+    assert re.search(r"auto: tensor parallel: iterations with it take .* less: kept", whole.output)
     assert whole.output.count("compression auto: decided in") == 1
     assert "that the ledger does not know" not in whole.output
 
@@ -73,20 +68,17 @@ def test_ranks_decide_alike(slow_run) -> None:
     assert json.loads(kept.read_text())["decision"] == first
 
 
-def test_the_check_takes_turns(slow_run) -> None:
-    """Two of six turns go without, two in halves. What was counted on for the choice is what an iteration
-    sends."""
+def test_the_check_leaves_the_dimension_out(slow_run) -> None:
+    """Two of four blocks go without. What was counted on for the choice is what an iteration sends."""
     whole, resumed, _ = slow_run
-    sums, halves = 2 * 1 + 1, 4 * 1 + 1  # two a layer, and the embedding's or the output layer's
+    sums = 2 * 1 + 1  # two a layer, and the embedding's or the output layer's
     for traffic in ("tp.forward", "tp.backward"):
-        ordinary, in_halves = CHECKED - 4 - 4, 4 + 2
-        sent = ordinary * sums + in_halves * halves
-        assert kinds(whole, traffic) == {"auto": 4 * sums, "compressed": sent}
-        assert kinds(resumed, traffic) == {"compressed": 2 * halves}
+        assert kinds(whole, traffic) == {"auto": 4 * sums, "compressed": (CHECKED - 4 + 2) * sums}
+        assert kinds(resumed, traffic) == {"compressed": 2 * sums}
 
 
 def test_a_resume_does_not_measure(slow_run) -> None:
-    """It says where the decision is from, and goes on with the checkpoint's settings and schedule."""
+    """It says where the decision is from, and goes on with the checkpoint's settings."""
     whole, resumed, kept = slow_run
     assert f"compression auto: as decided before: {kept}" in resumed.output
     assert "compares iterations" not in resumed.output and "other settings than" not in resumed.output
@@ -110,8 +102,8 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
     )
     everyone = decisions(run)
     assert all(one == everyone[0] for one in everyone) and len(everyone) == 4
-    assert [one["name"] for one in everyone[0]["choices"]] == ["none", "none"]
-    assert all(one["why"].startswith("switched off") for one in everyone[0]["choices"])
+    assert [one["name"] for one in everyone[0]["dimensions"]] == ["none", "none"]
+    assert all(one["why"].startswith("switched off") for one in everyone[0]["dimensions"])
     assert run.output.count("switched off") >= 2
     rows = [json.loads(line) for line in (tmp_path / "report/history.jsonl").read_text().splitlines()]
     for traffic in ("dp.gradient", "dp.weight", "pp.forward", "pp.backward"):
@@ -132,7 +124,7 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
         directory=tmp_path,
         through=SLOW,
     )
-    assert [choice["name"] for choice in decisions(run)[0]["choices"]] == ["lossless"]
+    assert [choice["name"] for choice in decisions(run)[0]["dimensions"]] == ["lossless"]
     assert "RerunStateMachine.should_run_forward_backward" in run.output
     assert "the host waits for each message" not in run.output
 
@@ -152,13 +144,13 @@ def test_experts_and_context_parallelism(tmp_path) -> None:
     run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
     first, second = decisions(run)
     assert first == second and first["checked"]
-    names = {one["dimension"]: one["name"] for one in first["choices"]}
+    names = {one["dimension"]: one["name"] for one in first["dimensions"]}
     assert names == {
         "data_parallel": "none, back none",
         "expert_parallel": "int6",
         "context_parallel": "int6",
     }
-    for choice in first["choices"][1:]:
+    for choice in first["dimensions"][1:]:
         dimension = choice["dimension"].replace("_", " ")
         (found,) = re.findall(
             rf"auto: {dimension}: iterations with it take ([\d.]+) % less: kept", run.output
@@ -184,12 +176,12 @@ def test_experts_on_a_fast_link_stay_uncompressed(tmp_path) -> None:
     words = [*tiny_flags(*EXPERTS.split(), train_iters="1"), "--fast-links"]
     run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
     first, second = decisions(run)
-    assert first == second and [one["name"] for one in first["choices"][1:]] == ["none", "none"]
+    assert first == second and [one["name"] for one in first["dimensions"][1:]] == ["none", "none"]
     assert kinds(run, "ep.forward") == {"off": 2} and kinds(run, "cp.backward") == {"off": 1}
 
 
 def timing_worker(rank: int, world_size: int) -> list[float]:
-    """Send every candidate's messages in each dimension; the run's random numbers stay as they are."""
+    """Send every recipe's messages in each dimension; the run's random numbers stay as they are."""
     import torch
 
     from megatron import host
@@ -197,9 +189,9 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     host.install()
     from megatron.core import parallel_state
 
-    from megatron.compression.auto.candidates import CANDIDATES
-    from megatron.compression.auto.predict import Message
-    from megatron.compression.auto.timing import Sender, Stopwatch
+    from megatron.compression.auto.measurement import Sender, Stopwatch
+    from megatron.compression.auto.messages import MessageKind
+    from megatron.compression.codecs.recipes import RECIPES
     from megatron.compression.codecs.registry import settings_of
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transports import Transports
@@ -229,29 +221,31 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
         watch = Stopwatch()
         for sharded in (True, False) if dimension == "data_parallel" else (True,):
             sender = Sender(Transports(), find_topology, sharded, watch.device)
-            for candidate in (None, *CANDIDATES[dimension]):
-                settings = {} if candidate is None else dict(candidate.settings)
-                if candidate is not None and dimension == "data_parallel":
-                    settings["weights"] = "sdp4bit:intra=4" if "sdp4bit" in candidate.name else "lossless"
+            for recipe in (None, *RECIPES[dimension]):
+                settings = {} if recipe is None else {"compression": recipe.compression}
+                if recipe is not None and recipe.backward:
+                    settings["backward"] = recipe.backward
+                if recipe is not None and dimension == "data_parallel":
+                    settings["weights"] = "sdp4bit:intra=4" if "sdp4bit" in recipe.name else "lossless"
+                if recipe is not None and dimension == "tensor_parallel":
+                    settings["min_mb"] = 0.0
                 rules = settings_of(CompressionConfig)[dimension].type(**settings).rules(0)
                 for word in words:
                     traffic, operation = word.split()
                     tokens = operation == "all_to_all" or "tokens" in operation
-                    unequal = tokens and (candidate is None or candidate.name != "lossless")
+                    unequal = tokens and (recipe is None or recipe.name != "lossless")
                     shape = (8192,) if dimension == "data_parallel" else (32, 128) if tokens else (32, 2, 64)
-                    message = Message(
+                    message = MessageKind(
                         dimension, traffic, operation, shape, torch.bfloat16, 1.0, unequal=unequal
                     )
-                    send = sender.sends(message, rules[traffic] if candidate else None)
+                    send = sender.sends(message, rules[traffic] if recipe else None)
                     send()
                     result = send()
                     if tokens and unequal:
                         plain = sender.sends(message)()
                         error = (result - plain).float().norm() / plain.float().norm()
                         assert (
-                            result.shape == plain.shape
-                            and (candidate is None) == (error == 0)
-                            and error < 0.1
+                            result.shape == plain.shape and (recipe is None) == (error == 0) and error < 0.1
                         )
                     found += watch.largest(float(rank))
             assert sender.describe(message, 1.0).endswith("GB/s")

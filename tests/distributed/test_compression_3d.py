@@ -44,7 +44,7 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
 
 
 AUTO = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --tp-compression auto --pp-compression auto --tp-compression-min-mb 0"""
+    --tp-compression tensor-6bit --pp-compression pipeline-6bit --tp-compression-min-mb 0"""
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 

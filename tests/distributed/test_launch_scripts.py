@@ -126,7 +126,7 @@ def test_gpt3(files: Files) -> None:
     small = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     small += " --initial-loss-scale 65536"
     plain = train(files, "gpt3_175b", *small.split())
-    words = f"{small} {COMPRESSED_TP} --pp-compression auto"
+    words = f"{small} {COMPRESSED_TP} --pp-compression pipeline-6bit"
     run = train(files, "gpt3_175b", *words.split(), unedited=True)
     check_compressed(plain, run, TENSOR + STAGES, 3)
     assert "huggingface.co" not in run.output, "no hub is asked for a tokenizer whose files are there"
@@ -148,7 +148,7 @@ def test_qwen2_5(files: Files) -> None:
     """A tokenizer's folder, sequence parallelism, recomputation, a save in the background."""
     small = "--transformer-impl local --tensor-model-parallel-size 2"
     plain = train(files, "qwen2_5_7b", *small.split(), without="--async-save")  # which takes a while to start
-    words = f"{small} {COMPRESSED_TP} --pp-compression auto"
+    words = f"{small} {COMPRESSED_TP} --pp-compression pipeline-6bit"
     run = train(files, "qwen2_5_7b", *words.split())
     check_compressed(plain, run, TENSOR + STAGES, 3)
     assert "layers: torch-native (--transformer-impl local)" in run.output

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.pipeline_parallel.config import RECOMMENDED as PIPELINE
-from megatron.compression.pipeline_parallel.config import RECOMMENDED_BACKWARD as PIPELINE_BACKWARD
-from megatron.compression.tensor_parallel.config import RECOMMENDED
+from megatron.compression.codecs.recipes import RECIPES
 from taco_kernels.taco import CodecConfig, outliers, reference
 
-SUMMED = (RECOMMENDED, "int8:outliers=on", "int5:outliers=on", "taco:outliers=on", PIPELINE_BACKWARD)
+PIPELINE = RECIPES["pipeline_parallel"][0].compression
+PIPELINE_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
+SUMMED = ("int6:outliers=on", "int8:outliers=on", "int5:outliers=on", "taco:outliers=on", PIPELINE_BACKWARD)
 MAGNITUDES = (100.0, 1000.0, 10000.0)
 VALUES = 16 * 1024
 

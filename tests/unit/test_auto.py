@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,88 +10,48 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.compression import CompressionConfig, CompressionConfigError, attach, parse_codec
-from megatron.compression.auto import store, timing
+from megatron.compression import CompressionConfig, CompressionConfigError, attach
+from megatron.compression.auto import measurement, plan
 from megatron.compression.auto.automatic import Automatic
-from megatron.compression.auto.candidates import CANDIDATES, within
-from megatron.compression.auto.decision import Choice, Decision, choose
 from megatron.compression.auto.measurement import Measurement, decided_config
-from megatron.compression.auto.messages import Workload
-from megatron.compression.auto.predict import Message
+from megatron.compression.auto.messages import MessageKind, Workload
+from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose, within
+from megatron.compression.codecs.recipes import RECIPES
 from megatron.compression.compression import Compression
 from megatron.compression.context_parallel import hooks as context_hooks
 from megatron.compression.expert_parallel import hooks as expert_hooks
 from megatron.compression.flags import resolve
-from megatron.compression.tensor_parallel.config import RECOMMENDED
-from megatron.compression.tensor_parallel.turns_checks import HALVES
 from tests.unit.megatron_args import experts, megatron, parsed
 
-INT6, INT8 = CANDIDATES["tensor_parallel"][:2]
-SDP4BIT = CANDIDATES["data_parallel"][0]
+INT6, INT8 = RECIPES["tensor_parallel"][:2]
+SDP4BIT = RECIPES["data_parallel"][0]
 
 
-class TestChoice:
-    def test_the_largest_gain_within_the_budget(self):
-        gains = {"tensor_parallel": {INT6: 0.30, INT8: 0.25}, "data_parallel": {SDP4BIT: 0.10}}
-        assert choose(gains, 0.09) == {"tensor_parallel": INT8, "data_parallel": SDP4BIT}, "0.35 beats 0.30"
-        assert choose(gains, 0.12) == {"tensor_parallel": INT6, "data_parallel": SDP4BIT}
-        gains["tensor_parallel"][INT8] = 0.15
-        assert choose(gains, 0.09) == {"tensor_parallel": INT6}
-        assert choose(gains, 0.0) == {}
-
-    def test_what_would_gain_nothing_is_not_tried(self):
-        assert choose({"tensor_parallel": {INT6: 0.004, INT8: -0.1}}, 0.1) == {}
-        assert choose({"tensor_parallel": {INT6: 0.006}}, 0.1) == {"tensor_parallel": INT6}
-        assert choose({}, 0.1) == {}
-
-    def test_of_equally_fast_ones_the_smaller_loss(self):
-        assert choose({"tensor_parallel": {INT6: 0.104, INT8: 0.1}}, 0.1) == {"tensor_parallel": INT8}
-        assert choose({"tensor_parallel": {INT6: 0.106, INT8: 0.1}}, 0.1) == {"tensor_parallel": INT6}
-
-    def test_candidates_are_settings_of_their_dimension(self):
-        """What --tp-compression auto means is one of them; a budget of 0 leaves what changes no bit."""
-        assert RECOMMENDED in [dict(one.settings)["compression"] for one in CANDIDATES["tensor_parallel"]]
-        for dimension, known in CANDIDATES.items():
-            exact = [] if dimension == "expert_parallel" else ["lossless"]
-            assert [one.name for one in within(0.0, dimension)] == exact
-            assert len(within(math.inf, dimension)) == len(known) == len({one.name for one in known})
-            for one in known:
-                assert all(parse_codec(spec) for spec in one.name.split(", back "))
+@pytest.mark.parametrize(
+    ("int6", "int8", "sdp4bit", "budget", "chosen"),
+    [
+        (0.30, 0.25, 0.10, 0.09, [INT8, SDP4BIT]),
+        (0.30, 0.25, 0.10, 0.1, [INT6, SDP4BIT]),
+        (0.30, 0.15, 0.10, 0.09, [INT6]),
+        (0.30, 0.25, 0.10, 0.0, []),
+        (0.004, -0.1, 0.0, 0.1, []),
+        (0.006, -0.1, 0.0, 0.1, [INT6]),
+        (0.104, 0.1, 0.0, 0.1, [INT8]),
+        (0.106, 0.1, 0.0, 0.1, [INT6]),
+    ],
+)
+def test_the_largest_gain_within_the_budget(int6, int8, sdp4bit, budget, chosen):
+    """Of all dimensions together, from 0.5 % on; of equally fast ones the smaller loss."""
+    gains = {"tensor_parallel": {INT6: int6, INT8: int8}, "data_parallel": {SDP4BIT: sdp4bit}}
+    assert list(choose(gains, budget).values()) == chosen
+    assert choose({}, budget) == {}
 
 
-def test_costs_are_those_of_the_results():
-    """Means of the tables' seeds, or the only one."""
-    pages = Path(__file__).parents[2] / "docs" / "results"
-    endings = (pages / "accuracy.md").read_text()
-
-    def losses(dimension: str) -> dict[str, float]:
-        return {one.name.split(", ")[0].split(":")[0]: one.loss for one in CANDIDATES[dimension]}
-
-    tensor = [one.loss for one in CANDIDATES["tensor_parallel"]]
-    for setting, loss in zip(
-        ("int6-quadratic", "int8-nearest", "int6655-quadratic", "int5655-quadratic", "int5-quadratic"),
-        tensor,
-        strict=False,
-    ):
-        (mean,) = re.findall(rf"^\| {setting} \|[^|]*\|(?:[^|]*,){{2}}[^|]*\| \+([\d.]+) ±", endings, re.M)[
-            :1
-        ]
-        assert float(mean) == loss, setting
-    for dimension, codec, flag in (
-        ("pipeline_parallel", "int4", "--pp-compression auto"),
-        ("pipeline_parallel", "int6", "--pp-compression int6:group=64[^`]*"),
-        ("pipeline_parallel", "int5", "--pp-compression int5:group=64[^`]*"),
-        ("data_parallel", "sdp4bit", "--dp-compression sdp4bit"),
-        ("context_parallel", "int8", "--cp-compression int8"),
-        ("context_parallel", "int6", "--cp-compression int6"),
-    ):
-        (mean,) = re.findall(rf"^\| `{flag}`.*?\| \+([\d.]+) [±|]", endings, re.M)[:1]
-        assert float(mean) == losses(dimension)[codec], flag
-    for codec, loss in losses("expert_parallel").items():
-        (mean,) = re.findall(
-            rf"^\| `--ep-compression {codec}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±", endings, re.M
-        )
-        assert float(mean) == loss, codec
+def test_a_budget_of_nothing_leaves_what_changes_no_bit():
+    for dimension, known in RECIPES.items():
+        exact = [] if dimension == "expert_parallel" else ["lossless"]
+        assert [one.name for one in within(0.0, dimension)] == exact
+        assert within(math.inf, dimension) == list(known)
 
 
 USED = dict(
@@ -103,13 +62,13 @@ USED = dict(
 """Of arguments as they are parsed: experts and context parallelism in use."""
 
 
-def untimed(**changes) -> list[Choice]:
+def untimed(**changes) -> list[DimensionPlan]:
     """What is decided for a run of experts and context parallelism whose messages cannot be timed."""
     args = parsed("--compression", "auto", **{**USED, **changes})
     run = Measurement.__new__(Measurement)
     run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
     run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0)
-    return list(run.decide(0.0).choices)
+    return list(run.decide(0.0).dimensions)
 
 
 @pytest.mark.parametrize(
@@ -121,27 +80,27 @@ def untimed(**changes) -> list[Choice]:
         (10.5, (0.1,) * 6, 1, "; 5 more not timed"),
     ],
 )
-def test_no_candidate_begins_that_would_end_behind_the_limit(begin, costs, timed, said):
-    """The first of a dimension does, and may have to be compiled."""
-    (choice,), order = decided_in_time(begin, costs, "tensor_parallel")
-    assert said in choice.why and (" more not timed" in choice.why) == (timed < 6) and choice.settings
-    assert order == [(one.name, "tensor_parallel") for one in CANDIDATES["tensor_parallel"][:timed]]
+def test_no_recipe_is_timed_that_would_end_after_the_limit(begin, costs, timed, said):
+    """The first of a dimension is, and may have to be compiled."""
+    (found,), order = decided_in_time(begin, costs, "tensor_parallel")
+    assert said in found.why and (" more not timed" in found.why) == (timed < 6) and found.chosen
+    assert order == [(one.name, "tensor_parallel") for one in RECIPES["tensor_parallel"][:timed]]
 
 
 def test_slow_timings_of_one_dimension_leave_the_others_theirs():
-    """A first candidate each, before any second one."""
+    """The first recipe of each, before any second one."""
     dimensions = ("tensor_parallel", "data_parallel", "pipeline_parallel")
-    choices, order = decided_in_time(8.0, (7.0, 1.0, 1.0), *dimensions)
-    assert order == [(CANDIDATES[one][0].name, one) for one in dimensions]
-    assert all(one.settings and " more not timed" in one.why for one in choices)
+    plans, order = decided_in_time(8.0, (7.0, 1.0, 1.0), *dimensions)
+    assert order == [(RECIPES[one][0].name, one) for one in dimensions]
+    assert all(one.chosen and " more not timed" in one.why for one in plans)
     _, order = decided_in_time(0.0, (0.1,) * 12, *dimensions)
     assert [dimension for _, dimension in order[:6]] == [*dimensions] * 2 and len(order) == 12
 
 
 def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) -> tuple[tuple, list]:
-    """The choices where each timing of a candidate takes so many seconds; and what was timed, in order."""
+    """The plans where each timing of a recipe takes so many seconds; and what was timed, in order."""
     now, left, order = [begin], iter(costs), []
-    messages = tuple(Message(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions)
+    messages = tuple(MessageKind(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions)
 
     def seconds(rule):
         if rule is None:
@@ -157,22 +116,22 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
     run._sender = Namespace(prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
 
     def possible(dimension, budget):
-        rules = {one: {dimension: Namespace(codec=(one.name, dimension))} for one in CANDIDATES[dimension]}
+        rules = {one: {dimension: Namespace(codec=(one.name, dimension))} for one in RECIPES[dimension]}
         return rules, ""
 
     run._possible = possible
-    return run.decide(math.inf).choices, order
+    return run.decide(math.inf).dimensions, order
 
 
 def test_fused_kernels_are_asked_for_as_the_hooks_do(monkeypatch):
     """Of keys and values only where a codec has some; never for tokens."""
     asked = {}
-    monkeypatch.setattr(timing, "_group", lambda message: (message.dimension, message.operation))
+    monkeypatch.setattr(measurement, "_group", lambda message: (message.dimension, message.operation))
     transports = Namespace(prepare=lambda groups, fused: asked.update({groups[0]: fused}) or [])
-    sender = timing.Sender(transports, None, True, torch.device("cpu"))
+    sender = measurement.Sender(transports, None, True, torch.device("cpu"))
     ways = (("tensor_parallel", "all_reduce"), ("context_parallel", "all_gather"))
-    messages = [Message(one, "", way, (4,), torch.float32, 1.0) for one, way in ways]
-    messages.append(Message("expert_parallel", "", "all_to_all", (4,), torch.float32, 1.0))
+    messages = [MessageKind(one, "", way, (4,), torch.float32, 1.0) for one, way in ways]
+    messages.append(MessageKind("expert_parallel", "", "all_to_all", (4,), torch.float32, 1.0))
     for lossy in (True, False):
         sender.prepare(messages, lossy)
         assert list(asked.values()) == [True, lossy, False]
@@ -252,67 +211,91 @@ class TestFlags:
             attach([], CompressionConfig(auto=("tensor_parallel",)))
 
 
-def decision(**changes) -> Decision:
-    given = dict(link="1 MiB", name="int6", gain=0.2, loss=0.085, why="best")
-    settings = dict(INT6.settings)
-    choice = Choice(**{"dimension": "tensor_parallel", "settings": settings, **given, **changes})
-    return Decision((choice,), 0.1, 100.0, 60.0, 3.0)
+def one_plan(**changes) -> RunPlan:
+    given = dict(dimension="tensor_parallel", link="1 MiB", chosen=True, name=INT6.name, gain=0.2, loss=0.067)
+    return RunPlan((DimensionPlan(**{**given, "why": "best", **changes}),), 0.1, 100.0, 60.0, 3.0)
+
+
+def write(folder: Path, kept: dict) -> None:
+    (folder / plan.FILE).write_text(json.dumps({"decision": kept, "made_for": {}}))
 
 
 class TestKept:
-    def test_a_decision_comes_back(self, tmp_path, capsys):
+    def test_a_plan_comes_back(self, tmp_path, capsys):
         circumstances = {"world_size": 2, "settings": {"auto": ["tensor_parallel"]}}
-        store.write(str(tmp_path), decision(), circumstances, print)
-        assert store.read(str(tmp_path), circumstances, print) == decision()
-        assert store.read(None, circumstances, print) is None
-        assert store.read(str(tmp_path / "none"), circumstances, print) is None
+        checked = one_plan().after_check({})
+        plan.write(str(tmp_path), checked, circumstances, print)
+        assert plan.read(str(tmp_path), circumstances, print) == checked != one_plan()
+        assert plan.read(None, circumstances, print) is None
+        assert plan.read(str(tmp_path / "none"), circumstances, print) is None
         assert not capsys.readouterr().out
 
-    def test_another_run_measures_anew(self, tmp_path, capsys):
-        store.write(str(tmp_path), decision(), {"world_size": 2, "seq_length": 8}, print)
-        assert store.read(str(tmp_path), {"world_size": 4, "seq_length": 8}, print) is None
-        assert "is of another run (world_size)" in capsys.readouterr().out
+    def test_numbers_that_are_not_finite_are_null(self, tmp_path):
+        unknown = RunPlan(one_plan(gain=math.inf).dimensions, 0.1, math.nan, 60.0, 3.0)
+        plan.write(str(tmp_path), unknown, {"seed": math.nan}, print)
+        text = (tmp_path / plan.FILE).read_text()
+        kept = json.loads(text, parse_constant=pytest.fail)["decision"]
+        assert kept["iteration_ms"] is None and kept["dimensions"][0]["gain"] is None
+        found = plan.read(str(tmp_path), {}, print)
+        assert math.isnan(found.iteration_ms) and found.recipes() == {"tensor_parallel": INT6}
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"decision": {}, "made_for": {}}', '{"decision": 1}'])
-    def test_a_broken_file_is_said_and_measured_anew(self, tmp_path, capsys, text):
-        (tmp_path / store.FILE).write_text(text)
-        assert store.read(str(tmp_path), {}, print) is None
+    def test_a_broken_file_is_named_and_the_run_measures(self, tmp_path, capsys, text):
+        (tmp_path / plan.FILE).write_text(text)
+        assert plan.read(str(tmp_path), {}, print) is None
         said = capsys.readouterr().out
-        assert "cannot be read" in said and said.count("\n") == 1
+        assert "cannot be read" in said and "measures anew" in said and said.count("\n") == 1
 
     @pytest.mark.parametrize(
         ("where", "value"),
         [
-            *(("budget", "0.1"), ("seconds", None), ("checked", "no"), ("loss", "0"), ("gain", [])),
-            *(("dimension", "foo"), ("why", 3), ("settings", {"compression": 5}), ("settings", [1])),
-            *(("settings", {"codec": "int8"}), ("settings", {"compression": "int8", "min_mb": "0"})),
+            *(("budget", "0.1"), ("seconds", "3"), ("checked", "no"), ("loss", "0"), ("gain", [])),
+            *(("dimension", "foo"), ("why", 3), ("name", 5), ("chosen", None), ("extra", 1)),
         ],
     )
-    def test_a_damaged_value_is_said_and_measured_anew(self, tmp_path, capsys, where, value):
-        kept = decision().asdict()
-        (kept if where in kept else kept["choices"][0])[where] = value
-        (tmp_path / store.FILE).write_text(json.dumps({"decision": kept, "made_for": {}}))
-        assert store.read(str(tmp_path), {}, print) is None
-        said = capsys.readouterr().out
-        assert "cannot be read" in said and "measures anew" in said and said.count("\n") == 1
+    def test_a_damaged_value_is_no_plan(self, where, value):
+        kept = one_plan().asdict()
+        (kept if where in kept else kept["dimensions"][0])[where] = value
+        with pytest.raises(TypeError):
+            RunPlan.from_dict(kept)
+
+    @pytest.mark.parametrize("name", ["danger:Codec", "int7", "int6", "none", "int8:outliers=off"])
+    def test_only_what_auto_could_have_chosen_is_accepted(self, tmp_path, capsys, monkeypatch, name):
+        """Of its own dimension; a module that the file names is not imported."""
+        (tmp_path / "danger.py").write_text("raise SystemExit('imported')")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        write(tmp_path, one_plan(name=name).asdict())
+        assert plan.read(str(tmp_path), {}, print) is None
+        assert f"{name!r} is no choice for 'tensor_parallel'" in capsys.readouterr().out
+        write(tmp_path, one_plan(name="danger:Codec", chosen=False).asdict())  # of the dimension's own flag
+        assert plan.read(str(tmp_path), {}, print).recipes() == {}
 
     def test_a_folder_that_cannot_be_written_ends_nothing(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
-        store.write(str(tmp_path / "file" / "folder"), decision(), {}, print)
+        plan.write(str(tmp_path / "file" / "folder"), one_plan(), {}, print)
         assert "cannot be written" in capsys.readouterr().out
-        store.write(None, decision(), {}, print)
+        plan.write(None, one_plan(), {}, print)
 
     @pytest.mark.parametrize(
         "changed",
         [
+            *({"num_layers": 16}, {"micro_batch_size": 8}, {"global_batch_size": 64}, {"seq_length": 4096}),
+            *({"hidden_size": 2048}, {"ffn_hidden_size": 1024}, {"padded_vocab_size": 256}),
+            *({"world_size": 8}, {"tensor_model_parallel_size": 2}, {"data_parallel_size": 2}),
+            *({"pipeline_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": 2}),
             *({"recompute_granularity": "full"}, {"recompute_method": "block"}, {"recompute_num_layers": 2}),
-            *({"ddp_bucket_size": 2**20}, {"tp_comm_overlap": True}, {"padded_vocab_size": 256}),
+            *({"ddp_bucket_size": 2**20}, {"tp_comm_overlap": True}, {"sequence_parallel": True}),
+            *({"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}, {"moe_router_topk": 4}),
         ],
         ids=lambda changed: next(iter(changed)),
     )
-    def test_what_changes_messages_is_another_run(self, changed):
-        one, other = (store.circumstances(megatron(**more), {}) for more in ({}, changed))
-        assert [name for name in one if one[name] != other[name]] == list(changed)
+    def test_what_changes_messages_is_another_run(self, tmp_path, capsys, changed):
+        """A plan of another number of layers, another size of a micro-batch and so on is not reused."""
+        kind = experts if "moe_router_topk" in changed else megatron
+        plan.write(str(tmp_path), one_plan(), plan.circumstances(kind(), {}), print)
+        assert plan.read(str(tmp_path), plan.circumstances(kind(), {}), print) == one_plan()
+        assert plan.read(str(tmp_path), plan.circumstances(kind(**changed), {}), print) is None
+        assert f"is of another run ({next(iter(changed))})" in capsys.readouterr().out
 
     def test_the_default_budget_typed_out_is_the_same_run(self):
         def made_for(*flags):
@@ -324,48 +307,28 @@ class TestKept:
             for flags in ((), ("--compression-loss-budget", "0.1"), ("--compression-loss-budget", "0.2"))
         )
         assert default == typed != other
-
-    def test_circumstances_are_json(self):
-        made_for = store.circumstances(megatron(), {"auto": ("tensor_parallel",)})
-        assert json.loads(json.dumps(made_for)) == made_for and made_for["params_dtype"] == "torch.bfloat16"
-
-    def test_what_is_kept_becomes_settings(self):
-        args = parsed("--compression", "auto")
-        config = decided_config(resolve(args), decision(), args)
-        assert config.tensor_parallel.compression == "int6:outliers=on" and config.tensor_parallel.min_mb == 0
-        off = decision().after_check({"tensor_parallel": "switched off: slower"})
-        assert not decided_config(resolve(args), off, args).tensor_parallel.enabled and off.checked
-        with pytest.raises(CompressionConfigError, match="int7"):
-            decided_config(resolve(args), decision(settings={"compression": "int7"}), args)
+        assert json.loads(json.dumps(default)) == default
 
     def test_every_dimension_is_adopted(self):
-        """And goes on behind a resume; other experts measure anew."""
+        """What is kept becomes settings, without what the check has switched off."""
         args = parsed("--compression", "auto", **USED)
-        compression = Compression(resolve(args))
-        kept = decision().choices
-        for dimension, spec in (("expert_parallel", "int6"), ("context_parallel", "lossless")):
-            kept += decision(dimension=dimension, settings={"compression": spec}).choices
-        compression.adopt(decided_config(resolve(args), Decision(kept, 0.1, 100.0, 60.0, 3.0), args))
-        assert compression._experts.config.compression == "int6"
+        compression, kept = Compression(resolve(args)), one_plan().dimensions
+        for dimension, name in (("expert_parallel", "int8"), ("context_parallel", "lossless")):
+            kept += one_plan(dimension=dimension, name=name).dimensions
+        whole = RunPlan(kept, 0.1, 100.0, 60.0, 3.0)
+        compression.adopt(decided_config(resolve(args), whole, args))
+        assert compression.config.tensor_parallel.min_mb == 0
         rules = compression.run.policy.rules
-        assert [rules[one].codec.name for one in ("ep.backward", "cp.forward")] == ["int6", "lossless"]
-        one, other = (store.circumstances(experts(moe_router_topk=k), {}) for k in (2, 4))
-        assert [name for name in one if one[name] != other[name]] == ["moe_router_topk"]
-        assert "moe_router_topk" not in store.circumstances(megatron(), {})
-
-    def test_a_schedule_is_kept(self):
-        """With what the check has found; one that is unknown is no decision."""
-        checked = decision().after_check({}, HALVES)
-        assert Decision.from_dict(json.loads(json.dumps(checked.asdict()))) == checked
-        assert checked.table()[-1] == f"tensor parallel by {HALVES}"
-        with pytest.raises(TypeError, match="thirds"):
-            Decision.from_dict({**checked.asdict(), "schedule": "thirds"})
+        names = [rules[one].codec.name for one in ("tp.forward", "ep.backward", "cp.forward")]
+        assert names == ["int6:outliers=on", "int8", "lossless"]
+        off = whole.after_check({"tensor_parallel": "switched off: slower"})
+        assert not decided_config(resolve(args), off, args).tensor_parallel.enabled
 
     def test_the_table_names_what_is_off(self):
-        table = decision().after_check({"tensor_parallel": "switched off: slower"}).table()
+        table = one_plan().after_check({"tensor_parallel": "switched off: slower"}).table()
         assert len(table) == 3 and len({len(line) for line in table}) == 1
         assert "| none " in table[2] and "switched off: slower" in table[2]
-        alone = Decision((), 0.1, 100.0, 60.0, 3.0).table()
+        alone = RunPlan((), 0.1, 100.0, 60.0, 3.0).table()
         assert alone == ["ranks send each other nothing: there is nothing to compress"]
 
 

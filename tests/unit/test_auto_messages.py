@@ -5,8 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.compression.auto.messages import workload
-from megatron.compression.auto.predict import OVERLAP_LOSS, Message, iteration_seconds
+from megatron.compression.auto.messages import OVERLAP_LOSS, MessageKind, iteration_seconds, workload
 from tests.unit.megatron_args import experts, megatron
 
 
@@ -49,14 +48,16 @@ class TestIteration:
     def test_overlapped_buckets_leave_the_last_one(self):
         settings = dict(tensor_model_parallel_size=1, data_parallel_size=4, overlap_grad_reduce=True)
         (message,) = workload(megatron(**settings, ddp_bucket_size=2**22), 2**24, 4e15, 1e15).messages
-        assert message.dtype == torch.float32 and message.count == 4 and message.least == 1
+        assert message.dtype == torch.float32 and message.count == 4 and message.exposed_count == 1
         # a micro-batch of 1.6 s computation, of which 2/3 are the backward's: they hide 4 buckets of 0.2
         assert message.exposed(0.2) == pytest.approx(0.2 + OVERLAP_LOSS * 0.6), "the last"
         waited = 1.6 - 1.6 * 2 / 3
         assert message.exposed(0.4) == pytest.approx(waited + OVERLAP_LOSS * (1.6 - waited))
 
     def test_hidden_seconds_are_not_gained_twice(self):
-        message = Message("tensor_parallel", "tp.backward", "all_reduce", (4,), torch.float32, 10, hidden=0.2)
+        message = MessageKind(
+            "tensor_parallel", "tp.backward", "all_reduce", (4,), torch.float32, 10, overlap=0.2
+        )
         assert message.exposed(0.1) == pytest.approx(OVERLAP_LOSS)
         assert message.exposed(0.3) == pytest.approx(1 + 2 * OVERLAP_LOSS)
 
@@ -114,7 +115,10 @@ class TestTokens:
         args = experts(moe_shared_expert_intermediate_size=1024, moe_shared_expert_overlap=True, swiglu=True)
         forward, backward = workload(args, 0, 1e12, 1e12).messages
         product = 2 * 8192 * 4096 * 1024 / 1e12
-        assert (forward.hidden, backward.hidden) == (pytest.approx(1.5 * product), pytest.approx(3 * product))
+        assert (forward.overlap, backward.overlap) == (
+            pytest.approx(1.5 * product),
+            pytest.approx(3 * product),
+        )
 
     def test_keys_and_values(self):
         """32 heads of 128 in 8 groups: of a sequence of 2048, TP 4 x CP 2. Attention is run again, too."""

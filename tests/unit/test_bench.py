@@ -12,8 +12,7 @@ import _bench
 import _launch
 import bench_end_to_end
 
-from megatron.compression.auto import check
-from megatron.compression.auto.candidates import SCHEDULES
+from megatron.compression.auto import plan
 
 
 def test_settings_are_specs_and_flags():
@@ -50,14 +49,12 @@ def test_neighbours_share_a_run_where_only_codecs_differ():
 
 
 def test_auto_is_timed_behind_its_check():
-    """As many iterations as the check has turns, with every schedule that may be tried."""
+    """As many iterations as the check has turns."""
     options, _, _ = bench_end_to_end.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
-    found = check.Check(
-        ["tensor_parallel", "pipeline_parallel"], list(SCHEDULES), 0, lambda: 0, print, bool, print
-    )
-    assert _bench.checked_in(options) == 1 + check.WARM_UP + found.iterations
+    found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
+    assert _bench.checked_in(options) == 1 + plan.WARM_UP + found.iterations
     options, _, _ = bench_end_to_end.parse(["--data-parallel", "2"])
-    assert _bench.checked_in(options) == 1 + check.WARM_UP + 2 * 2 * check.TURN
+    assert _bench.checked_in(options) == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
 def test_rules_take_turns():
@@ -89,7 +86,7 @@ def test_ranges_and_speed_ups_of_the_table():
 
 def test_auto_is_compared_with_the_fastest_uncompressed_block_and_setting():
     assert [
-        _bench.is_auto(_launch.parse_setting(t)) for t in ("none --compression auto", "auto", "none")
+        _bench.is_auto(_launch.parse_setting(t)) for t in ("none --compression auto", "int8", "none")
     ] == [*(True, False, False)]
     times = {"none": 20.0, "int6": 10.0, "none --compression auto": 12.5}
     rows = [

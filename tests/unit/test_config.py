@@ -17,7 +17,7 @@ from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.by_site import parse_layers
-from megatron.compression.tensor_parallel.config import RECOMMENDED, TensorParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import parsed
 
 
@@ -47,9 +47,9 @@ def test_compression_3d_is_three_codecs() -> None:
     mixed = _config("--compression-3d", "--pp-compression", "int8", "--taco", "format=int6")
     assert mixed.pipeline_parallel.compression == "int8"
     assert mixed.tensor_parallel.compression == "taco:format=int6"
-    without = _config("--compression-3d", "--dp-compression", "none", "--tp-compression", "auto")
+    without = _config("--compression-3d", "--dp-compression", "none", "--tp-compression", "tensor-6bit")
     assert not without.data_parallel.enabled and without.pipeline_parallel.enabled
-    assert without.tensor_parallel == TensorParallelConfig(compression="auto")
+    assert without.tensor_parallel == TensorParallelConfig(compression="tensor-6bit")
 
 
 def test_every_flag_reaches_its_field() -> None:
@@ -83,7 +83,12 @@ def test_every_flag_reaches_its_field() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--compression-3d", "--tp-compression auto --pp-compression auto", "--compression auto --taco"],
+    [
+        "",
+        "--compression-3d",
+        "--pp-compression pipeline-6bit",
+        "--compression auto --taco",
+    ],
 )
 def test_resolve_is_pure(flags: str) -> None:
     """Nothing is written into Megatron's arguments; twice is the same; the result is plain values."""
@@ -95,23 +100,16 @@ def test_resolve_is_pure(flags: str) -> None:
     assert json.loads(json.dumps(config.asdict())) == config.asdict()
 
 
-def test_auto_is_the_recommended_codec() -> None:
-    """It is stored as what it stands for, in every dimension that has one."""
-    config = _config("--tp-compression", "auto", "--pp-compression", "auto")
-    assert config.tensor_parallel.compression == RECOMMENDED == "int6:outliers=on"
-    assert config.pipeline_parallel.describe() == (
-        "pipeline stages send int4:group=32,normalize=standardize,outliers=on, "
-        "back int6:group=32,scales=single,hadamard=off,outliers=on"
-    )
+def test_taco_and_another_codec_are_refused() -> None:
     with pytest.raises(CompressionConfigError, match="drop one of the two"):
-        _config("--taco", "--tp-compression", "auto")
+        _config("--taco", "--tp-compression", "int6")
     with pytest.raises(CompressionConfigError, match="--taco is --tp-compression taco, not none"):
         _config("--taco", "--tp-compression", "none")
 
 
 def test_a_resumed_run_says_what_it_does_otherwise() -> None:
     """What decides results and differs; transports, reports and overlap do not."""
-    saved = _config("--tp-compression", "auto", "--tp-compression-overlap", "halves").asdict()
+    saved = _config("--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves").asdict()
     now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
     assert changed_settings(saved, now) == [
         "tensor_parallel.compression int6:outliers=on -> taco",

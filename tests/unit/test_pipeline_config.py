@@ -30,6 +30,9 @@ def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
     return tuple(None if codec is None else codec.name for codec in pair)
 
 
+PIPELINE = "int6:group=64,scales=single,normalize=standardize,outliers=on"
+
+
 @pytest.mark.parametrize(
     "settings, expected",
     (
@@ -39,19 +42,19 @@ def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:
         ({"compression": "taco", "backward": "none"}, ("taco", None)),
         ({"backward": "sdp4bit"}, (None, "sdp4bit")),
         (
-            {"compression": "auto"},
+            {"compression": "pipeline-6bit"},
             (
-                "int4:group=32,normalize=standardize,outliers=on",
+                PIPELINE,
                 "int6:group=32,scales=single,hadamard=off,outliers=on",
             ),
         ),
         (
-            {"compression": "auto", "backward": "int8"},
-            ("int4:group=32,normalize=standardize,outliers=on", "int8"),
+            {"compression": "pipeline-6bit", "backward": "int8"},
+            (PIPELINE, "int8"),
         ),
         (
-            {"compression": "auto", "backward": "none"},
-            ("int4:group=32,normalize=standardize,outliers=on", None),
+            {"compression": "pipeline-6bit", "backward": "none"},
+            (PIPELINE, None),
         ),
     ),
     ids=str,
@@ -100,10 +103,10 @@ def test_refused(settings: dict, line: str) -> None:
 
 def test_channels_that_do_not_fit() -> None:
     """Refused before the first iteration, with the flag, the sizes and the fix; not where nothing is sent."""
-    config = PipelineParallelConfig(compression="auto")
+    config = PipelineParallelConfig(compression="pipeline-6bit")
     config.check(ARGS)
     odd = Namespace(**{**vars(ARGS), "hidden_size": 80})
-    codec = "int4:group=32,normalize=standardize,outliers=on"
+    codec = PIPELINE
     line = rf"--pp-compression {codec} does not fit messages of \[32, 2, 80\] .*"
     with pytest.raises(CompressionConfigError, match=line + "change the codec's settings") as error:
         config.check(odd)

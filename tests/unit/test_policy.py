@@ -8,7 +8,7 @@ from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel.config import RECOMMENDED, TensorParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 LARGE = 2**21
 THRESHOLD = 2**20
@@ -88,7 +88,7 @@ def test_evaluations_concern_activations_alone() -> None:
 def test_codecs_by_site_and_layer() -> None:
     """The last part that names a site counts; without a codec of its own the first does; none is excluded."""
     policy = _policy(
-        compression="auto;fc2=int5:group=64;@0-1,output=int8;fc2@1=none", backward="none;qkv=int4"
+        compression="tensor-6bit;fc2=int5:group=64;@0-1,output=int8;fc2@1=none", backward="none;qkv=int4"
     )
 
     def name(site: str, layer, traffic="tp.forward") -> str | None:
@@ -98,8 +98,8 @@ def test_codecs_by_site_and_layer() -> None:
 
     fc2, proj = "decoder.layers.{}.mlp.linear_fc2", "decoder.layers.{}.self_attention.linear_proj"
     assert [name(fc2.format(n), n) for n in range(3)] == ["int8", None, "int5:group=64"]
-    assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", RECOMMENDED]
-    assert name("output_layer", "output") == "int8" and name("embedding", "embedding") == RECOMMENDED
+    assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", "int6:outliers=on"]
+    assert name("output_layer", "output") == "int8" and name("embedding", "embedding") == "int6:outliers=on"
     assert name(proj.format(0), 0, "tp.backward") is None
     for site in ("decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention"):
         assert name(site, 0, "tp.backward") == "int4"

@@ -1,10 +1,17 @@
-"""Times a run's messages with each dimension's candidates, and decides: in about ``timing.LIMIT`` seconds.
+"""Times a run's own messages, uncompressed and through codecs, and decides: in about ``LIMIT`` seconds.
 
-All ranks come to the same: everything follows from values that are the largest over all ranks.
+Everything is sent as training sends it: tensor and context parallelism by a ``CommSite``, tokens by what
+replaces their dispatcher's functions, gradients and weights by what a bucket has, stages by the calls of
+megatron-core. All ranks come to the same plan: everything follows from values that are the largest over all
+ranks. Test seam: collectives are called as attributes of ``torch.distributed``, so a test that replaces those
+makes a link slow for timings and training alike.
 """
 
 import math
+import statistics
+import time
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -12,20 +19,272 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
 
-from megatron.compression.auto import candidates
-from megatron.compression.auto.candidates import Candidate
-from megatron.compression.auto.decision import LEAST_GAIN, TRIED, Choice, Decision, choose
-from megatron.compression.auto.messages import activations, workload
-from megatron.compression.auto.predict import Message, iteration_seconds
-from megatron.compression.auto.timing import LIMIT, Sender, Stopwatch, gemm_rate
+from megatron.compression.auto.messages import MessageKind, activations, iteration_seconds, workload
+from megatron.compression.auto.plan import LEAST_GAIN, TRIED, DimensionPlan, RunPlan, choose, within
+from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.codecs.registry import settings_of
+from megatron.compression.communication.ledger import Ledger, bytes_sent
+from megatron.compression.communication.policy import Policy, Rule
+from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.topology import Topology
+from megatron.compression.communication.transports import Transports
 from megatron.compression.compression import Compression
 from megatron.compression.config import ACTIVATIONS, CompressionConfig
 from megatron.compression.context_parallel import hooks as context_parallel
+from megatron.compression.data_parallel.compressor import GradientBucket
+from megatron.compression.data_parallel.weights import BucketWeights
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel import hooks as expert_parallel
+from megatron.compression.expert_parallel.exchange import TokenExchange
+from megatron.compression.expert_parallel.site import TokenSite
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
+
+LIMIT = 10.0
+"""Seconds after which no recipe is timed but the first of each dimension."""
+TRIALS = 5
+TRIAL_SECONDS = 0.01
+"""A trial repeats a message until it takes about so long; their median counts."""
+
+_TOKENS = ("all_to_all", "gather_tokens", "sum_tokens")
+
+
+class Stopwatch:
+    """Times what all ranks do at once. Every method is collective and gives the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return self.largest(time.perf_counter() - self._began)[0]
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up
+        (kernels are compiled, communicators are made)."""
+        work()
+        self._synchronize()
+        (once,) = self.largest(self._time(work, 1))
+        if once > 0.5:
+            return once
+        repeats = max(1, min(50, round(TRIAL_SECONDS / max(once, 1e-9))))
+        trials = TRIALS if once < 0.05 else 2
+        return self.largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0]
+
+    def _time(self, work: Callable[[], object], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self._synchronize()
+        return (time.perf_counter() - began) / repeats
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def gemm_rate(watch: Stopwatch, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
+    """FLOP/s of ``[rows, inner] @ [inner, columns]`` on the slowest rank."""
+    left, right = _normal((rows, inner), dtype, watch.device), _normal((inner, columns), dtype, watch.device)
+    return 2 * rows * columns * inner / watch.seconds(lambda: left @ right)
+
+
+class Sender:
+    """Makes what sends one message of a run.
+
+    Args:
+        transports: the run's; see ``prepare``.
+        topology: of the data-parallel group.
+        sharded: the distributed optimizer is used.
+    """
+
+    def __init__(
+        self,
+        transports: Transports,
+        topology: Callable[[dist.ProcessGroup], Topology],
+        sharded: bool,
+        device: torch.device,
+    ) -> None:
+        self._transports, self._topology = transports, topology
+        self._sharded, self._device = sharded, device
+
+    def prepare(self, messages: Sequence[MessageKind], lossy: bool) -> list[str]:
+        """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective.
+
+        Args:
+            lossy: whether codecs that change bits may be chosen; lossless has no fused kernels.
+        """
+        lines = []
+        for group, one in {_group(one): one for one in messages}.items():
+            # nor have tokens; tensor parallelism's hooks do not ask for the codec
+            fused = one.operation not in _TOKENS and (lossy or one.dimension == "tensor_parallel")
+            lines += self._transports.prepare([group], fused)
+        return lines
+
+    def sends(self, message: MessageKind, rule: Rule | None = None) -> Callable[[], object]:
+        """A call that sends ``message`` once and waits for it, through the rule's codec if there is one.
+
+        Made by all ranks together: a data-parallel codec makes the process groups of its topology.
+        """
+        if message.operation == "exchange":
+            return self._exchange(message, rule)
+        if message.operation == "gradients":
+            return self._gradients(message, rule)
+        if message.operation == "weights":
+            return self._weights(message, rule)
+        if message.operation in _TOKENS:
+            return self._tokens(message, rule)
+        return self._collective(message, rule)
+
+    def describe(self, message: MessageKind, seconds: float) -> str:
+        """``16.0 MiB all_reduce 0.35 ms, 48 GB/s``: the link as measured, uncompressed."""
+        operation = message.sent_as(self._sharded)
+        rate = bytes_sent(operation, message.nbytes, _group(message).size()) / seconds
+        size = message.nbytes / 2**20
+        return f"{size:.3g} MiB {operation} {1e3 * seconds:.3g} ms, {rate / 1e9:.3g} GB/s"
+
+    def _collective(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
+        group, operation = _group(message), message.operation
+        shape = message.shape
+        if operation == "all_gather":
+            shape = (shape[0] // group.size(), *shape[1:])
+        x = _normal(shape, message.dtype, self._device)
+        if rule is not None:
+            send = getattr(CommSite("timing", group, self._run(message, rule)), operation)
+            return lambda: send(x, message.traffic).wait()
+        if operation == "all_reduce":
+            x.zero_()  # it is summed in place, again and again
+            return lambda: dist.all_reduce(x, group=group)
+        if operation == "reduce_scatter":
+            part = x.new_empty((shape[0] // group.size(), *shape[1:]))
+            return lambda: dist.reduce_scatter_tensor(part, x, group=group)
+        full = x.new_empty(message.shape)
+        return lambda: dist.all_gather_into_tensor(full, x, group=group)
+
+    def _tokens(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
+        """A dispatcher's exchange with as many tokens for each rank."""
+        group, rows = _group(message), message.shape[0]
+        if message.operation == "gather_tokens":
+            rows //= group.size()
+        x = _normal((rows, *message.shape[1:]), message.dtype, self._device)
+        site = TokenSite("timing", group, self._run(message, rule), None)
+        site.forward = site.backward = message.traffic  # gradients are sent as tokens are
+        exchange = TokenExchange()
+        given = rows if message.operation == "gather_tokens" else rows // group.size()
+        sizes = [given] * group.size() if message.unequal else None
+
+        def send() -> torch.Tensor:
+            with exchange.under_way({group: site}):
+                if message.operation == "all_to_all":
+                    return exchange.all_to_all(mappings.all_to_all, group, x, sizes, sizes)
+                if message.operation == "gather_tokens":
+                    gather = mappings.gather_from_sequence_parallel_region
+                    return exchange.gather(gather, x, group=group, output_split_sizes=sizes)
+                total = mappings.reduce_scatter_to_sequence_parallel_region
+                return exchange.reduce_scatter(total, x, group, sizes)
+
+        return send
+
+    def _run(self, message: MessageKind, rule: Rule | None) -> Run:
+        """In which this message alone is compressed."""
+        ledger = Ledger()
+        rules = {} if rule is None else {message.traffic: rule}
+        return Run(Policy(rules, ledger), ledger, transports=self._transports)
+
+    def _gradients(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
+        group = _group(message)
+        x = _normal(message.shape, message.dtype, self._device)
+        if rule is not None:
+            topology = self._topology(group)
+            bucket = GradientBucket(x, (), 1 / group.size(), self._sharded, topology, Ledger())
+            sync = rule.codec.build(bucket, lambda: None)
+            return lambda: sync.start().wait()
+        x.zero_()
+        if not self._sharded:
+            return lambda: dist.all_reduce(x, group=group)
+        shard = torch.empty_like(x.view(group.size(), -1)[0])
+        return lambda: dist.reduce_scatter_tensor(shard, x, group=group)
+
+    def _weights(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
+        group = _group(message)
+        x = _normal(message.shape, message.dtype, self._device)
+        own = x.view(group.size(), -1)[group.rank()]
+        if rule is None:
+            shard = own.clone()
+            return lambda: dist.all_gather_into_tensor(x, shard, group=group)
+        dist.broadcast(x, src=dist.get_process_group_ranks(group)[0], group=group)  # replicas begin alike
+        ledger, updated = Ledger(), own.float() * 1.001
+        weights = BucketWeights(x, Policy({message.traffic: rule}, ledger), self._topology(group), ledger)
+
+        def send() -> None:
+            weights.decide()
+            weights.update([(0, updated)])
+            weights.start().wait()
+
+        return send
+
+    def _exchange(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
+        """Every stage sends to the next and receives from the one before: both directions at once."""
+        group = _group(message)
+        x = _normal(message.shape, message.dtype, self._device)
+        if rule is None:
+            return lambda: _ring(x, group)
+        codec = rule.codec
+
+        def send() -> None:
+            received = _ring(codec.encode(x[None]), group)
+            codec.decode(received, x.shape, x.dtype)
+
+        return send
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal values, which leave the run's own random numbers as they are."""
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    ranks = dist.get_process_group_ranks(group)
+    received, rank = torch.empty_like(tensor), group.rank()
+    following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+    for work in dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, following, group),
+            dist.P2POp(dist.irecv, received, previous, group),
+        ]
+    ):
+        work.wait()
+    return received
+
+
+def _group(message: MessageKind) -> dist.ProcessGroup:
+    dimension, operation = message.dimension, message.operation
+    if dimension == "data_parallel":
+        return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    if dimension == "tensor_parallel" and operation in _TOKENS:
+        return parallel_state.get_expert_tensor_parallel_group()
+    if dimension == "tensor_parallel":
+        return parallel_state.get_tensor_model_parallel_group()
+    if dimension == "context_parallel":
+        return parallel_state.get_context_parallel_group()
+    if operation == "all_to_all":
+        return parallel_state.get_expert_model_parallel_group()
+    if dimension == "expert_parallel":
+        return parallel_state.get_expert_tensor_and_model_parallel_group()
+    return parallel_state.get_pipeline_model_parallel_group()
+
 
 _LAYERS: dict[str, Any] = {
     "tensor_parallel": tensor_parallel,
@@ -54,7 +313,7 @@ class Measurement:
         hooks = {name: module.why_not_attachable(chunks) for name, module in _LAYERS.items()}
         if getattr(args, "tp_comm_overlap", False):
             hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
-        self._not_attachable = {name: of_any_rank(reason) for name, reason in hooks.items()}
+        self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
         (parameters,) = self.watch.largest(_replicated(chunks))
         tokens, samples, channels = activations(args)
         columns = args.ffn_hidden_size // args.tensor_model_parallel_size
@@ -62,9 +321,9 @@ class Measurement:
         self.work = workload(args, int(parameters), flops, rate)
         sharded, topology = args.use_distributed_optimizer, compression.gradients.topology
         self._sender = Sender(self._transports, topology, sharded, self.watch.device)
-        self._times: dict[Message, float] = {}
+        self._times: dict[MessageKind, float] = {}
 
-    def decide(self, budget: float) -> Decision:
+    def decide(self, budget: float) -> RunPlan:
         """Time everything and choose.
 
         Args:
@@ -73,36 +332,36 @@ class Measurement:
         for message in self.work.messages:
             self._times[message] = self.watch.seconds(self._sender.sends(message))
         whole = iteration_seconds(self.work.computation, self.work.messages, self._times)
-        used = [name for name in candidates.CANDIDATES if self._messages(name) or self._unseen(name)]
-        plans: dict[str, dict[Candidate, dict]] = {}
+        used = [name for name in RECIPES if self._messages(name) or self._unseen(name)]
+        possible: dict[str, dict[Recipe, dict[str, Rule]]] = {}
         why: dict[str, str] = {}
         for dimension in used:
             if dimension in self.config.auto:
-                plans[dimension], why[dimension] = self._plan(dimension, whole, budget)
-        gains = self._gains(plans, whole)
-        untimed = {dimension: len(plan) - len(gains[dimension]) for dimension, plan in plans.items()}
+                possible[dimension], why[dimension] = self._worth_timing(dimension, whole, budget)
+        gains = self._gains(possible, whole)
         chosen = choose(gains, budget)
-        choices = []
+        plans = []
         for dimension in used:
-            name, settings, gain, loss = "none", None, 0.0, 0.0
+            name, gain, loss = "none", 0.0, 0.0
             if dimension not in self.config.auto:
                 specs = [spec for spec in getattr(self.config, dimension).specs if spec]
                 name, reason = ", back ".join(specs), "its own flag says so"
             elif dimension in chosen:
                 one = chosen[dimension]
-                name, settings, loss = one.name, dict(one.settings), one.loss
-                gain, reason = gains[dimension][one], f"gains most within the budget; loss: {one.source}"
+                name, loss, gain = one.name, one.loss, gains[dimension][one]
+                reason = f"gains most within the budget; loss: {one.source}"
             else:
-                reason = why[dimension] or _not_taken(gains[dimension])
-            if untimed.get(dimension):
-                reason += f"; {untimed[dimension]} more not timed: no time was left of the {LIMIT:g} s"
-            choices.append(Choice(dimension, self._link(dimension), settings, name, gain, loss, reason))
+                reason = why[dimension] or _not_chosen(gains[dimension])
+            if untimed := len(possible.get(dimension, ())) - len(gains.get(dimension, ())):
+                reason += f"; {untimed} more not timed: no time was left of the {LIMIT:g} s"
+            link = self._link(dimension)
+            plans.append(DimensionPlan(dimension, link, dimension in chosen, name, gain, loss, reason))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         computation = self.work.computation
-        return Decision(tuple(choices), budget, 1e3 * whole, 1e3 * computation, self.watch.elapsed())
+        return RunPlan(tuple(plans), budget, 1e3 * whole, 1e3 * computation, self.watch.elapsed())
 
-    def _messages(self, dimension: str) -> list[Message]:
+    def _messages(self, dimension: str) -> list[MessageKind]:
         return [message for message in self.work.messages if message.dimension == dimension]
 
     def _unseen(self, dimension: str) -> bool:
@@ -110,8 +369,10 @@ class Measurement:
         ways = ("expert_parallel", "context_parallel")
         return dimension in ways and ACTIVATIONS[dimension](self.args) > 1
 
-    def _plan(self, dimension: str, whole: float, budget: float) -> tuple[dict[Candidate, dict], str]:
-        """The candidates to be timed, each with its rules; or why there are none."""
+    def _worth_timing(
+        self, dimension: str, whole: float, budget: float
+    ) -> tuple[dict[Recipe, dict[str, Rule]], str]:
+        """The recipes to be timed, each with its rules; or why there are none."""
         messages = self._messages(dimension)
         if not messages:
             possible, reason = self._possible(dimension, math.inf)
@@ -125,18 +386,18 @@ class Measurement:
         return allowed, "" if allowed else reason
 
     def _gains(
-        self, plans: dict[str, dict[Candidate, dict]], whole: float
-    ) -> dict[str, dict[Candidate, float]]:
-        """The part of an iteration that each candidate saves, by dimension.
+        self, possible: dict[str, dict[Recipe, dict[str, Rule]]], whole: float
+    ) -> dict[str, dict[Recipe, float]]:
+        """The part of an iteration that each recipe saves, by dimension.
 
         The first of every dimension is timed, so that none goes uncompressed because another one's messages
         are slow or its kernels cold; then the second ones and so on, as long as the longest so far would fit
         into the limit.
         """
-        gains: dict[str, dict[Candidate, float]] = {dimension: {} for dimension in plans}
-        rounds = zip_longest(*([(name, *one) for one in plan.items()] for name, plan in plans.items()))
+        gains: dict[str, dict[Recipe, float]] = {dimension: {} for dimension in possible}
+        rounds = zip_longest(*([(name, *one) for one in known.items()] for name, known in possible.items()))
         now, longest = self.watch.elapsed(), 0.0
-        for dimension, candidate, rules in filter(None, chain.from_iterable(rounds)):
+        for dimension, recipe, rules in filter(None, chain.from_iterable(rounds)):
             if gains[dimension] and now + longest > LIMIT:
                 continue
             saved = 0.0
@@ -145,19 +406,19 @@ class Measurement:
                 if rule.codec is not None:
                     seconds = self.watch.seconds(self._sender.sends(message, rule))
                     saved += message.exposed(self._times[message]) - message.exposed(seconds)
-            gains[dimension][candidate] = saved / whole
+            gains[dimension][recipe] = saved / whole
             began, now = now, self.watch.elapsed()
             longest = max(longest, now - began)
         return gains
 
-    def _possible(self, dimension: str, budget: float) -> tuple[dict[Candidate, dict], str]:
-        """The candidates that go with this run, each with its rules; or why there are none."""
+    def _possible(self, dimension: str, budget: float) -> tuple[dict[Recipe, dict[str, Rule]], str]:
+        """The recipes that go with this run, each with its rules; or why there are none."""
         if reason := self._not_attachable.get(dimension):
             return {}, f"not possible: {reason}"
-        found, reason = {}, "no candidate is within the budget"
-        for candidate in candidates.within(budget, dimension):
+        found, reason = {}, "no recipe is within the budget"
+        for recipe in within(budget, dimension):
             try:
-                found[candidate] = dimension_config(dimension, dict(candidate.settings), self.args).rules(0)
+                found[recipe] = dimension_config(dimension, recipe, self.args).rules(0)
             except CompressionConfigError as error:
                 reason = f"not possible: {error}"
         return found, reason
@@ -176,12 +437,17 @@ def _replicated(chunks: list[torch.nn.Module]) -> int:
     return sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
 
 
-def dimension_config(dimension: str, settings: dict[str, Any], args: Namespace) -> Any:
-    """A dimension's config with a candidate's settings.
+def dimension_config(dimension: str, recipe: Recipe, args: Namespace) -> Any:
+    """A dimension's config that follows a recipe.
 
-    Raises: CompressionConfigError: they do not go with this run.
+    Raises: CompressionConfigError: it does not go with this run.
     """
     kind: Any = settings_of(CompressionConfig)[dimension].type
+    settings: dict[str, Any] = {"compression": recipe.compression}
+    if recipe.backward is not None:
+        settings["backward"] = recipe.backward
+    if dimension == "tensor_parallel":  # all messages of a layer have one size, which is timed
+        settings["min_mb"] = 0.0
     config = kind(**settings)
     if dimension == "data_parallel":
         config = config.resolved(args)
@@ -189,19 +455,17 @@ def dimension_config(dimension: str, settings: dict[str, Any], args: Namespace) 
     return config
 
 
-def decided_config(config: CompressionConfig, decision: Decision, args: Namespace) -> CompressionConfig:
+def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) -> CompressionConfig:
     """``config`` with what was left open.
 
-    Raises: CompressionConfigError: a setting that does not go with this run.
+    Raises: CompressionConfigError: a recipe that does not go with this run.
     """
-    decided = decision.settings().items()
-    return replace(
-        config, **{dimension: dimension_config(dimension, one, args) for dimension, one in decided}
-    )
+    decided = {name: dimension_config(name, recipe, args) for name, recipe in plan.recipes().items()}
+    return replace(config, **decided)
 
 
-def _not_taken(gains: dict[Candidate, float]) -> str:
-    """Why a dimension whose candidates were timed has none."""
+def _not_chosen(gains: dict[Recipe, float]) -> str:
+    """Why a dimension whose recipes were timed has none."""
     best = max(gains, key=lambda one: gains[one])
     percent = 100 * gains[best]
     if gains[best] < TRIED:
@@ -213,7 +477,7 @@ def _not_taken(gains: dict[Candidate, float]) -> str:
     )
 
 
-def of_any_rank(reason: str | None) -> str | None:
+def _of_any_rank(reason: str | None) -> str | None:
     """The first rank's reason, where any has one."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, reason)

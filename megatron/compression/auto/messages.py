@@ -1,12 +1,18 @@
-"""What a run sends in an iteration, derived from Megatron's arguments: shapes, counts, what hides them."""
+"""What a run sends in an iteration, derived from Megatron's arguments, and what it costs the iteration.
+
+The model: an iteration is its computation, and of each message what does not overlap with computation. A
+message of ``t`` seconds that may overlap with ``overlap`` seconds of GEMMs lengthens the iteration by
+``t - overlap``, and slows the GEMMs that it overlaps with. At TP 4 (docs/results/iterations.md, "where an
+iteration goes") this gives 494 ms where 499 were measured in pcie, 25 where 22.5 were on NVLink.
+"""
 
 from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from megatron.compression.auto.predict import Message, computation_seconds
 from megatron.compression.expert_parallel.config import expert_ranks
 
 PROBE_VALUES = 2**26
@@ -14,6 +20,73 @@ PROBE_VALUES = 2**26
 codec's launches count as in training. More take proportionally longer."""
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_SENT_AS = {
+    **{"weights": "all_gather", "exchange": "send"},
+    **{"gather_tokens": "all_gather", "sum_tokens": "reduce_scatter"},
+}
+
+COMPUTATION_OVER_GEMMS = 1.6
+"""Norms, activations, the optimizer and gaps between kernels. At TP 4 on NVLink it is 1.75 (all less exposed
+communication, over GEMMs, docs/results/iterations.md); with larger GEMMs a GPU less, by estimate."""
+OVERLAP_LOSS = 0.09
+"""Of the time that a message overlaps with computation, what the computation takes longer: 5 of 57 ms at TP 4
+through host memory (docs/results/iterations.md); on NVLink it is more."""
+
+
+@dataclass(frozen=True)
+class MessageKind:
+    """One kind of message of an iteration."""
+
+    dimension: str
+    """Such as tensor_parallel."""
+    traffic: str
+    """The ledger's class."""
+    operation: str
+    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's);
+    all_to_all, gather_tokens, sum_tokens (of an expert layer's dispatcher)."""
+    shape: tuple[int, ...]
+    """Of the whole tensor over all ranks: what an all-gather makes, what a reduce-scatter takes. Of an
+    all-to-all what a rank sends."""
+    dtype: torch.dtype
+    count: float
+    """How many of them follow each other on the critical path of an iteration."""
+    overlap: float = 0.0
+    """Seconds of computation that one of them may overlap with."""
+    exposed_count: float = 0.0
+    """How many of them overlap with nothing."""
+    unequal: bool = False
+    """Of tokens: the router decides how many each rank sends, and their numbers are sent too."""
+
+    @property
+    def nbytes(self) -> int:
+        """Uncompressed."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def sent_as(self, sharded: bool) -> str:
+        """The ledger's name of the collective that sends it uncompressed.
+
+        Args:
+            sharded: the distributed optimizer is used.
+        """
+        if self.operation == "gradients":
+            return "reduce_scatter" if sharded else "all_reduce"
+        return _SENT_AS.get(self.operation, self.operation)
+
+    def exposed(self, seconds: float) -> float:
+        """Seconds by which these messages lengthen an iteration.
+
+        Args:
+            seconds: that one of them takes by itself.
+        """
+        waited = max(self.count * (seconds - self.overlap), self.exposed_count * seconds, 0.0)
+        return waited + OVERLAP_LOSS * (self.count * seconds - waited)
+
+
+def iteration_seconds(
+    computation: float, messages: Iterable[MessageKind], times: Mapping[MessageKind, float]
+) -> float:
+    """An iteration whose messages take ``times`` (seconds one by one)."""
+    return computation + sum(message.exposed(times[message]) for message in messages)
 
 
 @dataclass(frozen=True)
@@ -22,7 +95,7 @@ class Workload:
 
     computation: float
     """Seconds without communication, pipeline bubbles included."""
-    messages: tuple[Message, ...]
+    messages: tuple[MessageKind, ...]
 
 
 def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -> Workload:
@@ -39,7 +112,7 @@ def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -
     bubble = 1 + (stages - 1) / (micro * virtual)
     recomputed = args.recompute_granularity == "full"
     flops = flops / args.world_size * (4 / 3 if recomputed else 1)
-    computation = computation_seconds(flops, gemm_rate, bubble)
+    computation = flops / gemm_rate * COMPUTATION_OVER_GEMMS * bubble
     messages = (
         *_tensor_parallel(args, micro, bubble, flops / gemm_rate / 3, recomputed),
         *_data_parallel(args, parameters, computation / bubble / micro),
@@ -57,9 +130,9 @@ def activations(args: Namespace) -> tuple[int, int, int]:
 
 def _tensor_parallel(
     args: Namespace, micro: int, bubble: float, weight_gemms: float, recomputed: bool
-) -> list[Message]:
+) -> list[MessageKind]:
     """Two sums a layer and direction, one of an expert layer without shared experts: what ranks that share an
-    expert send is ``_expert_parallel``'s. In the backward pass they run behind weight gradients.
+    expert send is ``_expert_parallel``'s. In the backward pass they overlap with weight gradients.
 
     Args:
         weight_gemms: seconds of an iteration's weight gradients.
@@ -69,27 +142,26 @@ def _tensor_parallel(
     layers = -(-args.num_layers // args.pipeline_model_parallel_size)
     alone = 0 if args.num_experts and args.moe_shared_expert_intermediate_size else _expert_layers(args)
     pairs = 2 * layers - alone + 1  # the embedding's forward, the output layer's backward
-    count, hidden = pairs * micro, weight_gemms / (pairs * micro)
+    count, overlap = pairs * micro, weight_gemms / (pairs * micro)
 
-    def message(direction: str, operation: str, many: float, behind: float = 0.0) -> Message:
-        shape = activations(args)
-        traffic = f"tp.{direction}"
-        return Message("tensor_parallel", traffic, operation, shape, args.params_dtype, many * bubble, behind)
+    def message(direction: str, operation: str, many: float, overlap: float = 0.0) -> MessageKind:
+        sent = activations(args), args.params_dtype, many * bubble, overlap
+        return MessageKind("tensor_parallel", f"tp.{direction}", operation, *sent)
 
     forward = count * (2 if recomputed else 1)
     if not args.sequence_parallel:
-        return [message("forward", "all_reduce", forward), message("backward", "all_reduce", count, hidden)]
+        return [message("forward", "all_reduce", forward), message("backward", "all_reduce", count, overlap)]
     return [
         message("forward", "reduce_scatter", forward),
         message("forward", "all_gather", forward),
-        message("backward", "reduce_scatter", count, hidden),
-        # of the output's gradient; the input is gathered once more, behind the input gradient's GEMM
-        message("backward", "all_gather", 2 * count, hidden / 2),
+        message("backward", "reduce_scatter", count, overlap),
+        # of the output's gradient; the input is gathered once more, while the input gradient is computed
+        message("backward", "all_gather", 2 * count, overlap / 2),
     ]
 
 
-def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list[Message]:
-    """Buckets; overlapped, behind the last micro-batch's backward and the next one's forward pass.
+def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list[MessageKind]:
+    """Buckets, which may overlap with the last micro-batch's backward and the next one's forward pass.
 
     Args:
         micro_batch: seconds of a micro-batch, forward and backward.
@@ -104,24 +176,26 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
     count = parameters / values
     dtype = torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype
 
-    def message(traffic: str, operation: str, dtype: torch.dtype, overlapped: bool, behind: float) -> Message:
-        if not overlapped:
-            return Message("data_parallel", traffic, operation, (values,), dtype, count)
-        least = min(count, bucket / values)  # the last bucket has nothing left to run behind
-        return Message("data_parallel", traffic, operation, (values,), dtype, count, behind / count, least)
+    def message(traffic: str, operation: str, dtype: torch.dtype, overlap: float) -> MessageKind:
+        sent = (values,), dtype, count, overlap / count
+        last = (
+            min(count, bucket / values) if overlap else 0.0
+        )  # nothing is computed while the last bucket is sent
+        return MessageKind("data_parallel", traffic, operation, *sent, last)
 
-    found = [message("dp.gradient", "gradients", dtype, args.overlap_grad_reduce, micro_batch * 2 / 3)]
+    overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
+    found = [message("dp.gradient", "gradients", dtype, overlap)]
     if args.use_distributed_optimizer:
-        behind = micro_batch / 3
-        found.append(message("dp.weight", "weights", args.params_dtype, args.overlap_param_gather, behind))
+        overlap = micro_batch / 3 if args.overlap_param_gather else 0.0
+        found.append(message("dp.weight", "weights", args.params_dtype, overlap))
     return found
 
 
-def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[Message]:
+def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[MessageKind]:
     """Between two stages a micro-batch's activations and another's gradients cross each other.
 
     In 1F1B's steady state an inner stage has two such exchanges a micro-batch, with its two neighbours, and
-    waits for both; before and behind it a message passes every boundary.
+    waits for both; before and after it a message passes every boundary.
 
     Args:
         chunks: micro-batches times virtual stages.
@@ -134,12 +208,12 @@ def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[Messa
     if args.sequence_parallel:
         tokens //= args.tensor_model_parallel_size
     count = (chunks - 1) * min(2, stages - 1) + 2 * (stages - 1)
-    behind = chunk / 2 if args.overlap_p2p_comm else 0.0
+    overlap = chunk / 2 if args.overlap_p2p_comm else 0.0
     # One exchange is timed with activations going round and one with gradients; each counts a half.
     return [
-        Message(
+        MessageKind(
             *("pipeline_parallel", f"pp.{direction}", "exchange", (tokens, samples, channels)),
-            *(args.params_dtype, count / 2, behind),
+            *(args.params_dtype, count / 2, overlap),
         )
         for direction in ("forward", "backward")
     ]
@@ -154,11 +228,11 @@ def _expert_layers(args: Namespace) -> int:
     return -(-sum(map(bool, pattern)) // args.pipeline_model_parallel_size)
 
 
-def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Message]:
+def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[MessageKind]:
     """Four legs a layer: tokens to their experts and back, and their gradients. A router that drops none is
     taken to spread them evenly; probabilities and counts are left out.
 
-    Nothing hides them but shared experts that run beside the dispatcher.
+    They overlap with nothing but shared experts that run together with the dispatcher.
 
     Args:
         micro: micro-batches, a pipeline's bubbles included.
@@ -175,10 +249,10 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
     dtype = args.params_dtype
     outputs = _ROUTER_DTYPES.get(args.moe_router_dtype, dtype)
 
-    def gathered(dimension: str, traffic: str, rows: int, unequal: bool) -> list[Message]:
+    def gathered(dimension: str, traffic: str, rows: int, unequal: bool) -> list[MessageKind]:
         """A gather there, a sum back in the probabilities' dtype; their gradients the other way round."""
         return [
-            Message(dimension, f"{traffic}.{way}", operation, (rows, width), sent, count, unequal=unequal)
+            MessageKind(dimension, f"{traffic}.{way}", operation, (rows, width), sent, count, unequal=unequal)
             for way, operation, sent, count in (
                 ("forward", "gather_tokens", dtype, forward),
                 ("forward", "sum_tokens", outputs, forward),
@@ -198,24 +272,24 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
     rows = -(-rows // ranks) * ranks
     found = []
     if ranks > 1:
-        beside = 0.0
+        overlap = 0.0
         if args.moe_shared_expert_overlap:
             products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
-            beside = products * (3 if args.swiglu else 2) / gemm_rate
+            overlap = products * (3 if args.swiglu else 2) / gemm_rate
         found = [
-            Message(
-                *("expert_parallel", f"ep.{way}", "all_to_all", (rows, width), dtype, 2 * count, hidden),
+            MessageKind(
+                *("expert_parallel", f"ep.{way}", "all_to_all", (rows, width), dtype, 2 * count, hides),
                 unequal=not padded,
             )
-            for way, count, hidden in (("forward", forward, beside / 2), ("backward", backward, beside))
+            for way, count, hides in (("forward", forward, overlap / 2), ("backward", backward, overlap))
         ]
     if sharing > 1:
         found += gathered("tensor_parallel", "tp", rows * sharing, not padded)
     return found
 
 
-def _context_parallel(args: Namespace, micro: float) -> list[Message]:
-    """Keys and values of a layer are gathered, their gradients summed; nothing hides them.
+def _context_parallel(args: Namespace, micro: float) -> list[MessageKind]:
+    """Keys and values of a layer are gathered, their gradients summed; they overlap with nothing.
 
     Args:
         micro: micro-batches, a pipeline's bubbles included.
@@ -232,7 +306,7 @@ def _context_parallel(args: Namespace, micro: float) -> list[Message]:
     count = -(-args.num_layers // args.pipeline_model_parallel_size) * micro
     again = 2 if _recomputes(args, "core_attn") else 1
     return [
-        Message("context_parallel", f"cp.{way}", operation, shape, args.params_dtype, many)
+        MessageKind("context_parallel", f"cp.{way}", operation, shape, args.params_dtype, many)
         for way, operation, many in (
             ("forward", "all_gather", count * again),
             ("backward", "reduce_scatter", count),

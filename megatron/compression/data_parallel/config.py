@@ -41,8 +41,9 @@ class DataParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the gradients, or a gradient compressor such as tagc; none = uncompressed. sdp4bit, lossless
-    and zero++ alone compress the distributed optimizer's weights as well; loco and zero++ are presets."""
+    """Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none =
+    uncompressed. sdp4bit, lossless and zero++ alone compress the distributed optimizer's weights as well;
+    loco and zero++ are presets."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
@@ -59,6 +60,7 @@ class DataParallelConfig(Dimension):
     Splits one host into several nodes for a trial."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.node_size is not None and self.node_size < 1:
             raise CompressionConfigError(f"--dp-compression-node-size {self.node_size} must be a number >= 1")
         codec_of(self.weights, "--dp-weight-compression")

@@ -27,8 +27,8 @@ class ExpertParallelConfig(SentOnce):
     )
 
     compression: str = "none"
-    """Codec of tokens on their way to experts (dispatch) and back (combine); none = uncompressed. Router
-    probabilities and indices are always exact."""
+    """Codec of tokens on their way to experts (dispatch) and back (combine), or the recipe experts-8bit;
+    none = uncompressed. Router probabilities and indices are always exact."""
 
     backward: str | None = None
     """Codec of the gradients on both ways; by default what ``compression`` names for its gradients."""

@@ -11,10 +11,6 @@ from megatron.compression.codecs import Codec
 from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
-RECOMMENDED = "int4:group=32,normalize=standardize,outliers=on"
-"""What ``--pp-compression auto`` means for activations, and below for their gradients (docs/choosing.md)."""
-RECOMMENDED_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallelConfig(SentOnce):
@@ -29,17 +25,10 @@ class PipelineParallelConfig(SentOnce):
     )
 
     compression: str = "none"
-    """Codec of what stages send each other; auto = the recommended pair, none = uncompressed."""
+    """Codec of what stages send each other, or the recipe pipeline-6bit; none = uncompressed."""
 
     backward: str | None = None
     """Codec of the gradients that go back; by default what ``compression`` names for its gradients."""
-
-    def __post_init__(self) -> None:
-        if self.compression == "auto":
-            object.__setattr__(self, "compression", RECOMMENDED)
-            if self.backward is None:
-                object.__setattr__(self, "backward", RECOMMENDED_BACKWARD)
-        super().__post_init__()
 
     def check(self, args: Namespace) -> None:
         """Refuse what would end the first iteration, or leave messages silently uncompressed.

@@ -14,9 +14,6 @@ from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
 from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
 
-RECOMMENDED = "int6:outliers=on"
-"""What ``--tp-compression auto`` means: few bits for little loss (docs/choosing.md)."""
-
 GATHERED_BY_MEGATRON = {
     "mtp_num_layers": "the input of each multi-token-prediction layer",
     "distribute_saved_activations": "the inputs of recomputed layers",
@@ -46,8 +43,8 @@ class TensorParallelConfig(Dimension):
     )
 
     compression: str = "none"
-    """Codec of the tensor-parallel collectives; auto = the recommended one, none = uncompressed. Others by
-    site (qkv, proj, fc1, fc2) and layer can follow: 'int6;fc2=int5;@0-1=int8;fc1@2-29=none'."""
+    """Codec of the tensor-parallel collectives, or a recipe (tensor-6bit, tensor-8bit); none = uncompressed.
+    Others by site (qkv, proj, fc1, fc2) and layer can follow: 'int6;fc2=int5;@0-1=int8;fc1@2-29=none'."""
 
     backward: str | None = None
     """Codec of the gradients; by default that of ``compression``."""
@@ -65,9 +62,7 @@ class TensorParallelConfig(Dimension):
     of the micro-batch, forward and backward, compressed or not. Torch-native layers."""
 
     def __post_init__(self) -> None:
-        first, *others = self.compression.split(";")
-        if first == "auto":
-            object.__setattr__(self, "compression", ";".join([RECOMMENDED, *others]))
+        super().__post_init__()
         if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
             raise CompressionConfigError(
                 f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"

@@ -1,0 +1,167 @@
+"""Codecs whose cost in loss is measured: what ``--compression auto`` and the estimate choose among.
+
+Five have names, which stand for them wherever a dimension's flag takes a codec, as in
+``--tp-compression tensor-6bit``. Costs are those of docs/results/accuracy.md, means of two or three seeds
+(context parallelism and 5 bits between stages: one). They were measured without ``outliers=on``, except
+those between stages: it protects models that have massive activations, and lowers a codec's error. A setting
+that was better than uncompressed has a cost of 0, which does not say that no bit changes: ``exact`` does.
+"""
+
+from dataclasses import dataclass
+
+from megatron.compression.errors import CompressionConfigError
+
+_QUARTER = "docs/results/accuracy.md, final-quarter continuation runs"
+_EXPERTS = "docs/results/accuracy.md, a mixture of experts"
+_NO_BIT = "no bit changes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One way to compress a dimension."""
+
+    compression: str
+    """Codec of activations, or of data parallelism's gradients."""
+    backward: str | None = None
+    """Codec of the activations' gradients; None: what ``compression`` implies, as for sharded weights."""
+    loss: float
+    """Percent of validation loss above uncompressed."""
+    source: str = _QUARTER
+    """Where that was measured."""
+    named: str = ""
+    """What the flags call it; empty: only ``auto`` and the estimate use it."""
+    use: str = ""
+    """When to use it."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether no bit changes."""
+        return self.source == _NO_BIT
+
+    @property
+    def name(self) -> str:
+        """The specs, for logs and tables."""
+        return self.compression if self.backward is None else f"{self.compression}, back {self.backward}"
+
+
+_LOSSLESS = Recipe(compression="lossless", loss=0.0, source=_NO_BIT)
+_STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
+_BACK = "int6:group=32,scales=single,hadamard=off,outliers=on"
+
+RECIPES: dict[str, tuple[Recipe, ...]] = {
+    # Signed int4 to int6 have the quadratic grid. Measured with it: 0.067, 0.092, 0.143, 0.277.
+    "tensor_parallel": (
+        Recipe(
+            compression="int6:outliers=on",
+            loss=0.067,
+            named="tensor-6bit",
+            use="tensor parallelism over PCIe-like links or between nodes",
+        ),
+        Recipe(
+            compression="int8:outliers=on",
+            loss=0.006,
+            named="tensor-8bit",
+            use="the same where loss matters more than the last bytes",
+        ),
+        Recipe(compression="int6:outliers=on", backward="int5:outliers=on", loss=0.092),
+        Recipe(compression="int5:outliers=on/int6:outliers=on", backward="int5:outliers=on", loss=0.143),
+        Recipe(compression="int5:outliers=on", loss=0.277),
+        _LOSSLESS,
+    ),
+    "data_parallel": (
+        Recipe(
+            compression="sdp4bit",
+            loss=0.030,
+            named="gradients-4bit",
+            use="data parallelism between nodes: 8 bits inside a node, 4 between; weights 4 bits",
+        ),
+        _LOSSLESS,
+    ),
+    "pipeline_parallel": (
+        Recipe(
+            compression=f"int6:group=64,{_STANDARDIZED}",
+            backward=_BACK,
+            loss=0.052,
+            named="pipeline-6bit",
+            use="pipeline stages over TCP or another slow link",
+        ),
+        Recipe(compression=f"int5:group=64,{_STANDARDIZED}", backward=_BACK, loss=0.244),
+        Recipe(compression="int4:group=32,normalize=standardize,outliers=on", backward=_BACK, loss=0.401),
+        _LOSSLESS,
+    ),
+    # Measured with int6's uniform grid, the default then; outliers=on would give each token lists of its own.
+    "expert_parallel": (
+        Recipe(compression="int6", loss=0.014, source=_EXPERTS),
+        Recipe(
+            compression="int8",
+            loss=0.001,
+            source=_EXPERTS,
+            named="experts-8bit",
+            use="tokens to experts on other ranks",
+        ),
+    ),
+    # Measured with int6's uniform grid, the default then.
+    "context_parallel": (
+        Recipe(compression="int6", loss=0.052),
+        Recipe(compression="int8", loss=0.005),
+        _LOSSLESS,
+    ),
+}
+"""By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
+
+TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
+"""``--compression taco-paper``: what the TACO paper compresses, by dimension."""
+
+FLAGS = {
+    "tensor_parallel": "--tp-compression",
+    "data_parallel": "--dp-compression",
+    "pipeline_parallel": "--pp-compression",
+    "expert_parallel": "--ep-compression",
+    "context_parallel": "--cp-compression",
+}
+
+NAMED: dict[str, tuple[str, Recipe]] = {
+    one.named: (dimension, one) for dimension, known in RECIPES.items() for one in known if one.named
+}
+"""Recipe's name -> its dimension and the recipe."""
+
+
+def expand(flag: str, compression: str, backward: str | None) -> tuple[str, str | None]:
+    """Both specs of a dimension with a recipe's name replaced by its codecs.
+
+    A recipe's own ``backward`` applies where none is given. Each part of a tensor-parallel spec by site may
+    name a recipe.
+
+    Raises: CompressionConfigError: a recipe of another dimension, or ``auto``.
+    """
+    parts = []
+    for part in compression.split(";"):
+        site, _, spec = part.partition("=")
+        if spec in NAMED:
+            recipe = _recipe(flag, spec)
+            parts.append(f"{site}={recipe.compression}" if recipe else part)
+        elif (recipe := _recipe(flag, part.strip())) is not None:
+            parts.append(recipe.compression)
+            backward = recipe.backward if backward is None else backward
+        else:
+            parts.append(part)
+    if backward is not None and _recipe(flag, backward) is not None:
+        raise CompressionConfigError(
+            f"{flag} {compression} {backward}: a recipe stands for both codecs; give it alone, or two codecs"
+        )
+    return ";".join(parts), backward
+
+
+def _recipe(flag: str, name: str) -> Recipe | None:
+    """The recipe of that name; None: it is a codec."""
+    own = [one for one, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
+    if name == "auto":
+        named = f"give the recipe {' or '.join(own)}" if own else "give a codec such as int8"
+        raise CompressionConfigError(f"{flag} auto: {named}, or let the run measure with --compression auto")
+    if name not in NAMED:
+        return None
+    dimension, recipe = NAMED[name]
+    if FLAGS[dimension] != flag:
+        instead = f"; {flag} has {' and '.join(own)}" if own else ""
+        raise CompressionConfigError(f"{flag} {name}: that recipe belongs to {FLAGS[dimension]}{instead}")
+    return recipe

@@ -1,0 +1,107 @@
+"""The recipes: names that stand for codecs, with the costs of the results."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.compression import CompressionConfigError, parse_codec
+from megatron.compression.codecs.recipes import FLAGS, NAMED, RECIPES, TACO_PAPER
+from megatron.compression.flags import resolve
+from tests.unit.megatron_args import parsed
+
+ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
+TENSOR = ("int6-quadratic", "int8-nearest", "int6655-quadratic", "int5655-quadratic", "int5-quadratic")
+PIPELINE = (
+    "--pp-compression int6:group=64[^`]*",
+    "--pp-compression int5:group=64[^`]*",
+    "--pp-compression auto",
+)
+
+
+def rows() -> list[tuple[str, float, str]]:
+    """Recipe, its cost, and the pattern of its row in the results."""
+    found = [
+        (one.name, one.loss, rf"^\| {row} \|(?:[^|]*\|){{2}} \+([\d.]+) ±")
+        for one, row in zip(RECIPES["tensor_parallel"], TENSOR, strict=False)
+    ]
+    for dimension, flags in (
+        ("pipeline_parallel", PIPELINE),
+        ("data_parallel", ("--dp-compression sdp4bit",)),
+        ("context_parallel", ("--cp-compression int6", "--cp-compression int8")),
+    ):
+        for one, flag in zip(RECIPES[dimension], flags, strict=False):
+            found.append((one.name, one.loss, rf"^\| `{flag}`.*?\| \+([\d.]+) [±|]"))
+    for one in RECIPES["expert_parallel"]:
+        row = rf"^\| `--ep-compression {one.name}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
+        found.append((one.name, one.loss, row))
+    return found
+
+
+@pytest.mark.parametrize(("name", "loss", "row"), rows())
+def test_costs_are_those_of_the_results(name: str, loss: float, row: str) -> None:
+    assert float(re.findall(row, ACCURACY, re.M)[0]) == loss
+
+
+def test_five_recipes_have_names() -> None:
+    """Each name's specs parse, and no two recipes of a dimension are alike."""
+    assert set(NAMED) == {"tensor-6bit", "tensor-8bit", "pipeline-6bit", "experts-8bit", "gradients-4bit"}
+    assert all(recipe.use and recipe.loss <= 0.1 for _, recipe in NAMED.values())
+    for known in RECIPES.values():
+        assert len({one.name for one in known}) == len(known)
+        for one in known:
+            assert all(parse_codec(spec) for spec in one.name.split(", back "))
+    assert set(TACO_PAPER) < set(RECIPES)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_stands_for_its_codecs(name: str) -> None:
+    """It is stored as what it stands for; a second codec wins over the recipe's."""
+    dimension, recipe = NAMED[name]
+    flag = FLAGS[dimension]
+    more = dict(num_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    more |= dict(moe_token_dispatcher_type="alltoall", moe_latent_size=None)
+    more |= dict(moe_pad_expert_input_to_capacity=False)
+    config = getattr(resolve(parsed(flag, name, **more)), dimension)
+    assert config.compression == recipe.compression and getattr(config, "backward", None) == recipe.backward
+    if hasattr(config, "backward"):
+        assert type(config)(compression=name, backward="int8").backward == "int8"
+
+
+def test_recipes_by_site() -> None:
+    config = resolve(parsed("--tp-compression", "tensor-6bit;fc2=tensor-8bit;@0=int8")).tensor_parallel
+    assert config.compression == "int6:outliers=on;fc2=int8:outliers=on;@0=int8"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--tp-compression auto",
+            "--tp-compression auto: give the recipe tensor-6bit or tensor-8bit, or let the run measure with "
+            "--compression auto",
+        ),
+        ("--pp-compression auto", "give the recipe pipeline-6bit, or let the run"),
+        ("--cp-compression auto", "give a codec such as int8, or let the run"),
+        (
+            "--tp-compression pipeline-6bit",
+            "that recipe belongs to --pp-compression; --tp-compression has tensor-6bit and tensor-8bit",
+        ),
+        ("--cp-compression tensor-8bit", "--cp-compression tensor-8bit: that recipe belongs to --tp-comp"),
+        (
+            "--tp-compression int8;fc2=gradients-4bit",
+            "gradients-4bit: that recipe belongs to --dp-compression",
+        ),
+    ],
+)
+def test_what_is_no_recipe_of_a_dimension_is_one_line(words: str, line: str) -> None:
+    with pytest.raises(CompressionConfigError) as error:
+        resolve(parsed(*words.split()))
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_recipe_is_no_second_codec() -> None:
+    from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+
+    with pytest.raises(CompressionConfigError, match="stands for both codecs"):
+        PipelineParallelConfig(compression="int8", backward="pipeline-6bit")
