@@ -1,5 +1,6 @@
-"""What the scripts that start trainings share: how a setting is written, and the launch of its ranks."""
+"""What the scripts share: one-line errors, how a setting is written, and the launch of a run's ranks."""
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -23,6 +25,39 @@ SETTINGS_HELP = (
     'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
     'further flags behind them if need be ("tagc --dp-error-feedback fp32"), in quotes'
 )
+
+
+class UsageError(Exception):
+    """Bad input: the message names the flag or file and says how to fix it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, as in Megatron, whose errors are one line."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError(f"{message} (see --help)")
+
+
+def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
+    """The exit status of ``main(argv)``: 0, or 2 after one line about bad input."""
+    try:
+        main(argv)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def runs_left(left: int, runs: int) -> str:
+    """The last line of scripts that train within a time limit."""
+    return f"{left} of {runs} runs are left: start again for them"
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,17 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 import demo
-from _cli import runs_left
-from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, fresh_folder, gpu_count, parse_setting, torchrun
+from _launch import (
+    FLAGS,
+    ROOT,
+    SETTINGS_HELP,
+    Setting,
+    fresh_folder,
+    gpu_count,
+    parse_setting,
+    runs_left,
+    torchrun,
+)
 
 SHAPES = {
     "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "

@@ -26,8 +26,6 @@ class Exchange:
         self.setting = setting
         self.world_size = setting.world_size
         self.codecs = setting.codecs
-        self.number = 0
-        """Exchanges so far."""
 
     def reduce(self, partials: torch.Tensor, direction: str, whole: bool = False) -> torch.Tensor:
         """[W, T, h] of the ranks -> their sum [T, h]: an all-reduce, or a reduce-scatter's shards together.
@@ -40,7 +38,6 @@ class Exchange:
         codec, shape, dtype = self.codecs[direction], partials.shape[1:], partials.dtype
         if codec is None or (self.setting.sequence_parallel and not whole):
             return self.reduce_scatter(partials, direction)
-        self.number += 1
         first, second = codec.hops
         payloads, piece = self._encode(partials, codec, first)
         total = first.decode_sum_encode(payloads, piece, second)
@@ -48,7 +45,6 @@ class Exchange:
 
     def reduce_scatter(self, partials: torch.Tensor, direction: str) -> torch.Tensor:
         """[W, T, h] of the ranks -> the shards of their sum together, [T, h]."""
-        self.number += 1
         codec, dtype = self.codecs[direction], partials.dtype
         if codec is None:
             return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
@@ -56,9 +52,7 @@ class Exchange:
         return joined(codec.hops[0].decode_sum(payloads, piece, dtype), partials.shape[1:])
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """What there is of x [T, h] where it arrives: on every rank after the all-gather of slices, or at the
-        experts and back (a leg of ``Setting``), or keys and values (context_forward)."""
-        self.number += 1
+        """x [T, h] as every rank has it after the all-gather of slices, or of keys and values."""
         codec = self.codecs[direction]
         if codec is None:
             return x.clone()
@@ -67,7 +61,7 @@ class Exchange:
 
     def send(self, x: torch.Tensor, sequence: int, direction: str) -> torch.Tensor:
         """x [T, h], one sequence after the other, as messages [sequence, samples, h], one a micro-batch."""
-        codec = self.codecs[f"stage_{direction}"]
+        codec = self.codecs[direction]
         if codec is None:
             return x.clone()
         batch = x.view(-1, sequence, x.shape[1])

@@ -1,23 +1,25 @@
-"""The tensor-parallel layers of the simulation as operators that torch.compile leaves alone.
+"""The layers of the simulation as operators that torch.compile leaves alone.
 
 As in Megatron: a row-parallel layer (attention projection, fc2) sums W partial products in the forward, a
 column-parallel one (qkv, fc1, output) sums W partial input gradients in the backward. With sequence
 parallelism the input of a column-parallel layer and the output gradient of a row-parallel one are gathered.
-The partial products are the real ones: rank w holds slice w of the weight's parallel dimension.
+The partial products are the real ones: rank w holds slice w of the weight's parallel dimension. Attention may
+share sequences between ranks (context parallelism).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library
 
 from scripts.accuracy.exchange import Exchange
+from scripts.accuracy.settings import RANKS
 
-_LIBRARY = "simulated_ranks"
 _attached: list[Exchange] = []
 
 
-def operator(name: str):
-    """Decorator: an operator of this library that changes none of its arguments."""
-    return library.custom_op(f"{_LIBRARY}::{name}", mutates_args=())
+def _operator(name: str):
+    """Decorator: an operator that changes none of its arguments."""
+    return library.custom_op(f"simulated_ranks::{name}", mutates_args=())
 
 
 def attach(exchange: Exchange) -> None:
@@ -25,107 +27,92 @@ def attach(exchange: Exchange) -> None:
     _attached[:] = [exchange]
 
 
-def attached() -> Exchange:
-    """What the layers communicate through."""
+def _exchange() -> Exchange:
     [exchange] = _attached
     return exchange
 
 
-def row_partials(x: Tensor, weight: Tensor, world_size: int) -> Tensor:
-    """[W, T, h] whose sum is x @ weight.T, for x [T, n] and weight [h, n]."""
-    x = x.view(x.shape[0], world_size, -1).transpose(0, 1)
-    return torch.bmm(x, weight.view(weight.shape[0], world_size, -1).permute(1, 2, 0))
+def _empty_like(x: Tensor, sequence: int | None = None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def column_partials(grad: Tensor, weight: Tensor, world_size: int) -> Tensor:
-    """[W, T, h] whose sum is grad @ weight, for grad [T, m] and weight [m, h]."""
-    grad = grad.view(grad.shape[0], world_size, -1).transpose(0, 1)
-    return torch.bmm(grad, weight.view(world_size, -1, weight.shape[1]))
-
-
-@operator("row_linear")
+@_operator("row_linear")
 def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n] @ weight[h, n].T, reduced over the ranks."""
-    exchange = attached()
-    return exchange.reduce(row_partials(x.contiguous(), weight, exchange.world_size), "forward")
+    exchange = _exchange()
+    parts = x.contiguous().view(x.shape[0], exchange.world_size, -1).transpose(0, 1)
+    partials = torch.bmm(parts, weight.view(weight.shape[0], exchange.world_size, -1).permute(1, 2, 0))
+    return exchange.reduce(partials, "forward")
 
 
-@operator("row_linear_backward")
+@_operator("row_linear_backward")
 def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
-    exchange = attached()
-    if exchange.setting.sequence_parallel:
-        grad = exchange.gather(grad.contiguous(), "backward")
+    if _exchange().setting.sequence_parallel:
+        grad = _exchange().gather(grad.contiguous(), "backward")
     return grad @ weight, grad.t() @ x
 
 
-@operator("column_linear")
+@_operator("column_linear")
 def column_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, h] @ weight[m, h].T."""
     return x @ weight.t()
 
 
-@operator("column_linear_backward")
+@_operator("column_linear_backward")
 def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, reduced over the ranks, and of weight."""
-    exchange = attached()
-    grad = grad.contiguous()
-    partials = column_partials(grad, weight, exchange.world_size)
+    exchange, grad = _exchange(), grad.contiguous()
+    parts = grad.view(grad.shape[0], exchange.world_size, -1).transpose(0, 1)
+    partials = torch.bmm(parts, weight.view(exchange.world_size, -1, weight.shape[1]))
     return exchange.reduce(partials, "backward"), grad.t() @ x
 
 
-@operator("gather")
-def gather(x: Tensor) -> Tensor:
-    """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
-    return attached().gather(x.contiguous(), "forward")
-
-
-@operator("send")
-def send(x: Tensor, sequence: int) -> Tensor:
-    """x [T, h] as the next pipeline stage has it."""
-    [exchange] = _attached
-    return exchange.send(x.contiguous(), sequence, "forward")
-
-
-@operator("send_backward")
-def send_backward(grad: Tensor, sequence: int) -> Tensor:
-    """Its gradient as the stage before has it."""
-    [exchange] = _attached
-    return exchange.send(grad.contiguous(), sequence, "backward")
-
-
-@row_linear.register_fake
-@column_linear.register_fake
-def _(x, weight):
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@row_linear_backward.register_fake
-@column_linear_backward.register_fake
-def _(grad, x, weight):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(
-        weight, memory_format=torch.contiguous_format
+for _forward, _backward in (row_linear, row_linear_backward), (column_linear, column_linear_backward):
+    _forward.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+    _backward.register_fake(lambda grad, x, weight: (_empty_like(x), _empty_like(weight)))
+    _forward.register_autograd(
+        lambda ctx, grad, backward=_backward: backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
 
 
-@gather.register_fake
-@send.register_fake
-@send_backward.register_fake
-def _(x, sequence=None):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@_operator("gather")
+def gather(x: Tensor) -> Tensor:
+    """x after the all-gather of its slices; the gradient passes (column_linear reduces it)."""
+    return _exchange().gather(x.contiguous(), "forward")
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2])
+@_operator("send")
+def send(x: Tensor, sequence: int) -> Tensor:
+    """x [T, h] as the next pipeline stage has it."""
+    return _exchange().send(x.contiguous(), sequence, "stage_forward")
 
 
-row_linear.register_autograd(
-    lambda ctx, grad: row_linear_backward(grad, *ctx.saved_tensors), setup_context=_save
-)
-column_linear.register_autograd(
-    lambda ctx, grad: column_linear_backward(grad, *ctx.saved_tensors), setup_context=_save
-)
+@_operator("send_backward")
+def send_backward(grad: Tensor, sequence: int) -> Tensor:
+    """Its gradient as the stage before has it."""
+    return _exchange().send(grad.contiguous(), sequence, "stage_backward")
+
+
+@_operator("gather_sequence")
+def gather_sequence(x: Tensor) -> Tensor:
+    """[RANKS, T, n]: keys and values x [T, n] as each rank has them after the all-gather."""
+    return _exchange().gather(x.contiguous(), "context_forward")[None].repeat(RANKS, 1, 1)
+
+
+@_operator("gather_sequence_backward")
+def gather_sequence_backward(grad: Tensor) -> Tensor:
+    """[T, n]: the sum of the ranks' gradients, grad [RANKS, T, n]."""
+    return _exchange().reduce_scatter(grad.contiguous(), "context_backward")
+
+
+for _same in gather, send, send_backward:
+    _same.register_fake(_empty_like)
+gather_sequence.register_fake(lambda x: x.new_empty(RANKS, *x.shape))
+gather_sequence_backward.register_fake(lambda grad: grad.new_empty(grad.shape[1:]))
 gather.register_autograd(lambda ctx, grad: grad)
+gather_sequence.register_autograd(lambda ctx, grad: gather_sequence_backward(grad))
 send.register_autograd(
     lambda ctx, grad: (send_backward(grad, ctx.sequence), None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "sequence", inputs[1]),
@@ -135,7 +122,7 @@ send.register_autograd(
 class _ReduceEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, ids, vocabulary):
-        exchange = attached()
+        exchange = _exchange()
         owner = ids // (vocabulary // exchange.world_size)
         ranks = torch.arange(exchange.world_size, device=ids.device)
         partials = rows * (owner == ranks[:, None])[..., None].to(rows.dtype)
@@ -143,9 +130,8 @@ class _ReduceEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        exchange = attached()
-        if exchange.setting.sequence_parallel:
-            grad = exchange.gather(grad.contiguous(), "backward")
+        if _exchange().setting.sequence_parallel:
+            grad = _exchange().gather(grad.contiguous(), "backward")
         return grad, None, None
 
 
@@ -155,3 +141,28 @@ def reduce_embedding(rows: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
     With sequence parallelism the gradient is gathered, as for learned positions in Megatron.
     """
     return _ReduceEmbedding.apply(rows, ids, vocabulary)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, context_parallel: bool) -> Tensor:
+    """[B * S, heads * d]: causal attention of q [B, S, heads, d] and k, v [B, S, groups, d].
+
+    With context parallelism as in megatron.compression.context_parallel.gather: of 2W chunks rank r has
+    chunks r and 2W - 1 - r and gathers the keys and values of all, whose gradients are reduce-scattered.
+    """
+    batch, sequence, heads, width = q.shape
+    groups = k.shape[2]
+    if context_parallel:
+        assert not sequence % (2 * RANKS), "as --context-parallel-size wants it"
+        copies = gather_sequence(torch.cat([k, v], dim=2).view(batch * sequence, -1))
+        k, v = copies.view(-1, sequence, 2 * groups, width).split(groups, dim=2)
+        q = q.repeat(RANKS, 1, 1, 1)
+    each = (-1, -1, -1, heads // groups, -1)
+    k, v = (part.unsqueeze(3).expand(each).flatten(2, 3) for part in (k, v))
+    y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+    y = y.transpose(1, 2)
+    if context_parallel:  # each rank's own rows
+        chunk = torch.arange(sequence, device=y.device) * 2 * RANKS // sequence
+        owner = torch.minimum(chunk, 2 * RANKS - 1 - chunk)
+        own = owner == torch.arange(RANKS, device=y.device)[:, None]
+        y = (y.reshape(RANKS, batch, sequence, heads, width) * own[:, None, :, None, None].to(y.dtype)).sum(0)
+    return y.reshape(batch * sequence, heads * width)

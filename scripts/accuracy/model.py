@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from megatron.compression.huggingface.models import DenseModel
 from scripts.accuracy import layers
-from scripts.accuracy.attention import attend
-from scripts.accuracy.experts import Experts
-from scripts.accuracy.qwen import QwenBlock, RMSNorm
 from scripts.accuracy.settings import RANKS, Setting
 
 
@@ -25,15 +22,6 @@ class ModelConfig:
     sequence: int = 1024
     dtype: torch.dtype = torch.bfloat16
     """Of the activations and of the weights in products."""
-    massive: float = 0.0
-    """What the second layer's fc2 adds to one channel of every first token, as the massive activations of
-    large models (arXiv 2402.17762): one of its neurons sees that token and no other. 0: an ordinary model."""
-    experts: int = 0
-    """In place of each MLP, a mixture of so many: 8 of width 1536 make 280 M parameters, 110 M
-    of them active."""
-    chosen: int = 2
-    """Experts of a token."""
-    expert_width: int = 1536
     qwen: DenseModel | None = None
     """A Qwen's layers, whose sizes are the same numbers; its own vocabulary is not used."""
     ranks: int = RANKS
@@ -53,25 +41,17 @@ class Norm(nn.Module):
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
 
 
-MASSIVE_LAYER, MASSIVE_CHANNEL = 1, 300
-"""Where a model's massive activations come from, and where they stand."""
-
-
 class Block(nn.Module):
     """One transformer layer on [T, h], T = batch * sequence."""
 
-    def __init__(self, config: ModelConfig, sees_first_token: bool = False) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         h = config.hidden
         self.config = config
-        self.sees_first_token = sees_first_token
         self.sequence_parallel = self.context_parallel = False
         self.norm1, self.norm2 = Norm(h), Norm(h)
         self.qkv, self.qkv_bias = weight_and_bias(3 * h, h)
         self.projection, self.projection_bias = weight_and_bias(h, h)
-        if config.experts:
-            self.mlp = Experts(h, config.expert_width, config.experts, config.chosen)
-            return
         self.fc1, self.fc1_bias = weight_and_bias(4 * h, h)
         self.fc2, self.fc2_bias = weight_and_bias(h, 4 * h)
 
@@ -81,23 +61,92 @@ class Block(nn.Module):
         y = layers.gather(y) if self.sequence_parallel else y
         qkv = layers.column_linear(y, self.qkv.to(dtype)) + self.qkv_bias.to(dtype)
         qkv = qkv.view(-1, config.sequence, config.heads, 3, config.hidden // config.heads)
-        y = attend(*qkv.unbind(3), self.context_parallel)
+        y = layers.attend(*qkv.unbind(3), self.context_parallel)
         x = x + (layers.row_linear(y, self.projection.to(dtype)) + self.projection_bias.to(dtype))
         y = self.norm2(x)
         y = layers.gather(y) if self.sequence_parallel else y
-        if config.experts:
-            return x + self.mlp(y)
         y = layers.column_linear(y, self.fc1.to(dtype)) + self.fc1_bias.to(dtype)
         y = F.gelu(y, approximate="tanh")
-        if self.sees_first_token:
-            first = torch.arange(len(y), device=y.device) % config.sequence == 0
-            y = torch.cat([first[:, None].to(dtype), y[:, 1:]], dim=1)
         return x + (layers.row_linear(y, self.fc2.to(dtype)) + self.fc2_bias.to(dtype))
 
 
 def weight_and_bias(rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Parameters of a linear layer, not initialised."""
     return nn.Parameter(torch.empty(rows, columns)), nn.Parameter(torch.zeros(rows))
+
+
+class RMSNorm(nn.Module):
+    """In fp32 of an activation in bf16."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+
+
+def angles(model: DenseModel, sequence: int) -> Tensor:
+    """[2, sequence, 1, head]: cosine and sine of each position's rotations, halves of a head alike."""
+    powers = torch.arange(0, model.head_dim, 2) / model.head_dim
+    turns = torch.arange(sequence)[:, None] / model.rotary_base**powers
+    both = torch.cat([turns, turns], dim=-1)
+    return torch.stack([both.cos(), both.sin()])[:, :, None]
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [B, S, heads, d] at its positions; in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cosine + torch.cat([-second, first], dim=-1) * sine).to(x.dtype)
+
+
+class QwenBlock(nn.Module):
+    """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group behind the other,
+    fc1 gates and values in turn, so that equal slices of them are the ranks' own.
+
+    Args:
+        model: its numbers; family qwen2 has biases on q, k and v, qwen3 norms of q and k.
+        sequence: tokens of one.
+    """
+
+    def __init__(self, model: DenseModel, sequence: int) -> None:
+        super().__init__()
+        h, width = model.hidden, model.heads * model.head_dim
+        self.model, self.sequence = model, sequence
+        self.sequence_parallel = self.context_parallel = False
+        self.norm1, self.norm2 = RMSNorm(h, model.norm_epsilon), RMSNorm(h, model.norm_epsilon)
+        rows = width + 2 * model.groups * model.head_dim
+        self.qkv = nn.Parameter(torch.empty(rows, h))
+        self.qkv_bias = nn.Parameter(torch.zeros(rows)) if model.family == "qwen2" else None
+        self.q_norm = self.k_norm = None
+        if model.family == "qwen3":
+            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_epsilon) for _ in "qk")
+        self.projection = nn.Parameter(torch.empty(h, width))
+        self.fc1 = nn.Parameter(torch.empty(2 * model.ffn, h))
+        self.fc2 = nn.Parameter(torch.empty(h, model.ffn))
+        self.register_buffer("angles", angles(model, sequence), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        y = layers.gather(y) if self.sequence_parallel else y
+        x = x + layers.row_linear(self._attend(y), self.projection.to(x.dtype))
+        y = self.norm2(x)
+        y = layers.gather(y) if self.sequence_parallel else y
+        gate, up = layers.column_linear(y, self.fc1.to(x.dtype)).view(len(y), -1, 2).unbind(-1)
+        return x + layers.row_linear(F.silu(gate) * up, self.fc2.to(x.dtype))
+
+    def _attend(self, y: Tensor) -> Tensor:
+        """[T, h] normalised to [T, heads * head]."""
+        model, dtype = self.model, y.dtype
+        each = model.heads // model.groups
+        qkv = layers.column_linear(y, self.qkv.to(dtype))
+        qkv = qkv if self.qkv_bias is None else qkv + self.qkv_bias.to(dtype)
+        qkv = qkv.view(-1, self.sequence, model.groups, each + 2, model.head_dim)
+        q, k, v = (part.flatten(2, 3) for part in qkv.split([each, 1, 1], dim=3))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rotate(part, *self.angles) for part in (q, k))
+        return layers.attend(q, k, v, self.context_parallel)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -120,10 +169,7 @@ class GPT(nn.Module):
         self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.positions = None if qwen else nn.Parameter(torch.empty(config.sequence, config.hidden))
         self.blocks = nn.ModuleList(
-            QwenBlock(qwen, config.sequence)
-            if qwen
-            else Block(config, bool(config.massive) and layer == MASSIVE_LAYER)
-            for layer in range(config.layers)
+            QwenBlock(qwen, config.sequence) if qwen else Block(config) for _ in range(config.layers)
         )
         self.norm = RMSNorm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
         tied = qwen is not None and qwen.tied
@@ -148,9 +194,6 @@ class GPT(nn.Module):
                     last = name.endswith(("projection", "fc2"))
                     std = 0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            for block in self.blocks:
-                if block.sees_first_token:
-                    block.fc2[MASSIVE_CHANNEL % self.config.hidden, 0] = self.config.massive
 
     def use(self, setting: Setting) -> None:
         """Exchange what a setting's kinds of parallelism do from now on."""

@@ -1,31 +1,34 @@
 #!/usr/bin/env python
-"""Train under different codecs, the last quarter each or from scratch, one worker a GPU, for a limited time.
+"""Train under different codecs, the last quarter of a training each: final-quarter continuation runs.
 
-    python -m scripts.accuracy.run --work-dir /var/tmp/accuracy --out results --settings paper int8
+    python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp sdp4bit-dp
 
-The workers share a queue (plan.py): each takes the first job of the plan that is not done, whose checkpoint
-exists and that fits into the time left. Results are one JSON line a run in results-*.jsonl of the work
-directory and of --out, written when the run ends. A later call with the same --work-dir goes on where this
-one stopped; so does one that finds earlier results-*.jsonl in a new work directory. Prints a summary at the
-end.
+The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting
+(settings.py) continues from it to the end, on the same data. One worker a GPU, but at most one a seed, does
+the runs of its seeds one after the other. Results are a JSON line a run in W/results-SEED.jsonl; a later call
+does what is missing. Prints the table at the end (results.py).
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.compression.errors import CompressionConfigError
-from scripts._cli import runs_left
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import demo
+from _launch import ROOT, gpu_count, runs_left
 
-ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("111m", "111m-massive", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny", "moe", "moe-tiny")
+from scripts.accuracy.results import BASE, load, tables
+
+SIZES = ("111m", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny")
+LATE = 3 / 4
+"""Where in the schedule the settings start."""
+SETTINGS = ("none-tp2", "int8", "taco", "int6", "int6,,int5", "int5/int6,,int5", "int5", "int4")
+"""Where none are named. none-tp2 is the same mathematics with other roundings."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,20 +36,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work-dir", type=Path, required=True, help="corpus, checkpoints, claims, results")
-    parser.add_argument("--out", type=Path, help="where to copy the results (default: the work directory)")
-    parser.add_argument("--settings", nargs="*", help="names (settings.py) or specs (default: plan.py's)")
-    parser.add_argument("--from-scratch", action="store_true", help="whole runs instead of last quarters")
-    parser.add_argument("--steps", type=int, default=1232, help="of a whole run")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything, the start included")
-    parser.add_argument("--workers", type=int, help="processes (default: one a GPU); several share a GPU")
-    parser.add_argument("--size", choices=SIZES, default="111m")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--work-dir", type=Path, required=True, help="corpus, checkpoints, results")
+    add("--settings", nargs="+", default=SETTINGS, help="specs, joined by + (settings.py)")
+    add("--steps", type=int, default=1232, help="of a whole run")
+    add("--seeds", type=int, default=3)
+    add("--minutes", type=float, default=9.0, help="start no run that would end later")
+    add("--size", choices=SIZES, default="111m")
+    add("--corpus-mb", type=float, default=250, help="text of the installed packages, 10^6 bytes")
+    add("--worker", type=int, nargs=2, help=argparse.SUPPRESS)  # number and count
+    add("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir.resolve()
-    args.out = args.out.resolve() if args.out else args.work_dir
+    args.settings = [name for name in args.settings if name != BASE]
     return args
 
 
@@ -63,234 +65,131 @@ def sizes(args: argparse.Namespace):
         parallel = {"ranks": 2, "stages": 2, "sequence": 512}
         model = ModelConfig(layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, qwen=qwen, **parallel)
         return model, Schedule(args.steps, 64, 3e-4, 3e-5, warmup=args.steps // 10)
-    experts = {"experts": 8} if "moe" in args.size else {}
-    if "tiny" in args.size:
-        model = ModelConfig(512, 2, 64, 2, 32, torch.float32, **experts, expert_width=64)
-        return model, Schedule(args.steps, 4, warmup=5)
+    if args.size == "tiny":
+        return ModelConfig(512, 2, 64, 2, 32, torch.float32), Schedule(args.steps, 4, warmup=5)
     if args.size == "350m":
         return ModelConfig(layers=24, hidden=1024, heads=16), Schedule(args.steps)
-    massive = 1000.0 if "massive" in args.size else 0.0
-    return ModelConfig(**experts, massive=massive), Schedule(args.steps)
+    return ModelConfig(), Schedule(args.steps)
 
 
-def records_of(folder: Path) -> list[dict]:
-    """All results in a folder, each job once."""
-    from scripts.accuracy.records import load
-
-    return load(sorted(folder.glob("results-*.jsonl")))
+def ids_of(args: argparse.Namespace, seed: int) -> list[str]:
+    """The runs of a seed: the uncompressed one first."""
+    return [f"scratch/{BASE}/{seed}", *(f"ending/{name}/{seed}" for name in args.settings)]
 
 
-def claim_of(work: Path, job_id: str, what: str = "taken") -> Path:
-    """The file that says that a worker has begun a job or failed in it."""
-    return work / "claims" / f"{job_id.replace('/', '_')}.{what}"
-
-
-def claim(work: Path, job_id: str) -> bool:
-    """Whether this worker is the first to want the job."""
-    try:
-        claim_of(work, job_id).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+def prepare(args: argparse.Namespace) -> dict[str, str]:
+    """Paths of the tokenized text and its tokenizer, made once."""
+    vocabulary = sizes(args)[0].vocabulary
+    folder = args.work_dir / f"corpus-{vocabulary}"
+    return demo.prepare_data(folder, "site-packages", args.corpus_mb, vocabulary, ("train", "valid", "test"))
 
 
 class Worker:
-    """One process on one GPU.
+    """Runs on one device, whose results are appended to a file for each seed."""
 
-    Args:
-        args: the command line.
-        plan: the jobs.
-    """
-
-    def __init__(self, args: argparse.Namespace, plan) -> None:
+    def __init__(self, args: argparse.Namespace, data: dict[str, str]) -> None:
         import torch
 
         from scripts.accuracy.model import GPT
-        from scripts.accuracy.training import use_deterministic_kernels
+        from scripts.accuracy.training import Corpus, Trainer, use_deterministic_kernels
 
-        self.args, self.plan, self.began = args, plan, time.time()
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device_name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         use_deterministic_kernels()
+        self.args = args
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         self.config, self.schedule = sizes(args)
-        self.model = GPT(self.config, self.device == "cuda").to(self.device)
-        self.trainer = None
+        model = GPT(self.config, compile_blocks=device == "cuda").to(device)
+        corpus = Corpus(data, self.config.sequence, device, 2048 if args.size == "tiny" else 2_000_000)
+        self.trainer = Trainer(model, corpus, self.schedule)
+        self.seconds_per_step = 0.0
 
-    def say(self, text: str) -> None:
-        """A line on stdout."""
-        print(f"[worker {self.args.worker}] {time.time() - self.began:6.1f} s  {text}", flush=True)
+    def run_seed(self, seed: int) -> None:
+        """Do what is missing of a seed while there is time."""
+        args, file = self.args, self.args.work_dir / f"results-{seed}.jsonl"
+        done = {record["id"] for record in load([file] if file.exists() else [])}
+        checkpoint = args.work_dir / "checkpoints" / f"late-{seed}.pt"
+        late = max(1, round(LATE * args.steps))
+        base, *endings = ids_of(args, seed)
+        if base not in done or (not checkpoint.exists() and not done.issuperset(endings)):
+            if self._late(args.steps):
+                return
+            checkpoint.parent.mkdir(exist_ok=True)
+            self.trainer.start(seed)
+            self._record(file, base, BASE, seed, args.steps, {late: checkpoint})
+        for run, name in zip(endings, args.settings, strict=True):
+            if run in done:
+                continue
+            if self._late(args.steps - late):
+                return
+            self.trainer.load(checkpoint)
+            self._record(file, run, name, seed, args.steps - late)
 
-    def wait_for_corpus(self) -> bool:
-        """Read the corpus when it is there; False if the time is up before."""
-        from scripts.accuracy.training import Corpus, Trainer
+    def _late(self, steps: int) -> bool:
+        """Whether so many steps and an evaluation would end after the deadline."""
+        return time.time() + 1.2 * steps * self.seconds_per_step > self.args.deadline
 
-        while not (self.args.work_dir / "corpus" / "meta.json").exists():
-            if time.time() > self.args.deadline:
-                return False
-            time.sleep(0.5)
-        meta = json.loads((self.args.work_dir / "corpus" / "meta.json").read_text())
-        if meta.get("vocab_size", self.config.vocabulary) != self.config.vocabulary:
-            raise ValueError("the corpus has another vocabulary than the model; give another --work-dir")
-        valid_tokens = 2048 if "tiny" in self.args.size else 2_000_000
-        corpus = Corpus(self.args.work_dir / "corpus", self.config.sequence, self.device, valid_tokens)
-        if int(corpus.train.max()) >= self.config.vocabulary:
-            raise ValueError("the corpus has more tokens than the model; give another --work-dir")
-        self.trainer = Trainer(self.model, corpus, self.schedule)
-        return True
-
-    def choose(self):
-        """The next job, claimed, and whether later ones wait for a checkpoint."""
-        from scripts.accuracy.plan import cost_of, next_job
-
-        work = self.args.work_dir
-        records = records_of(work)
-        cost = cost_of([r for r in records if r.get("device") == self.device_name])
-        while True:
-            plan = [job for job in self.plan if not claim_of(work, job.id, "failed").exists()]
-            taken = {job.id for job in plan if claim_of(work, job.id).exists()}
-            checkpoints = {path.stem for path in (work / "checkpoints").glob("*.pt")}
-            left = self.args.deadline - time.time()
-            job, waiting = next_job(plan, {r["id"] for r in records}, taken, checkpoints, left, cost)
-            if job is None or claim(work, job.id):
-                return job, waiting
-
-    def train(self, job) -> dict:
-        """Do a run; what its record holds of it."""
+    def _record(
+        self, file: Path, run: str, name: str, seed: int, steps: int, save: dict | None = None
+    ) -> None:
         from scripts.accuracy.settings import setting_of
 
-        checkpoints, start = self.args.work_dir / "checkpoints", time.time()
-        setting = setting_of(job.setting, self.config.ranks)
-        if job.start:
-            self.trainer.load(checkpoints / f"{job.start}.pt")
-        else:
-            self.trainer.start(job.seed)
-        first = self.trainer.step
-        save = {step: checkpoints / f"{target}.pt" for step, target in job.save.items()}
-        result = self.trainer.run(setting, job.steps, job.seed, save)
-        seconds = round(time.time() - start, 2)
-        return {"setting": setting.as_dict(), "first_step": first, **result, "seconds": seconds}
-
-    def do(self, job) -> None:
-        """Do a job and write its record."""
-        import torch
-
-        try:
-            result = self.train(job)
-        except Exception:
-            traceback.print_exc()
-            self.say(f"{job.id} failed")
-            claim_of(self.args.work_dir, job.id, "failed").touch()
-            if self.device == "cuda":
-                torch.cuda.synchronize()  # raises if the device is lost: no more jobs for this worker
-            return
-        record = {**job.as_dict(), **result, "device": self.device_name, "size": self.args.size}
-        record |= {"schedule_steps": self.schedule.steps, "torch": torch.__version__}
-        for folder in dict.fromkeys((self.args.work_dir, self.args.out)):
-            with (folder / f"results-{self.args.worker}.jsonl").open("a") as stream:
-                stream.write(json.dumps(record) + "\n")
-        milliseconds = 1e3 * result["seconds_per_step"]
-        self.say(f"{job.id}: valid {result['valid']:.5f}, {milliseconds:.1f} ms/step, {result['seconds']} s")
-
-    def loop(self) -> None:
-        """Jobs until the time is up."""
-        if not self.wait_for_corpus():
-            return
-        while time.time() < self.args.deadline:
-            job, waiting = self.choose()
-            if job is not None:
-                self.do(job)
-            elif waiting:
-                time.sleep(0.5)
-            else:
-                break
-        self.say("done")
+        setting, began = setting_of(name, self.config.ranks), time.time()
+        result = self.trainer.run(setting, steps, seed, save)
+        losses = result.pop("losses")[-max(1, round(self.schedule.steps / 10)) :]
+        record = {"id": run, "kind": run.split("/")[0], "seed": seed, "size": self.args.size, "steps": steps}
+        record |= {"setting": setting.as_dict(), "bits": setting.bits, "device": self.device, **result}
+        record |= {"train": round(sum(losses) / len(losses), 5), "seconds": round(time.time() - began, 2)}
+        with file.open("a") as stream:
+            stream.write(json.dumps(record) + "\n")
+        self.seconds_per_step = max(self.seconds_per_step, result["seconds_per_step"])
+        print(f"{run}: valid {result['valid']:.5f}, {record['seconds']} s", flush=True)
 
 
-def plan_of(args: argparse.Namespace):
-    """The jobs that the command line asks for."""
-    from scripts.accuracy.plan import EXPERTS, make_plan
-
-    settings = args.settings or (list(EXPERTS) if "moe" in args.size else None)
-    return make_plan(settings, args.steps, args.seeds, args.from_scratch)
-
-
-def prepare_folders(args: argparse.Namespace) -> None:
-    """A work directory without claims, and earlier results in --out."""
-    shutil.rmtree(args.work_dir / "claims", ignore_errors=True)
-    for folder in (args.work_dir / "claims", args.work_dir / "checkpoints", args.out):
-        folder.mkdir(parents=True, exist_ok=True)
-    if args.out != args.work_dir:
-        for path in args.work_dir.glob("results-*.jsonl"):
-            shutil.copy(path, args.out)
-
-
-def launch(args: argparse.Namespace) -> None:
-    """Prepare the corpus, start the workers, collect."""
-    import torch
-
-    deadline = time.time() + 60 * args.minutes - 5
-    gpus = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    workers = args.workers or max(1, gpus)
-    prepare_folders(args)
-    # Deterministic cuBLAS; compiler caches that the workers and later calls share.
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", PYTHONUNBUFFERED="1")
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(args.work_dir / "cache" / "inductor"))
-    environment.setdefault("TRITON_CACHE_DIR", str(args.work_dir / "cache" / "triton"))
-
-    def start(module: str, arguments: Sequence[str], gpu: int = 0) -> subprocess.Popen:
-        own = environment | ({"CUDA_VISIBLE_DEVICES": visible[gpu % gpus]} if gpus else {})
-        return subprocess.Popen(
-            [sys.executable, "-m", f"scripts.accuracy.{module}", *arguments], env=own, cwd=ROOT
-        )
-
-    helpers = []
-    if not (args.work_dir / "corpus" / "meta.json").exists():
-        words = ["--output-dir", args.work_dir / "corpus", "--vocabulary", sizes(args)[0].vocabulary]
-        helpers.append(start("corpus", list(map(str, words))))
-    arguments = [*sys.argv[1:], "--work-dir", str(args.work_dir), "--out", str(args.out)]
-    arguments += ["--workers", str(workers), "--deadline", str(deadline)]
-    processes = [start("run", [*arguments, "--worker", str(i)], i) for i in range(workers)]
-    statuses = [process.wait() for process in processes]
-    for process in helpers:
-        process.terminate()
-        process.wait()
-    meta = args.work_dir / "corpus" / "meta.json"
-    if args.out != args.work_dir and meta.exists():
-        shutil.copy(meta, args.out)
-    finish(args, statuses)
-
-
-def finish(args: argparse.Namespace, statuses: Sequence[int]) -> None:
-    """Print the tables, and what is left.
+def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Prepare the corpus, start the workers, print the table.
 
     Raises:
-        SystemExit: a run failed, or a worker ended with another status than 0.
+        SystemExit: a worker failed.
     """
-    from scripts.accuracy.tables import tables
-
-    records, plan = records_of(args.work_dir), plan_of(args)
+    deadline, gpus = time.time() + 60 * args.minutes, gpu_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    prepare(args)
+    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8")  # deterministic
+    workers, count = [], min(max(1, gpus), args.seeds)
+    for worker in range(count):
+        words = [sys.executable, "-m", "scripts.accuracy.run", *argv, "--work-dir", args.work_dir]
+        words += ["--worker", worker, count, "--deadline", deadline]
+        own = {"CUDA_VISIBLE_DEVICES": visible[worker]} if gpus else {}
+        workers.append(subprocess.Popen(list(map(str, words)), env=environment | own, cwd=ROOT))
+    statuses = [worker.wait() for worker in workers]
+    records = load(sorted(args.work_dir.glob("results-*.jsonl")))
     print(tables(records))
-    left = {job.id for job in plan} - {record["id"] for record in records}
-    if left:
-        print(runs_left(len(left), len(plan)), flush=True)
-    failed = sorted(job.id for job in plan if claim_of(args.work_dir, job.id, "failed").exists())
-    if any(statuses) or failed:
-        raise SystemExit(f"error: not all runs ended well: {', '.join(failed) or 'a worker died'}")
+    runs = {run for seed in range(args.seeds) for run in ids_of(args, seed)}
+    if left := runs - {record["id"] for record in records}:
+        print(runs_left(len(left), len(runs)), flush=True)
+    if any(statuses):
+        raise SystemExit("error: a run failed; its error is above")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Entry point."""
+    from megatron.compression.errors import CompressionConfigError
+    from scripts.accuracy.settings import setting_of
+
     args = parse(argv)
     try:
-        plan_of(args)
+        for name in args.settings:
+            setting_of(name)
     except CompressionConfigError as error:
         raise SystemExit(f"error: {error}") from None
     if args.worker is None:
-        launch(args)
-    else:
-        Worker(args, plan_of(args)).loop()
+        launch(args, argv)
+        return
+    worker = Worker(args, prepare(args))
+    for seed in range(args.worker[0], args.seeds, args.worker[1]):
+        worker.run_seed(seed)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What a run compresses and how: the names of the results, each with the specs that it stands for."""
+"""What a run compresses and how: the specs of each kind of parallelism, from one name."""
 
 import re
 import statistics
@@ -14,70 +14,40 @@ RANKS = 4
 """Simulated ranks."""
 MESSAGE = (1024, 4, 768)
 """Tokens, samples and channels of a message, by which bits a value are counted."""
-LEGS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
-"""Of expert parallelism, in the order in which a token and its gradient take them."""
-PAIRS = tuple((f"{of}forward", f"{of}backward") for of in ("", "stage_", "context_"))
-_FLAT = (*PAIRS[2], "gradients", "weights")
-"""Ways whose messages are simulated as rows of values, without tokens and channels."""
-_SENT_ONCE = {"-pp": (PipelineParallelConfig, PAIRS[1]), "-cp": (ContextParallelConfig, PAIRS[2])}
-WAYS = (*(way for pair in PAIRS for way in pair), "gradients", "weights", *LEGS)
-"""Everything that has a codec of its own."""
-_SPECS: dict[str, str | tuple[str, str]] = {
-    "none": "none",
-    "none-tp2": "none",  # two ranks: the same mathematics, other roundings: the null comparison
-    "paper": "taco",
-    "fp8-plain": "taco:hadamard=off",
-    "int6655-nearest": ("int6:scales=single", "int5:scales=single"),
-    "int5655-nearest": ("int5:scales=single/int6:scales=single", "int5:scales=single"),
-    **{
-        f"int{bits}-{name}": f"int{bits}{spec}"
-        for bits in (8, 6, 5, 4)
-        for name, spec in {
-            "nearest": ":scales=single",
-            "nearest-g32": ":group=32,scales=single",
-            "signed": "",
-            "signed-g64": ":group=64",
-            "signed-g32": ":group=32",
-        }.items()
-    },
-    "int6655-quadratic": ("int6", "int5"),
-    "int5655-quadratic": ("int5/int6", "int5"),
-    **{f"int{bits}-quadratic": f"int{bits}" for bits in (6, 5, 4)},
+PAIRS = {
+    "": ("forward", "backward"),
+    "-pp": ("stage_forward", "stage_backward"),
+    "-cp": ("context_forward", "context_backward"),
+    "-dp": ("gradients", "weights"),
 }
-"""A setting's name to its spec, or to those of the forward and the backward."""
-_ON_LEGS = {"": LEGS, "-dispatch": ("dispatch",), "-to-experts": ("dispatch", "combine_backward")}
-"""What stands behind ``ep-CODEC``: which legs of expert parallelism go through the codec. DeepSeek-V3 (arXiv
-2412.19437, section 3.3.2) has fp8 on the two that lead to the experts."""
+"""By the end of a name: the two messages of a kind of parallelism."""
+_FLAT = (*PAIRS["-cp"], *PAIRS["-dp"])
+"""Messages that are simulated as rows of values, without tokens and channels."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The codecs of each kind of parallelism's exchanges; exchange.py and data_parallel.py say what they
-    encode."""
+    """Specs of the codecs of every message; exchange.py and data_parallel.py say what is encoded."""
 
     name: str
     forward: str = "none"
-    """Spec of the tensor-parallel activations' codec; ``FIRST/SECOND`` for one each in the two hops."""
+    """Of the tensor-parallel activations; ``FIRST/SECOND`` for one each in the two hops."""
     backward: str = "none"
-    """The same of their gradients."""
+    """Of their gradients."""
     sequence_parallel: bool = False
     world_size: int = RANKS
+    """Of tensor parallelism."""
     stage_forward: str = "none"
-    """Specs of what pipeline stages send each other."""
+    """Of what pipeline stages send each other."""
     stage_backward: str = "none"
     gradients: str = "none"
-    """Specs of what data parallelism sends: the gradients, and the changes of the weights."""
+    """Of what data parallelism sends: the gradients, and the changes of the weights."""
     weights: str = "none"
     unsharded: bool = False
     """Without the distributed optimizer: the gradients' sum is encoded once more and gathered."""
     context_forward: str = "none"
-    """Specs of the keys and values that ranks with parts of a sequence gather, and of their gradients."""
+    """Of the keys and values that ranks with parts of a sequence gather, and of their gradients."""
     context_backward: str = "none"
-    dispatch: str = "none"
-    """Specs of the legs of expert parallelism."""
-    combine: str = "none"
-    combine_backward: str = "none"
-    dispatch_backward: str = "none"
 
     def __post_init__(self) -> None:
         for way, codec in self.codecs.items():
@@ -90,32 +60,43 @@ class Setting:
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
-        """By direction, leg and what else has one; None: uncompressed."""
-        specs = {way: getattr(self, way) for way in WAYS}
+        """By message; None: uncompressed."""
+        specs = {way: getattr(self, way) for pair in PAIRS.values() for way in pair}
         return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
 
     @property
     def context_parallel(self) -> bool:
         """Whether ranks share sequences."""
-        return any(getattr(self, way) != "none" for way in PAIRS[2])
+        return any(getattr(self, way) != "none" for way in PAIRS["-cp"])
+
+    @property
+    def bits(self) -> float:
+        """Mean bits a value over the compressed kinds of parallelism, both messages and all hops of each."""
+        codecs = self.codecs
+        kinds = [[codecs[way] for way in pair] for pair in PAIRS.values()]
+        means = [statistics.fmean(map(_bits, kind)) for kind in kinds if any(kind)]
+        return statistics.fmean(means or [16.0])
 
     def as_dict(self) -> dict:
         """For JSON."""
         return asdict(self)
 
 
-def setting_of(name: str, ranks: int = RANKS) -> Setting:
-    """The setting of a name of the results, or of any spec: of tensor parallelism (``-sp``: with sequence
-    parallelism); behind ``ep-``, of the legs of expert parallelism; before ``-pp``, ``-cp`` and ``-dp``, of
-    those flags (``-ddp``: without the distributed optimizer). Several kinds are joined by ``+``.
+def _bits(codec: Codec | None) -> float:
+    return 16.0 if codec is None else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
 
-    What goes back, and data-parallel weights, go as those flags say, or as a second spec behind ``,,``.
+
+def setting_of(name: str, ranks: int = RANKS) -> Setting:
+    """The setting of specs joined by ``+``: ``SPEC`` of tensor parallelism (``-sp``: with sequence
+    parallelism; ``none-tp2``: two uncompressed ranks), and with ``-pp``, ``-cp``, ``-dp`` at its end of those
+    flags (``-ddp``: without the distributed optimizer). ``SPEC,,SPEC`` has a second one of what goes back, or
+    of data-parallel weights; without it these are sent as the flags would.
 
     Args:
         ranks: of tensor parallelism.
 
     Raises:
-        CompressionConfigError: none of these, one kind of parallelism twice, or what is not simulated.
+        CompressionConfigError: not a spec, one kind of parallelism twice, or what is not simulated.
     """
     kinds: set[str] = set()
     fields: dict = {"name": name, "world_size": ranks}
@@ -132,42 +113,28 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
 
 def _one_kind(name: str) -> tuple[str, dict]:
     """A kind of parallelism, and the fields of ``Setting`` that it sets."""
+    if name == "none-tp2":
+        return "", {"world_size": 2}
     unsharded = name.endswith("-ddp")
-    kind = "-dp" if unsharded else name[-3:]
-    there, _, other = name.removesuffix("-ddp" if unsharded else kind).partition(",,")
-    if kind in _SENT_ONCE:
-        config, pair = _SENT_ONCE[kind]
-        sent = config(compression=there, backward=other or None)
-        back = sent.backward_codec.name if sent.backward_codec else "none"
-        return kind, dict(zip(pair, (sent.compression, back), strict=True))
+    kind = "-dp" if unsharded else name[-3:] if name[-3:] in PAIRS else ""
+    end = "-ddp" if unsharded else kind or "-sp"
+    there, _, other = name.removesuffix(end).partition(",,")
     if kind == "-dp":
         if unsharded and other:
-            raise CompressionConfigError(f"{name}: without the distributed optimizer no weights travel")
+            raise CompressionConfigError(f"{name}: without the distributed optimizer no weights are sent")
         replicas = DataParallelConfig(compression=there, weights="none" if unsharded else other or None)
-        gradients, weights = getattr(replicas.compressor, "codec", None), replicas.weight_codec
-        if replicas.feedback != "none" or (gradients is None and there != "none"):
-            raise CompressionConfigError(f"{name}: error feedback is not simulated; give a codec without")
-        names = (codec.name if codec else "none" for codec in (gradients, weights))
-        return kind, dict(zip(("gradients", "weights"), names, strict=True)) | {"unsharded": unsharded}
-    if name.startswith("ep-"):
-        suffix = next(end for end in reversed(_ON_LEGS) if name.endswith(end))
-        spec = name.removeprefix("ep-").removesuffix(suffix)
-        return "ep", dict.fromkeys(_ON_LEGS[suffix], "taco" if spec == "fp8" else spec)
-    base = name.removesuffix("-sp")
-    found = _SPECS.get(base, base)
-    forward, backward = (found, found) if isinstance(found, str) else found
-    one = {"forward": forward, "backward": backward, "sequence_parallel": base != name}
-    return "tp", one | ({"world_size": 2} if base == "none-tp2" else {})
-
-
-def bits_of(setting: dict) -> float:
-    """Mean bits a value of the setting of a record: over the hops of both directions, or over the four legs;
-    of several kinds of parallelism, over those that are compressed."""
-    codecs = Setting(**setting).codecs
-    kinds = [[codecs[way] for way in kind] for kind in (*PAIRS, ("gradients", "weights"), LEGS)]
-    compressed = [kind for kind in kinds if any(kind)]
-    return statistics.fmean(statistics.fmean(map(_bits, kind)) for kind in compressed or [[None]])
-
-
-def _bits(codec: Codec | None) -> float:
-    return 16.0 if codec is None else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
+        gradients = getattr(replicas.compressor, "codec", None)
+        if gradients is None and there != "none":
+            raise CompressionConfigError(f"{name}: only codecs of gradients are simulated; give one")
+        codecs = (gradients, replicas.weight_codec)
+        more = {"unsharded": unsharded}
+    elif kind:
+        config = {"-pp": PipelineParallelConfig, "-cp": ContextParallelConfig}[kind]
+        sent = config(compression=there, backward=other or None)
+        codecs, more = (sent.forward_codec, sent.backward_codec), {}
+    else:
+        specs = there, other or there
+        codecs = tuple(None if spec == "none" else parse_codec(spec) for spec in specs)
+        more = {"sequence_parallel": name.endswith("-sp")}
+    names = (codec.name if codec else "none" for codec in codecs)
+    return kind, dict(zip(PAIRS[kind], names, strict=True)) | more

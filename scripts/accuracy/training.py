@@ -1,7 +1,5 @@
 """One run: a model trained under a setting, from scratch or from a checkpoint, and its losses."""
 
-import copy
-import hashlib
 import math
 import time
 from dataclasses import dataclass
@@ -41,11 +39,20 @@ class Schedule:
 
 
 class Corpus:
-    """Tokens of all parts, on the device, as windows of sequence + 1."""
+    """Tokens of all parts, on the device, as windows of sequence + 1.
 
-    def __init__(self, folder: Path, sequence: int, device: str, max_valid_tokens: int = 2_000_000) -> None:
-        load = lambda name: torch.from_numpy(np.load(folder / f"{name}.npy").astype(np.int32)).to(device)  # noqa: E731
-        self.train, self.valid, self.test = map(load, ("train", "valid", "test"))
+    Args:
+        data: paths of the tokenized text by split (train, valid, test), vocabulary below 65,500.
+    """
+
+    def __init__(
+        self, data: dict[str, str], sequence: int, device: str, max_valid_tokens: int = 2_000_000
+    ) -> None:
+        tokens = {}
+        for split in ("train", "valid", "test"):  # the tokens of an indexed dataset, one after the other
+            ids = np.fromfile(f"{data[split]}.bin", np.uint16).astype(np.int32)
+            tokens[split] = torch.from_numpy(ids).to(device)
+        self.train, self.valid, self.test = tokens.values()
         self.sequence = sequence
         self.windows = (len(self.train) - 1) // sequence
         shortest = min(len(self.valid), len(self.test)) - 1
@@ -68,8 +75,6 @@ class Corpus:
 class Trainer:
     """Holds the model and its optimizer; runs follow each other on them.
 
-    First weights and checkpoints stay on the device once they have been made or read: many runs start there.
-
     Args:
         model: on its device.
         corpus: what it learns.
@@ -81,17 +86,10 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.step = 0
         self.optimizer: torch.optim.AdamW | None = None
-        self._initial: dict[int, list[torch.Tensor]] = {}
-        self._checkpoints: dict[Path, dict] = {}
 
     def start(self, seed: int) -> None:
         """From scratch."""
-        parameters = list(self.model.parameters())
-        if seed not in self._initial:
-            self.model.initialise(seed)
-            self._initial[seed] = [parameter.detach().clone() for parameter in parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, self._initial[seed])
+        self.model.initialise(seed)
         self.step = 0
         self._new_optimizer()
 
@@ -118,12 +116,10 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from ``save``."""
-        if path not in self._checkpoints:
-            self._checkpoints[path] = torch.load(path, map_location=self.device)
-        state = self._checkpoints[path]
+        state = torch.load(path, map_location=self.device)
         self.model.load_state_dict(state["model"])
         self._new_optimizer()
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would keep the tensors
+        self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
     def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
@@ -134,7 +130,7 @@ class Trainer:
             save: checkpoints to write, by the step at which they are taken.
 
         Returns:
-            losses of the steps, validation and test losses and the digest of the final weights.
+            losses of the steps, validation and test losses.
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
@@ -162,7 +158,6 @@ class Trainer:
             "valid": self.evaluate(setting, corpus.valid),
             "valid_tokens": self.batches * schedule.batch * corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
-            "weights": self.digest(),
             "test": self.evaluate(setting, corpus.test),
         }
         if any(setting.codecs.values()):
@@ -189,19 +184,6 @@ class Trainer:
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
             total += model(*corpus.take(tokens, window)).double().mean()
         return round(float(total) / self.batches, 6)
-
-    @torch.no_grad()
-    def digest(self) -> str:
-        """Digest of the weights' bits, made on the device: equal for runs that are bitwise equal.
-
-        The sum modulo 2^64 of every word times a factor of its place, whose order does not matter.
-        """
-        sums = []
-        for parameter in self.model.parameters():
-            words = parameter.detach().contiguous().view(torch.int32).flatten().long()
-            place = torch.arange(1, words.numel() + 1, device=words.device)
-            sums.append((words * (place * -7046029254386353131 | 1)).sum())  # 2^64 / golden ratio
-        return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def use_deterministic_kernels() -> None:

@@ -12,8 +12,8 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
     Returns:
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
-    import _cli
     import _corpus
+    import _launch
     import preprocess_data
 
     text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
@@ -23,5 +23,5 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
         *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
     ]
-    assert _cli.run(preprocess_data.main, list(map(str, flags))) == 0
+    assert _launch.run(preprocess_data.main, list(map(str, flags))) == 0
     return directory / "train_text_document", model

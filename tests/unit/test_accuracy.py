@@ -1,22 +1,25 @@
-"""The accuracy bench: the simulation without codecs is the plain model, its settings mean what they say."""
+"""scripts/accuracy: the simulation without codecs is the plain model, settings, runs and their table."""
 
+import json
 import math
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from pytest import approx
 from torch import Tensor
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.context_parallel.gather import chunks_of
-from scripts.accuracy import corpus, layers
-from scripts.accuracy.attention import attend
+from megatron.compression.huggingface.models import DenseModel
+from scripts.accuracy import layers, results, run
 from scripts.accuracy.exchange import Exchange
-from scripts.accuracy.experts import Experts
+from scripts.accuracy.layers import attend
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
-from scripts.accuracy.settings import LEGS, Setting, bits_of, setting_of
+from scripts.accuracy.settings import Setting, setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
 
 pytestmark = pytest.mark.slow
@@ -66,10 +69,6 @@ def test_without_codecs_it_is_the_plain_model(name):
         torch.autograd.grad(losses.mean(), list(model.parameters())), gradients, strict=True
     ):
         assert torch.allclose(ours, exact, atol=1e-5 * float(exact.abs().max()) + 1e-9)
-    # embedding, two row-parallel layers a block; output layer, two column-parallel ones a block
-    number = 1 + 2 * CONFIG.layers + 1 + 2 * CONFIG.layers
-    gathers = (2 * CONFIG.layers + 1) + (2 * CONFIG.layers + 1) if setting.sequence_parallel else 0
-    assert exchange.number == number + gathers
 
 
 def test_each_hop_has_its_own_codec(partials):
@@ -116,7 +115,7 @@ def test_stages_send_messages_there_and_back():
     codec = sliced.codecs["stage_forward"]
     expected = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype).view(2, 4, 4, 4, 128)
     assert torch.equal(
-        sliced.send(x.detach(), 16, "forward"), expected.permute(0, 3, 1, 2, 4).reshape(x.shape)
+        sliced.send(x.detach(), 16, "stage_forward"), expected.permute(0, 3, 1, 2, 4).reshape(x.shape)
     )
     partials = torch.randn(4, 8, 128).bfloat16()
     assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
@@ -156,47 +155,46 @@ def test_ranks_share_a_sequence():
     assert torch.allclose(torch.cat([keys, values], dim=2).view(48, 128), expected[0], atol=1e-5)
 
 
-def test_names_stand_for_specs_and_specs_for_themselves():
-    assert setting_of("paper").forward == "taco" and bits_of(setting_of("paper").as_dict()) == 8.5
-    assert setting_of("int6-quadratic-sp") == Setting("int6-quadratic-sp", "int6", "int6", True)
-    assert setting_of("int6:group=64").backward == "int6:group=64"
-    assert bits_of(setting_of("none").as_dict()) == 16
-    with pytest.raises(ValueError, match="int7"):
-        setting_of("int7-nearest")
-
-
 def test_kinds_of_parallelism_are_joined():
-    three = setting_of("paper-sp+tah-quant-pp+sdp4bit-dp")
+    three = setting_of("taco-sp+tah-quant-pp+sdp4bit-dp")
     assert three.sequence_parallel and three.forward == three.backward == "taco"
     assert three.stage_forward == "tah-quant" and three.gradients == "sdp4bit"
     assert three.weights == "sdp4bit:intra=4,group=2048,hadamard=off"
-    alone = [bits_of(setting_of(name).as_dict()) for name in three.name.split("+")]
-    assert bits_of(three.as_dict()) == pytest.approx(sum(alone) / 3)
+    assert three.bits == pytest.approx(sum(setting_of(name).bits for name in three.name.split("+")) / 3)
+    assert (setting_of("taco").bits, setting_of("none").bits, setting_of("none-tp2").world_size) == (
+        8.5,
+        16,
+        2,
+    )
+    apart = setting_of("int5/int6,,int5-sp")
+    assert (apart.forward, apart.backward, apart.sequence_parallel) == ("int5/int6", "int5", True)
     assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
-    assert setting_of("paper+auto-pp", 2).world_size == setting_of("auto-pp", 2).world_size == 2
+    assert setting_of("taco+int8-pp", 2).world_size == 2
     plain = setting_of("sdp4bit-ddp")
     assert plain.unsharded and (plain.gradients, plain.weights) == ("sdp4bit", "none") and not three.unsharded
-    assert setting_of("zero++-dp").gradients == "sdp4bit:intra=4,hadamard=off"
-    refused = {"int6+int8": "twice", "int6+none-tp2": "twice", "int6,,none-dp+none,,int8-dp": "twice"}
-    refused |= dict.fromkeys(
-        ("tagc-dp", "loco-dp", "tah-quant-dp", "tah-quant-cp", "int8-cp+int6"), "simulated"
-    )
-    refused |= {"lossless-dp": "no bit", "lossless": "no bit", "sdp4bit,,int8-ddp": "no weights travel"}
+    refused = {
+        "int7": "int7",
+        "int6+int8": "twice",
+        "int6+none-tp2": "twice",
+        "int6,,none-dp+none,,int8-dp": "twice",
+    }
+    refused |= dict.fromkeys(("tagc-dp", "tah-quant-dp", "tah-quant-cp", "int8-cp+int6"), "simulated")
+    refused |= {"lossless-dp": "no bit", "lossless": "no bit", "sdp4bit,,int8-ddp": "no weights are sent"}
     for name, words in refused.items():
         with pytest.raises(ValueError, match=words):
             setting_of(name)
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    """A tiny corpus of repeated patterns."""
+def tokens(tmp_path_factory) -> dict[str, str]:
+    """Paths of a tiny text of repeated patterns, of 64 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = np.random.default_rng(0)
     words = generator.integers(0, 64, (40, 8))
     for name, count in (("train", 400), ("valid", 60), ("test", 60)):
         ids = words[generator.integers(0, 40, count)].reshape(-1)
-        np.save(folder / f"{name}.npy", ids.astype(np.uint16))
-    return folder
+        ids.astype(np.uint16).tofile(folder / f"{name}.bin")
+    return {name: str(folder / name) for name in ("train", "valid", "test")}
 
 
 def test_data_parallel_weights_follow_the_masters(tokens):
@@ -216,24 +214,20 @@ def test_data_parallel_weights_follow_the_masters(tokens):
         assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
 
 
-def test_a_run_repeats_and_an_ending_continues_bitwise(tokens, tmp_path):
+def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
     config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16)
     trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2))
-    setting, runs = setting_of("int4-signed-g64"), []
+    setting, runs = setting_of("int4:group=64"), []
     for _ in range(2):
         trainer.start(3)
         runs.append(trainer.run(setting, 6, 3, save={3: tmp_path / "half.pt"}))
-    assert runs[0]["weights"] == runs[1]["weights"]
-    assert runs[0]["losses"] == runs[1]["losses"] and runs[0]["losses"][-1] < runs[0]["losses"][0]
-    for _ in range(2):  # the checkpoint that stays in memory is not trained on
-        trainer.load(tmp_path / "half.pt")
-        rest = trainer.run(setting, 3, 3)
-        assert rest["weights"] == runs[0]["weights"] and rest["losses"] == runs[0]["losses"][3:]
-        assert rest["valid"] == runs[0]["valid"] != rest["valid_uncompressed"]
-        assert rest["test"] == runs[0]["test"] not in (rest["valid"], rest["valid_uncompressed"])
-    with torch.no_grad():
-        next(trainer.model.parameters())[0, :2] = next(trainer.model.parameters())[0, :2].flip(0)
-    assert trainer.digest() != rest["weights"]
+        runs[-1].pop("seconds_per_step")
+    assert runs[0] == runs[1] and runs[0]["losses"][-1] < runs[0]["losses"][0]
+    trainer.load(tmp_path / "half.pt")
+    end = trainer.run(setting, 3, 3)
+    assert end["losses"] == runs[0]["losses"][3:]
+    assert end["valid"] == runs[0]["valid"] != end["valid_uncompressed"]
+    assert end["test"] == runs[0]["test"] not in (end["valid"], end["valid_uncompressed"])
 
 
 def test_orders_are_permutations(tokens):
@@ -243,85 +237,130 @@ def test_orders_are_permutations(tokens):
     assert not np.array_equal(order, text.order(5, 2 * text.windows))
 
 
-def test_no_file_is_in_two_parts(tmp_path):
-    root = tmp_path / "packages"
-    for i in range(120):
-        path = root / f"p{i % 7}" / f"m{i}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"def f{j}_{i}(x):\n    return x + {j * i}\n" for j in range(40)))
-    (root / "copy.py").write_text((root / "p0" / "m0.py").read_text())
-    meta = corpus.prepare(tmp_path / "out", root, 300, 5000, 0.2, 1.0, workers=1)
-    assert np.load(tmp_path / "out" / "train.npy").shape == (5000,)
-    assert 8 <= meta["valid"]["files"] <= 45, "a copy counts once"
-    assert sum(meta[name]["files"] for name in ("train", "valid", "test")) == 120
-    assert meta["valid"]["tokens"] == len(np.load(tmp_path / "out" / "valid.npy")) > 0
-    assert corpus.prepare(tmp_path / "again", root, 300, 5000, 0.2, 1.0, workers=2) == meta
+def test_a_tiny_study_is_done_once_and_goes_on(tokens, tmp_path, monkeypatch, capsys):
+    """The uncompressed run, then the settings from its checkpoint; a second call does what is missing."""
+    config = ModelConfig(vocabulary=64, layers=1, hidden=32, heads=2, sequence=16, dtype=torch.float32)
+    monkeypatch.setattr(run, "sizes", lambda args: (config, Schedule(args.steps, 2, warmup=2)))
+    words = ["--work-dir", str(tmp_path), "--size", "tiny", "--steps", "8", "--deadline", "inf"]
+    words += ["--settings", "none-tp2", "taco", "int4"]
+
+    def ids(settings: int) -> list[str]:
+        args = run.parse(words[: len(words) - 3 + settings])
+        run.Worker(args, tokens).run_seed(1)
+        return [record["id"] for record in results.load([tmp_path / "results-1.jsonl"])]
+
+    assert ids(2) == ["scratch/none/1", "ending/none-tp2/1", "ending/taco/1"]
+    assert ids(2)[3:] == [] and ids(3)[3:] == ["ending/int4/1"]
+    assert capsys.readouterr().out.count("valid ") == 4, "nothing twice"
+    (tmp_path / "checkpoints" / "late-1.pt").unlink()
+    lines = (tmp_path / "results-1.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "results-1.jsonl").write_text("".join(lines[:-1]))
+    assert ids(3)[3:] == ["ending/int4/1"], "its checkpoint was made again"
+    again = (tmp_path / "results-1.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in (lines[-1], again[-1]))
+    assert first["valid"] == second["valid"] and first["train"] == second["train"]
+    late = run.parse([*words[:6], "--deadline", "0", "--settings", "int8"])
+    worker = run.Worker(late, tokens)
+    worker.seconds_per_step = 1.0
+    worker.run_seed(2)
+    assert not (tmp_path / "results-2.jsonl").exists()
 
 
-MIXTURE = replace(CONFIG, experts=4, expert_width=64)
+def _record(name: str, seed: int, valid: float, kind: str = "ending", **more: float) -> dict:
+    setting = setting_of(name)
+    record = {"id": f"{kind}/{name}/{seed}", "setting": setting.as_dict(), "bits": setting.bits, "seed": seed}
+    return record | {"kind": kind, "size": "tiny", "valid": valid, "train": 2 * valid} | more
 
 
-def plain_mixture(module: Experts, x: Tensor) -> Tensor:
-    """Every expert on every token, weighted; those that are not chosen by zero."""
-    logits = x @ module.router.t()
-    best, ids = logits.topk(module.chosen, dim=-1)
-    weights = torch.zeros_like(logits).scatter(1, ids, best.softmax(-1))
-    hidden = F.gelu(torch.einsum("th,emh->tem", x, module.fc1), approximate="tanh")
-    return torch.einsum("tem,ehm,te->th", hidden, module.fc2, weights)
+def test_the_table_compares_runs_of_a_seed(tmp_path):
+    records = [_record("none", seed, valid, "scratch") for seed, valid in ((0, 2.0), (1, 4.0))]
+    records += [_record("taco", 0, 2.02), _record("taco", 1, 4.12, valid_uncompressed=4.002)]
+    records.append(_record("taco", 7, 9.0))  # without a partner
+    assert results.differences(records) == {"taco": {0: approx(1.0), 1: approx(3.0)}}
+    assert results.differences(records, "train") == {"taco": {0: approx(1.0), 1: approx(3.0)}}
+    assert results.differences(records, "valid_uncompressed") == {"taco": {1: approx(0.05)}}
+    path, kept = tmp_path / "results-0.jsonl", tmp_path / "kept.json"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"id": "half a li')
+    kept.write_text(json.dumps({"records": records}))
+    text = results.tables(results.load([path, path]))
+    assert "| taco | 8.50 | +1.000, +3.000 | +2.000 ± 1.000 | -10.71 … +14.71 |" in text
+    assert text == results.tables(results.load([kept])) and "| test loss, % |" not in text
+    published = Path(__file__).parents[2] / "docs" / "results" / "accuracy"
+    for file in published.glob("*.json"):
+        assert results.tables(results.load([file])).count("\n| ") > 1, file
 
 
-def mixture_results(setting: Setting) -> tuple[Tensor, list[Tensor]]:
-    """Losses of a model with experts and gradients."""
-    model = GPT(MIXTURE)
-    model.initialise(1)
-    layers.attach(Exchange(setting))
-    ids, targets = torch.randint(CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2))
-    losses = model(ids, targets)
-    return losses.detach(), torch.autograd.grad(losses.mean(), list(model.parameters()))
+def test_standard_errors():
+    found = results.Estimate.of([1.0, 2.0, 3.0, 6.0])
+    assert (found.mean, found.count, found.error) == (3.0, 4, approx(math.sqrt(14 / 3) / 2))
+    assert found.interval == f"{3 - 3.1824 * found.error:+.2f} … {3 + 3.1824 * found.error:+.2f}"
+    assert math.isnan(results.Estimate.of([1.0]).error) and not results.Estimate.of([1.0]).interval
 
 
-def test_experts_are_the_plain_mixture():
-    """Output and gradients; the auxiliary loss pulls on the router alone."""
-    layers.attach(Exchange(setting_of("none")))
-    module = Experts(128, 64, 4, 2, balance=0.0)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    x = torch.randn(48, 128, generator=generator).requires_grad_()
-    upstream = torch.randn(48, 128, generator=generator)
-    wanted = (x, *module.parameters())
-    ours, plain = module(x), plain_mixture(module, x)
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-    exact = torch.autograd.grad(plain, wanted, upstream)
-    for one, other in zip(torch.autograd.grad(ours, wanted, upstream), exact, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
-    module.balance = 10.0
-    _, router, *others = torch.autograd.grad(module(x), wanted, upstream)
-    assert not torch.allclose(router, exact[1], rtol=0.01)
-    assert all(
-        torch.allclose(one, two, rtol=1e-4, atol=1e-3) for one, two in zip(others, exact[2:], strict=True)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_qwen_is_hugging_faces(family):
+    """Losses and gradients of the same weights, with and without sequence parallelism."""
+    qwen = DenseModel(
+        **dict(family=family, layers=2, hidden=64, ffn=96, heads=4, groups=2, head_dim=16, vocabulary=64),
+        **dict(tied=family == "qwen3", positions=16),
     )
-
-
-def test_each_leg_goes_through_its_codec():
-    """None changes nothing; legs of the forward change losses, those of the backward gradients alone."""
-    losses, gradients = mixture_results(setting_of("none"))
-    same, equal = mixture_results(setting_of("ep-identity"))
-    assert torch.equal(losses, same) and all(map(torch.equal, gradients, equal))
-    for leg in LEGS:
-        found, changed = mixture_results(Setting("leg", **{leg: "int4"}))
-        assert torch.equal(found, losses) == leg.endswith("backward"), leg
-        apart = [float((a - b).norm() / b.norm()) for a, b in zip(changed, gradients, strict=True)]
-        assert 0 < max(apart) < 0.5, leg
-    fine, _ = mixture_results(setting_of("ep-int8"))
-    coarse, _ = mixture_results(setting_of("ep-fp8"))
-    assert 0 < (fine - losses).norm() < 0.5 * (coarse - losses).norm()
-
-
-def test_names_of_legs():
-    assert setting_of("ep-int8").codecs["combine_backward"].name == "int8"
-    assert bits_of(setting_of("ep-int6").as_dict()) == 6.125
-    assert bits_of(setting_of("ep-fp8-to-experts").as_dict()) == (8.5 + 16 + 8.5 + 16) / 4
-    only = setting_of("ep-int8-dispatch").codecs
-    assert [leg for leg in LEGS if only[leg]] == ["dispatch"] and only["forward"] is None
+    config = ModelConfig(64, 2, 64, 4, 16, torch.float32, qwen=qwen)
+    model = GPT(config)
+    model.initialise(1)
+    theirs = transformers.Qwen2Config if family == "qwen2" else transformers.Qwen3Config
+    more = {"head_dim": 16} if family == "qwen3" else {}
+    reference = transformers.AutoModelForCausalLM.from_config(
+        theirs(
+            **dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2),
+            **dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, **more),
+            **dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+            tie_word_embeddings=qwen.tied,
+        )
+    )
+    names = {}
+    for layer, block in enumerate(model.blocks):
+        prefix, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+        for vector in (block.norm1, block.norm2, block.q_norm, block.k_norm):
+            if vector is not None:
+                torch.nn.init.uniform_(vector.weight, 0.5, 1.5)
+        heads = block.qkv.view(2, 4, 16, 64)
+        parts = {"q": heads[:, :2].reshape(64, 64), "k": heads[:, 2].reshape(32, 64)}
+        parts["v"] = heads[:, 3].reshape(32, 64)
+        names |= {f"{attention}.{name}_proj.weight": part for name, part in parts.items()}
+        if block.qkv_bias is not None:
+            torch.nn.init.normal_(block.qkv_bias)
+            bias = block.qkv_bias.view(2, 4, 16)
+            parts = {"q": bias[:, :2], "k": bias[:, 2], "v": bias[:, 3]}
+            names |= {f"{attention}.{name}_proj.bias": part.reshape(-1) for name, part in parts.items()}
+        else:
+            names |= {
+                f"{attention}.{name}_norm.weight": getattr(block, f"{name}_norm").weight for name in "qk"
+            }
+        names |= {f"{attention}.o_proj.weight": block.projection, f"{prefix}.mlp.down_proj.weight": block.fc2}
+        names |= {f"{prefix}.mlp.gate_proj.weight": block.fc1[0::2]}
+        names |= {f"{prefix}.mlp.up_proj.weight": block.fc1[1::2]}
+        names |= {f"{prefix}.input_layernorm.weight": block.norm1.weight}
+        names |= {f"{prefix}.post_attention_layernorm.weight": block.norm2.weight}
+    names |= {"model.embed_tokens.weight": model.words, "model.norm.weight": model.norm.weight}
+    names |= {"lm_head.weight": model.output}
+    reference.load_state_dict({name: value.detach() for name, value in names.items()})
+    ids, targets = torch.randint(64, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    expected = token_losses(reference(ids).logits.reshape(-1, 64), targets.reshape(-1))
+    expected.mean().backward()
+    for name in ("none", "none-sp"):
+        setting = setting_of(name)
+        layers.attach(Exchange(setting))
+        model.use(setting)
+        model.zero_grad()
+        losses = model(ids, targets)
+        assert torch.allclose(losses, expected, atol=1e-5)
+        losses.mean().backward()
+        attention = reference.model.layers[0].self_attn
+        wanted = torch.cat([getattr(attention, f"{name}_proj").weight.grad for name in "qkv"])
+        ours = model.blocks[0].qkv.grad.view(2, 4, 16, 64)
+        ours = torch.cat(
+            [ours[:, :2].reshape(64, 64), ours[:, 2].reshape(32, 64), ours[:, 3].reshape(32, 64)]
+        )
+        assert torch.allclose(ours, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-8)
+        words = reference.model.embed_tokens.weight.grad
+        assert torch.allclose(model.words.grad, words, atol=1e-5 * float(words.abs().max()) + 1e-8)
