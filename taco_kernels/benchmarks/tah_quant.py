@@ -9,7 +9,7 @@ import torch
 
 from taco_kernels import channel_norm, taco, tah_quant
 from taco_kernels.benchmarks.timing import DTYPES, SPEED, Operation, buffers_for, relative_error, timed_rows
-from taco_kernels.tah_quant import ALLOCATIONS, TRANSFORMS, TahConfig
+from taco_kernels.tah_quant import ALLOCATIONS, TahConfig
 
 COLUMNS = {"MiB": "g", "shape": "", "dtype": "", "codec": "", "operation": ""}
 COLUMNS |= SPEED | {"bits": ".3f", "error": ".4f"}
@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--allocations", nargs="+", choices=ALLOCATIONS, default=list(ALLOCATIONS))
-    parser.add_argument("--transforms", nargs="+", choices=TRANSFORMS, default=["pivot-hadamard"])
     parser.add_argument("--tile-size", type=int, default=64)
 
 
@@ -37,11 +36,10 @@ def activations(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def codecs(options: argparse.Namespace) -> Iterator[Codec]:
     """The forward's codecs and the backward's."""
-    for allocation, transform in product(options.allocations, options.transforms):
-        config = TahConfig(tile_size=options.tile_size, allocation=allocation, transform=transform)
-        name = f"tah {allocation}" + (", no transform" if transform == "none" else "")
+    for allocation in options.allocations:
+        config = TahConfig(tile_size=options.tile_size, allocation=allocation)
         yield (
-            name,
+            f"tah {allocation}",
             lambda x, c=config: tah_quant.encode(x, c),
             lambda w, *to, c=config: tah_quant.decode(w, c, *to),
         )

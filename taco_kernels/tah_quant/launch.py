@@ -1,209 +1,266 @@
-"""Launching the kernels: scratch memory, sections, grid sizes. Same signatures as reference.py."""
+"""TAH-Quant in Triton: a kernel to encode and one to decode. Same signatures as reference.py.
+
+Each reads the tensor, or the wire, once. Encoding, codes of all tiles are found at their full width; the
+extra bits go to scratch memory with the sums that entropies are made of, and reference.py chooses whose extra
+bits are sent, without waiting for the host. Decoding, codes are small integers, of which the Hadamard
+transform is exact.
+
+Moving element i to i ^ p before a Hadamard transform flips the sign of its output j where p & j has odd
+parity: the kernels flip signs instead.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 
-from taco_kernels.common.device import Device, Tuning, device_for
+from taco_kernels.common.constants import Constants, as_tensor
+from taco_kernels.common.device import device_for
 from taco_kernels.common.fast_launch import start
+from taco_kernels.common.hadamard import odd, sylvester, transform
+from taco_kernels.common.planes import load_plane, pack, store_plane, unpack
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.tah_quant.kernels import decode_kernel, encode_kernel
+from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
-from taco_kernels.tah_quant.reference import check_wire, section
-from taco_kernels.tah_quant.select import choose_kernel, compact_kernel, entropy_kernel, slots_kernel
-from taco_kernels.tah_quant.spec import spec_of
 
-TUNING = {"encode": Tuning(64, 4, 3, 4, 128), "decode": Tuning(64, 4, 2, 4, 128)}
-"""Their ``tile`` counts tiles, not values: the tensor cores take 64 rows."""
-CHOSEN = 16384
-"""Most units that a program of choose_kernel holds at a time."""
-MOVED = 512
-"""Tiles of a program of compact_kernel."""
-LOADED = 16
-"""Bytes of a load of the encoder's."""
-SLOTTED = 1024
-"""Most units of a program of slots_kernel."""
+HELD_BYTES = 8192
+"""What a program holds of the tensor: in bf16 64 tiles of 64, as many rows as the tensor cores take."""
+WARPS, PROGRAMS = 4, 4
+"""Of a program; programs a multiprocessor."""
+CODE_AT = tl.constexpr(16)
+"""Lowest bit of a code in an fp32 number that is 2^7 more: 16 bits of fraction are below it."""
+LARGEST_SUM = tl.constexpr(reference.LARGEST_SUM)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Spec(Constants):
+    """Constants of the kernels as one argument; hadamard.py and planes.py read some of them."""
+
+    R: tl.constexpr
+    """Tiles a program holds at a time."""
+    G: tl.constexpr
+    """Values a tile."""
+    POINT: tl.constexpr
+    """Points of the transform: G."""
+    BLOCKS: tl.constexpr
+    """Transforms a tile: 1."""
+    ROW: tl.constexpr
+    """Tiles are not in chunks: 0."""
+    LOW: tl.constexpr
+    """Bits of a low code."""
+    EXTRA: tl.constexpr
+    """Bits that a high code has more."""
+    LEVELS: tl.constexpr
+    """Largest code."""
+    PADDED: tl.constexpr
+    """Rows are not whole tiles."""
+    INTERPRET: tl.constexpr
+    """Running under TRITON_INTERPRET=1."""
 
 
 @lru_cache
-def tuning_for(operation: str, config: TahConfig, dtype: torch.dtype, device: Device) -> Tuning:
-    """TUNING, with more registers where tiles of other than 64 values or the encoding of fp32 need them.
+def spec_of(config: TahConfig, itemsize: int, padded: bool, interpret: bool) -> Spec:
+    """The kernels' constants, cached."""
+    size = config.tile_size
+    values = dict(G=size, POINT=size, BLOCKS=1, ROW=0, LOW=config.low_bits, EXTRA=config.extra_bits)
+    tiles = HELD_BYTES // (size * itemsize)
+    return Spec.of(R=tiles, LEVELS=config.levels, PADDED=padded, INTERPRET=interpret, **values)
 
-    Where tensor cores take registers alone (Device.small) 64 tiles of 128 would spill; compiled, not timed.
+
+@triton.jit
+def tile_pointers(x, row, tiles, per_row, channels, C: tl.constexpr):
+    """Pointers [R, G] to tiles ``row`` of a tensor of ``channels`` a token, and which values there are."""
+    column = tl.arange(0, C.G)[None, :]
+    mask = (row < tiles)[:, None]
+    if C.PADDED:
+        at = (row % per_row)[:, None] * C.G + column
+        pointers = x + (row // per_row).to(tl.int64)[:, None] * channels + at
+        mask = mask & (at < channels)
+    else:
+        pointers = x + row.to(tl.int64)[:, None] * C.G + column
+    return pointers, mask
+
+
+@triton.jit
+def behind(plane, tiles, BITS: tl.constexpr, C: tl.constexpr):
+    """Where the section after a plane of BITS bits begins."""
+    return plane + (tl.full((), C.G * BITS // 8, tl.int64) * tiles + 15) // 16 * 16
+
+
+@triton.jit
+def round_down_fp16(x):
+    """Bits, int32, of the largest fp16 that is not above x (fp32)."""
+    half = x.to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -32767, bits + 1))
+    return tl.where(half.to(tl.float32) > x, below, bits)
+
+
+@triton.jit
+def round_up_fp16(x):
+    """Bits, int32, of the smallest fp16 that is not below x (fp32, not negative)."""
+    half = x.to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(half.to(tl.float32) < x, bits + 1, bits)
+
+
+@triton.jit
+def from_fp16(bits):
+    """fp32 of the fp16 in the low 16 bits of int32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def grid_of(low, high, fits, C: tl.constexpr):
+    """Grid between low and high, fp32[R], of tiles; NaN for a step where they do not fit.
+
+    Returns: int32[R], step and zero point in fp16, the step in the lower half; the inverse of the step; the
+    zero point in fp32.
     """
-    tuning = TUNING[operation]
-    fp32_encode = operation == "encode" and dtype == torch.float32
-    if device.small and config.tile_size == 128:
-        return Tuning(16, 8, tuning.stages, 1) if operation == "encode" else Tuning(32, 4, tuning.stages, 1)
-    if device.small and config.tile_size == 64 and operation == "decode":
-        return tuning._replace(programs=3, registers=168)
-    if device.small and config.tile_size == 64 and fp32_encode:
-        return tuning._replace(programs=2, registers=255)
-    if config.tile_size != 64:
-        tuning = tuning._replace(programs=2, registers=255)
-    elif fp32_encode:
-        tuning = tuning._replace(programs=3, registers=168)
-    if device.capability[0] == 10 and operation == "decode" and config.low_bits == 4:
-        tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 does not compile it for sm_100
-    return tuning
+    zero_bits = round_down_fp16(tl.where(fits, low, 0.0))
+    zero = from_fp16(zero_bits)
+    span = tl.maximum(tl.where(fits, high, 0.0) - zero, 0.0)
+    step_bits = round_up_fp16(tl.div_rn(span, tl.full([C.R], C.LEVELS, tl.float32)))
+    step = from_fp16(step_bits)
+    one = tl.full([C.R], 1.0, tl.float32)
+    inverse = tl.where(step > 0.0, tl.div_rn(one, tl.where(step > 0.0, step, 1.0)), 0.0)
+    return (tl.where(fits, step_bits, 0x7E00) & 0xFFFF) | (zero_bits << 16), inverse, zero
 
 
-def _part(wire: torch.Tensor, layout: Layout, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A section as a kernel takes it; any valid pointer where the layout has no such section."""
-    if not layout.sizes.get(name):
-        return wire
-    part = section(wire, name, layout)
-    return part if dtype is None else part.view(dtype)
+@triton.jit
+def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels, C: tl.constexpr):
+    """Everything but the widths and the choice of extra bits. Persistent programs, R tiles a step."""
+    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    matrix = sylvester(C, 1.0, False, dot_type)
+    column = tl.arange(0, C.G)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(tiles, C.R), tl.num_programs(0)):
+        first = as_tensor(block) * C.R
+        row = first + tl.arange(0, C.R)
+        inside = row < tiles
+        pointers, mask = tile_pointers(x, row, tiles, per_row, channels, C)
+        value = tl.load(pointers, mask=mask, other=0.0)
+        y = value.to(tl.float32)
+        magnitude = tl.abs(y)
+        total = tl.sum(magnitude, axis=1)
+        fits = total < LARGEST_SUM
+        if C.EXTRA > 0:
+            weighted = tl.sum(magnitude * tl.log2(tl.maximum(magnitude, 2.0**-126)), axis=1)
+            tl.store(sums + row, total, mask=inside)
+            tl.store(sums + tiles + row, weighted, mask=inside)
+        # an outlier of twice the second is alone above half of itself: its number, and 256 for each found
+        found = tl.where(magnitude > 0.5 * tl.max(magnitude, axis=1)[:, None], column + 256, 0)
+        found = tl.sum(found, axis=1)
+        chosen, pivot = ((found >> 8) == 1) & fits, found & (C.G - 1)
+        tl.store(pivots + row, tl.where(chosen, pivot + 128, 0).to(tl.uint8), mask=inside)
+        rotated = transform(value, matrix, C) * (1 / C.G**0.5)
+        rotated = tl.where(odd(pivot[:, None] & column) == 1, -rotated, rotated)
+        y = tl.where(chosen[:, None], rotated, y)
+        pair, inverse, zero = grid_of(tl.min(y, axis=1), tl.max(y, axis=1), fits, C)
+        tl.store(scales + row, pair, mask=inside)
+        offset = tl.fma(-zero, inverse, 2.0 ** (23 - CODE_AT) + 0.5)
+        inverse = tl.broadcast_to(inverse[:, None], y.shape)
+        codes = tl.fma(y, inverse, tl.broadcast_to(offset[:, None], y.shape))
+        codes = (codes.to(tl.int32, bitcast=True) >> CODE_AT) & C.LEVELS
+        if C.EXTRA > 0:
+            plane = pack(codes & (2**C.EXTRA - 1), C.EXTRA, C)
+            store_plane(extra, plane, first, tiles, C.G * C.EXTRA // 8, C)
+            codes = codes >> C.EXTRA
+        if C.LOW == 4:
+            store_plane(base, pack(codes, 4, C), first, tiles, C.G // 2, C)
+        else:
+            store_plane(base, pack(codes & 3, 2, C), first, tiles, C.G // 4, C)
+        if C.LOW == 3:
+            store_plane(behind(base, tiles, 2, C), pack(codes >> 2, 1, C), first, tiles, C.G // 8, C)
 
 
-def check_tiles(layout: Layout) -> None:
-    """Kernels number tiles, and the four words of a tile, with 32 bits."""
-    if layout.tiles >= 2**30 - 2**20:
+@triton.jit
+def decode_kernel(
+    x, base, extra, scales, pivots, slots, tiles, high_tiles, per_row, channels, C: tl.constexpr
+):  # fmt: skip
+    """The tensor of a wire, whose high tiles' extra bits lie at ``slots``. Persistent programs, as above."""
+    matrix = sylvester(C, 1.0, False, tl.float16)
+    column = tl.arange(0, C.G)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(tiles, C.R), tl.num_programs(0)):
+        first = as_tensor(block) * C.R
+        row = first + tl.arange(0, C.R)
+        inside = row < tiles
+        if C.LOW == 4:
+            codes = unpack(load_plane(base, first, tiles, C.G // 2, C), 4, C)
+        else:
+            codes = unpack(load_plane(base, first, tiles, C.G // 4, C), 2, C)
+        if C.LOW == 3:
+            plane = load_plane(behind(base, tiles, 2, C), first, tiles, C.G // 8, C)
+            codes = codes | (unpack(plane, 1, C) << 2)
+        pair = tl.load(scales + row, mask=inside, other=0)
+        step, zero = from_fp16(pair), from_fp16(pair >> 16)
+        if C.EXTRA > 0:
+            BYTES: tl.constexpr = C.G * C.EXTRA // 8
+            slot = tl.load(slots + row, mask=inside, other=0)
+            high = inside & (slot < high_tiles)
+            at = extra + slot.to(tl.int64)[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+            plane = tl.load(at, mask=high[:, None], other=0)
+            codes = (codes << C.EXTRA) | unpack(plane, C.EXTRA, C)
+            zero = tl.where(high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5))  # the middle of a cell
+        codes = codes.to(tl.float32)
+        pivot = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)
+        chosen, pivot = (pivot >= 128)[:, None], (pivot & 127)[:, None]
+        signed = tl.where(odd(pivot & column) == 1, -codes, codes)
+        rotated = transform(signed.to(tl.float16), matrix, C) * (step * (1 / C.G**0.5))[:, None]
+        # a constant is all in the pivot
+        rotated = tl.where(column == pivot, rotated + (zero * C.G**0.5)[:, None], rotated)
+        y = tl.where(chosen, rotated, codes * step[:, None] + zero[:, None])
+        pointers, mask = tile_pointers(x, row, tiles, per_row, channels, C)
+        tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)
+
+
+def _start(kernel, layout: Layout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
+    """Start a kernel on the tiles of ``layout``."""
+    if layout.tiles >= 2**30:  # kernels number tiles with 32 bits
         raise ValueError(f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages")
+    device = device_for(tensors[0])
+    padded = layout.channels % layout.config.tile_size != 0
+    spec = spec_of(layout.config, tensors[0].element_size(), padded, device.interpret)
+    programs = min(ceil_div(layout.tiles, spec.R.value), PROGRAMS * device.multiprocessors)
+    numbers = (layout.tiles, *numbers, layout.tiles_per_row, layout.channels)
+    start(kernel, (programs,), tensors, numbers, C=spec, num_warps=WARPS, enable_fp_fusion=False)
 
 
-def slots_of(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """int32[units]: numbers of the high units, -1 for the others, from the widths on the wire."""
-    slots = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
-    units = min(SLOTTED, max(32, triton.next_power_of_2(layout.population)))
-    start(
-        slots_kernel,
-        (ceil_div(layout.population, units), layout.populations),
-        (_part(wire, layout, "widths", torch.int32), slots),
-        ((layout.population, layout.populations, layout.high_units), layout.units),
-        W=triton.next_power_of_2(layout.words),
-        U=units,
-        BY_TOKEN=layout.by_token,
-    )
-    return slots
-
-
-def select(wire: torch.Tensor, sums: torch.Tensor, extra: torch.Tensor, layout: Layout, spec) -> None:
-    """Choose the high units by ``sums`` fp32[2 * tiles], write their widths and their part of ``extra``."""
-    keys = sums
-    if layout.by_token:
-        keys = torch.empty(layout.units, dtype=torch.int32, device=wire.device)
-        padded = triton.next_power_of_2(layout.tiles_per_unit)
-        units = max(1, 1024 // padded)
-        start(
-            entropy_kernel,
-            (ceil_div(layout.units, units),),
-            (sums, keys),
-            (layout.units, layout.tiles_per_unit, layout.population, layout.populations),
-            U=units,
-            T=padded,
-            C=spec,
-        )
-    words = layout.config.tile_size * layout.config.extra_bits // 32
-    moved = 0 if layout.by_token or not layout.high_tiles else words  # tiles, where they are chosen
-    slots = torch.empty(0 if moved else layout.units, dtype=torch.int32, device=wire.device)
-    counts = (
-        layout.population,
-        layout.populations,
-        layout.high_units,
-        layout.last_population,
-        layout.last_high_units,
-    )
-    held = min(CHOSEN, max(32, triton.next_power_of_2(layout.population)))
-    start(
-        choose_kernel,
-        (layout.populations,),
-        (
-            keys,
-            sums,
-            _part(wire, layout, "widths", torch.int32),
-            keys if moved else slots,
-            extra.view(torch.int32) if moved else keys,
-            _part(wire, layout, "extra", torch.int32) if moved else keys,
-        ),
-        (counts, layout.units),
-        N=held,
-        STEPS=ceil_div(layout.population, held),
-        FUSED=not layout.by_token,
-        BY_TOKEN=layout.by_token,
-        P=moved,
-        num_warps=max(1, held // 512),
-    )
-    if moved or not layout.high_tiles:
-        return
-    start(
-        compact_kernel,
-        (ceil_div(layout.tiles, MOVED),),
-        (extra.view(torch.int32), _part(wire, layout, "extra", torch.int32), slots),
-        (layout.tiles, layout.tiles_per_unit),
-        P=words,
-        R=MOVED,
-    )
+def _scales_and_pivots(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sections of the wire, scales as int32."""
+    scales, pivots = (reference.section(wire, name, layout) for name in ("scales", "pivots"))
+    return scales.view(torch.int32), pivots
 
 
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
-    """reference.encode in four kernels (tokens) or two (tiles)."""
+    """See reference.encode."""
     layout = layout_of(config, tuple(x.shape))
-    whole = all(size % ALIGNMENT == 0 for size in layout.sizes.values())
-    make = torch.empty if whole else torch.zeros  # zeros: the sections' padding
-    wire = make(layout.wire_bytes, dtype=torch.uint8, device=x.device)
+    wire = torch.zeros(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     if not layout.numel:
         return wire
-    check_tiles(layout)
-    x = x.contiguous()
-    if x.data_ptr() % LOADED:
-        x = x.clone()
-    device = device_for(x)
-    tuning = tuning_for("encode", config, x.dtype, device)
-    spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
-    mixed = config.extra_bits > 0
-    sums = torch.empty(2 * layout.tiles if mixed else 0, dtype=torch.float32, device=x.device)
-    extra_bytes = layout.tiles * config.tile_size * config.extra_bits // 8
-    extra = torch.empty(extra_bytes, dtype=torch.uint8, device=x.device)
-    start(
-        encode_kernel,
-        device.grid(ceil_div(layout.tiles, tuning.tile), tuning),
-        (
-            x,
-            wire,
-            extra if mixed else wire,
-            _part(wire, layout, "scales", torch.int32),
-            _part(wire, layout, "pivots"),
-            sums.view(torch.int32) if mixed else wire,
-        ),
-        (layout.tiles, layout.tiles_per_row, layout.channels),
-        C=spec,
-        **tuning.options | {"enable_fp_fusion": True},  # of the entropies' sums: all else is written fused
-    )
-    if mixed:
-        select(wire, sums, extra, layout, spec)
+    plane_bytes = config.tile_size * config.extra_bits // 8
+    extra = torch.empty((layout.tiles, plane_bytes), dtype=torch.uint8, device=x.device)
+    sums = torch.empty((2, layout.tiles), dtype=torch.float32, device=x.device)
+    tensors = x.contiguous(), wire, extra, *_scales_and_pivots(wire, layout), sums
+    _start(encode_kernel, layout, tensors, ())
+    if config.extra_bits:
+        reference.write_high(wire, extra, reference.entropies(*sums, layout), layout)
     return wire
 
 
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """reference.decode in two kernels."""
+    """See reference.decode."""
     layout = layout_of(config, tuple(shape))
-    check_wire(wire, layout)
+    reference.check_wire(wire, layout)
     x = torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     if not layout.numel:
         return x
-    check_tiles(layout)
     if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
         wire = wire.clone(memory_format=torch.contiguous_format)
-    device = device_for(wire)
-    tuning = tuning_for("decode", config, dtype, device)
-    spec = spec_of(layout, tuning.tile, tuning.stages, device.interpret)
-    slots = slots_of(wire, layout) if config.extra_bits else wire
-    start(
-        decode_kernel,
-        device.grid(ceil_div(layout.tiles, tuning.tile), tuning),
-        (
-            x,
-            wire,
-            _part(wire, layout, "extra"),
-            _part(wire, layout, "scales", torch.int32),
-            _part(wire, layout, "pivots"),
-            slots,
-        ),
-        (layout.tiles, layout.high_tiles, layout.tiles_per_unit, layout.tiles_per_row, layout.channels),
-        C=spec,
-        **tuning.options,
-    )
+    slots = reference.slots_on(wire, layout) if config.extra_bits else wire
+    extra = reference.section(wire, "extra", layout)
+    tensors = x, wire, extra, *_scales_and_pivots(wire, layout), slots
+    _start(decode_kernel, layout, tensors, (layout.high_tiles,))
     return x

@@ -25,9 +25,8 @@ from taco_kernels.common.sizes import aligned, ceil_div, check_choice
 
 ALLOCATIONS = ("token", "tile")
 SEGMENT = 256
-"""Tiles among which ``allocation='tile'`` chooses: a power of two."""
+"""Tiles among which ``allocation='tile'`` chooses."""
 TILE_SIZES = (32, 64, 128)
-TRANSFORMS = ("pivot-hadamard", "none")
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,10 @@ class TahConfig:
     """Share of units, those of the largest entropy, that get ``high_bits``."""
     allocation: str = "token"
     """Widths by token (the paper's first version) or by tile (its second)."""
-    transform: str = "pivot-hadamard"
-    """``none`` leaves pivot and Hadamard transform out: the control."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("tile_size", TILE_SIZES),
-            ("allocation", ALLOCATIONS),
-            ("transform", TRANSFORMS),
-        ):
-            check_choice(name, getattr(self, name), allowed)
+        check_choice("tile_size", self.tile_size, TILE_SIZES)
+        check_choice("allocation", self.allocation, ALLOCATIONS)
         if not 2 <= self.low_bits <= self.high_bits <= 4:
             raise ValueError(
                 f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 4, the low "
@@ -72,15 +65,9 @@ class TahConfig:
         """Largest code of a high tile."""
         return 2**self.high_bits - 1
 
-
-def planes_of(bits: int) -> tuple[int, ...]:
-    """Widths of the planes that make up ``bits``, for the low bits of the code first: 3 -> (2, 1)."""
-    return tuple(width for width in (4, 2, 1) if bits & width)
-
-
-def high_count(units: int, ratio: float) -> int:
-    """High units among ``units``."""
-    return math.floor(ratio * units + 1e-9)
+    def high_of(self, units: int) -> int:
+        """High units among ``units``."""
+        return math.floor(self.high_ratio * units + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -94,11 +81,6 @@ class Layout:
     def channels(self) -> int:
         """Values of a row."""
         return self.shape[-1] if self.shape else 1
-
-    @cached_property
-    def samples(self) -> int:
-        """Sequences: the last dimension but one of [tokens, samples, channels]; else one."""
-        return self.shape[-2] if len(self.shape) >= 3 else 1
 
     @cached_property
     def numel(self) -> int:
@@ -137,8 +119,9 @@ class Layout:
 
     @cached_property
     def population(self) -> int:
-        """Units of a population; the last segment may have fewer."""
-        return self.rows // self.samples if self.by_token and self.rows else SEGMENT
+        """Units of a population: a sample's tokens, or a segment's tiles; the last segment may have fewer."""
+        samples = self.shape[-2] if len(self.shape) >= 3 else 1
+        return self.rows // samples if self.by_token and self.rows else SEGMENT
 
     @cached_property
     def populations(self) -> int:
@@ -146,25 +129,20 @@ class Layout:
         return ceil_div(self.units, self.population)
 
     @cached_property
-    def last_population(self) -> int:
-        """Units of the last population."""
-        return self.units - (self.populations - 1) * self.population if self.units else 0
-
-    @cached_property
     def high_units(self) -> int:
         """High units of a whole population."""
-        return high_count(self.population, self.config.high_ratio)
+        return self.config.high_of(self.population)
 
     @cached_property
     def last_high_units(self) -> int:
         """High units of the last population."""
-        return high_count(self.last_population, self.config.high_ratio)
+        return self.config.high_of(self.units - max(self.populations - 1, 0) * self.population)
 
     @cached_property
     def high_tiles(self) -> int:
         """High tiles of the whole tensor."""
-        units = (self.populations - 1) * self.high_units + self.last_high_units if self.units else 0
-        return units * self.tiles_per_unit
+        whole = max(self.populations - 1, 0)
+        return (whole * self.high_units + self.last_high_units) * self.tiles_per_unit
 
     @cached_property
     def words(self) -> int:
@@ -173,8 +151,8 @@ class Layout:
 
     @cached_property
     def base_planes(self) -> tuple[int, ...]:
-        """Bits of each base plane."""
-        return planes_of(self.config.low_bits)
+        """Bits of each base plane, for the low bits of the code first: 3 -> (2, 1)."""
+        return tuple(width for width in (4, 2, 1) if self.config.low_bits & width)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -183,7 +161,7 @@ class Layout:
         sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(self.base_planes)}
         sizes["extra"] = self.high_tiles * size * config.extra_bits // 8
         sizes["scales"] = 4 * tiles
-        sizes["pivots"] = tiles if config.transform != "none" else 0
+        sizes["pivots"] = tiles
         sizes["widths"] = 4 * self.words * self.populations if config.extra_bits else 0
         return sizes
 
@@ -199,8 +177,7 @@ class Layout:
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes of the whole wire."""
-        last = next(reversed(self.sizes))
-        return self.offsets[last] + aligned(self.sizes[last])
+        return self.offsets["widths"] + aligned(self.sizes["widths"])
 
 
 @lru_cache(maxsize=256)

@@ -79,33 +79,27 @@ def transform_tiles(
     return y, torch.where(chosen, pivot + 128, 0).to(torch.uint8)
 
 
-def entropy(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """fp32[units] of tiles x: bits by which a unit's magnitudes are spread; 0 where not finite, or zero."""
-    magnitude = x.abs()
-    logarithm = torch.where(magnitude > 0, magnitude, 1.0).log2()
-    total = magnitude.sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
-    weighted = (magnitude * logarithm).sum(dim=1).view(layout.units, layout.tiles_per_unit).sum(dim=1)
+def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or not finite.
+
+    Args:
+        total: fp32[tiles], each tile's sum of |x|.
+        weighted: fp32[tiles], each tile's sum of |x| log2|x|.
+        layout: of the tensor.
+    """
+    total, weighted = (sums.view(layout.units, -1).sum(dim=1) for sums in (total, weighted))
     meaningful = (total > SMALLEST_SUM) & (total < LARGEST_SUM)
     divisor = torch.where(meaningful, total, 1.0)
     return torch.where(meaningful, divisor.log2() - weighted / divisor, 0.0)
 
 
-def by_population(units: torch.Tensor, layout: Layout, fill: float | int) -> torch.Tensor:
-    """[populations, population] of values [units]; ``fill`` beyond the last unit."""
-    if layout.by_token:
-        return units.view(layout.population, layout.populations).t()
-    missing = layout.populations * layout.population - layout.units
-    return torch.nn.functional.pad(units, (0, missing), value=fill).view(-1, layout.population)
-
-
-def by_unit(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Inverse of by_population."""
-    return (values.t() if layout.by_token else values).reshape(-1)[: layout.units]
-
-
 def choose_high(entropies: torch.Tensor, layout: Layout) -> torch.Tensor:
     """bool[populations, population]: the units of the largest entropy, of equal ones the first."""
-    values = by_population(entropies, layout, -math.inf)
+    if layout.by_token:
+        values = entropies.view(layout.population, layout.populations).t()
+    else:
+        missing = layout.populations * layout.population - layout.units
+        values = torch.nn.functional.pad(entropies, (0, missing), value=-math.inf).view(-1, layout.population)
     order = values.sort(dim=1, descending=True, stable=True).indices
     counts = torch.full((layout.populations, 1), layout.high_units, device=values.device)
     counts[-1:] = layout.last_high_units  # a slice: assigning to one element copies from the host
@@ -116,23 +110,37 @@ def choose_high(entropies: torch.Tensor, layout: Layout) -> torch.Tensor:
 def tile_slots(high: torch.Tensor, layout: Layout) -> torch.Tensor:
     """int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others."""
     first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
-    slots = by_unit(torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles), layout)
+    slots = torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles)
+    slots = (slots.t() if layout.by_token else slots).reshape(-1)[: layout.units]
     tiles = slots[:, None] * layout.tiles_per_unit
     tiles = tiles + torch.arange(layout.tiles_per_unit, device=high.device)
     return tiles.reshape(-1).clamp(max=layout.high_tiles)
 
 
-def pack_widths(high: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """uint8[4 * words * populations]: unit i of a population is bit i % 8 of its byte i // 8."""
+def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: Layout) -> None:
+    """Choose the high units, write their widths and extra bits.
+
+    Args:
+        wire: gets the sections ``widths`` and ``extra``.
+        plane: uint8[tiles, n], the extra bits of every tile.
+        entropies: fp32[units].
+        layout: of the tensor.
+    """
+    high = choose_high(entropies, layout)
     bits = torch.nn.functional.pad(high, (0, 32 * layout.words - layout.population)).view(-1, 8)
     places = torch.arange(8, device=high.device)
-    return (bits.int() << places).sum(dim=1).to(torch.uint8)
+    section(wire, "widths", layout).copy_((bits.int() << places).sum(dim=1))
+    plane = plane.view(torch.int32)
+    compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
+    compact[tile_slots(high, layout)] = plane
+    section(wire, "extra", layout).copy_(compact[:-1].view(torch.uint8).flatten())
 
 
-def unpack_widths(widths: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Inverse of pack_widths: bool[populations, population]."""
+def slots_on(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``tile_slots`` by the widths on the wire: unit i of a population is bit i % 8 of its byte i // 8."""
+    widths = section(wire, "widths", layout)
     bits = widths[:, None] >> torch.arange(8, device=widths.device).to(torch.uint8) & 1
-    return bits.view(layout.populations, -1)[:, : layout.population].bool()
+    return tile_slots(bits.view(layout.populations, -1)[:, : layout.population].bool(), layout)
 
 
 def section(wire: torch.Tensor, name: str, layout: Layout) -> torch.Tensor:
@@ -154,11 +162,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
         return wire
     tiles = to_tiles(x, layout)
     fits = tiles.abs().sum(dim=1) < LARGEST_SUM
-    if config.transform == "none":
-        y = tiles
-    else:
-        y, pivots = transform_tiles(tiles, fits, config)
-        section(wire, "pivots", layout).copy_(pivots)
+    y, pivots = transform_tiles(tiles, fits, config)
+    section(wire, "pivots", layout).copy_(pivots)
     low, high = y.aminmax(dim=1)
     zeros = round_down_fp16(low.masked_fill(~fits, 0.0))
     levels = torch.full((), config.levels, dtype=torch.float32, device=x.device)  # numbers: by a reciprocal
@@ -173,13 +178,11 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     for i, plane in enumerate(base):
         section(wire, f"base{i}", layout).copy_(plane.flatten())
     if config.extra_bits:
-        chosen = choose_high(entropy(tiles, layout), layout)
-        section(wire, "widths", layout).copy_(pack_widths(chosen, layout))
-        slots = tile_slots(chosen, layout)
+        magnitude = tiles.abs()
+        logarithm = torch.where(magnitude > 0, magnitude, 1.0).log2()
+        sums = magnitude.sum(dim=1), (magnitude * logarithm).sum(dim=1)
         (plane,) = pack(codes & (2**config.extra_bits - 1), (config.extra_bits,))
-        compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
-        compact[slots] = plane
-        section(wire, "extra", layout).copy_(compact[:-1].flatten())
+        write_high(wire, plane, entropies(*sums, layout), layout)
     return wire
 
 
@@ -195,7 +198,7 @@ def code_values(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch
     codes = planes([f"base{i}" for i in range(len(layout.base_planes))], layout.base_planes)
     if not extra_bits:
         return codes, torch.zeros(layout.tiles, dtype=torch.bool, device=wire.device)
-    slots = tile_slots(unpack_widths(section(wire, "widths", layout), layout), layout)
+    slots = slots_on(wire, layout)
     rest = codes.new_zeros(layout.high_tiles + 1, size)
     if layout.high_tiles:
         rest[:-1] = planes(["extra"], (extra_bits,))
@@ -216,11 +219,10 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     steps, zeros = scales_of(wire, layout)
     zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)  # the middle of a cell
     y = zeros[:, None] + steps[:, None] * codes
-    if config.transform != "none":  # on the codes, which is exact; a constant is all in element 0
-        pivots = section(wire, "pivots", layout)
-        rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]
-        rotated[:, 0] += zeros * math.sqrt(size)
-        y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
+    pivots = section(wire, "pivots", layout)
+    rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]  # of the codes it is exact
+    rotated[:, 0] += zeros * math.sqrt(size)  # a constant is all in element 0
+    y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
 

@@ -24,7 +24,7 @@ from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from taco_kernels.taco import launch as taco
 from taco_kernels.tah_quant import TahConfig
 from taco_kernels.tah_quant import launch as tah_quant
-from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TRANSFORMS
+from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES
 
 LAUNCHERS = (
     *(taco, collectives, matrices, sdp4bit, tah_quant),
@@ -210,10 +210,10 @@ def of_tah_quant() -> Iterator[Setting]:
         tah_quant.decode(tah_quant.encode(x, config), config, x.shape, dtype)
 
     widths = ((4, 3), (4, 2), (3, 2), (4, 4), (3, 3), (2, 2))
-    for values in itertools.product(TILE_SIZES, widths, ALLOCATIONS, TRANSFORMS, DTYPES):
-        tile, width, units, transform, dtype = values
-        config = TahConfig(tile, *width, allocation=units, transform=transform)
-        name = text(tile, *width, units, transform, dtype)
+    for values in itertools.product(TILE_SIZES, widths, ALLOCATIONS, DTYPES):
+        tile, width, units, dtype = values
+        config = TahConfig(tile, *width, allocation=units)
+        name = text(tile, *width, units, dtype)
         yield Setting("tah_quant", name, partial(call, config, dtype), dtype == torch.bfloat16)
 
 

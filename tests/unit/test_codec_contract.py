@@ -22,7 +22,7 @@ MORE = (
     "sdp4bit:intra=4,group=2048,hadamard=off",
     "sdp4bit:intra=4,inter=8",
     "tah-quant:allocation=tile,tile=32",
-    "tah-quant:transform=none,low=2",
+    "tah-quant:low=2",
     "examples.paper.per_tensor_fp8:PerTensorFp8",
 )
 SPECS = sorted({*CODECS.names(), *MORE} - {"lossless"})

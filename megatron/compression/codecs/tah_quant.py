@@ -33,16 +33,13 @@ class TahQuantCodec(Codec):
     """What the entropy gives its bits to: token = whole tokens, inside each sequence (the paper's first
     version); tile = tiles, inside each 256 consecutive ones (its second)."""
 
-    transform: str = "pivot-hadamard"
-    """Tiles with one outlier are rotated after a pivot swap; none = the control without."""
-
     def __post_init__(self) -> None:
         _ = self.config
 
     @cached_property
     def config(self) -> TahConfig:
         """What the kernels take."""
-        return TahConfig(self.tile, self.high, self.low, self.ratio, self.allocation, self.transform)
+        return TahConfig(self.tile, self.high, self.low, self.ratio, self.allocation)
 
     @property
     def sees_shape(self) -> bool:

@@ -9,10 +9,10 @@ from taco_kernels.tah_quant.layout import TahConfig, layout_of
 
 
 class Difference(NamedTuple):
-    """How far two wires are apart."""
+    """How far two wires differ."""
 
     widths: int
-    """Units that are high in one alone."""
+    """Tiles that are high in one alone."""
     pivots: int
     """Tiles that are transformed in one alone, or by another pivot."""
     scales: float
@@ -32,7 +32,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
     def high(wire: torch.Tensor) -> torch.Tensor:
         if not config.extra_bits:
             return torch.zeros(1, 1, dtype=torch.bool)
-        return reference.unpack_widths(reference.section(wire, "widths", layout), layout)
+        return reference.slots_on(wire, layout) < layout.high_tiles
 
     (steps_a, zeros_a), (steps_b, zeros_b) = reference.scales_of(a, layout), reference.scales_of(b, layout)
     finite_a, finite_b = (steps_a + zeros_a).isfinite(), (steps_b + zeros_b).isfinite()
@@ -40,10 +40,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
     unit = steps_a.clamp(min=2.0**-24)
     scales = torch.maximum((steps_a - steps_b).abs(), (zeros_a - zeros_b).abs()) / unit
     scales = torch.where(both, scales, torch.where(finite_a == finite_b, 0.0, torch.inf))
-    if config.transform == "none":
-        same = torch.ones_like(both)
-    else:
-        same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
+    same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
     widths = high(a) != high(b)
     (codes_a, low_a), (codes_b, low_b) = reference.code_values(a, layout), reference.code_values(b, layout)
     apart = (codes_a - codes_b).abs()[both & same & (low_a == low_b)]
