@@ -88,7 +88,8 @@ def _run(
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
-        environment = {**REGIMES[regime], _ORDER: json.dumps(order)}
+        environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
+        environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
         words += ["--compression-report", report]
         status, end = torchrun(
             options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment
@@ -152,10 +153,7 @@ def verdicts(rows: list[dict]) -> list[str]:
 
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
     """What a run of this setting alone is started with."""
-    words = [*flags, *setting.words(options.dimension), *options.extra]
-    if setting.compresses and _used(options) != ["pipeline"]:  # stages send from rank to rank, over one
-        words += ["--compression-communicators", options.communicators]
-    return words
+    return [*flags, *setting.words(options.dimension), *options.extra]
 
 
 def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:

@@ -15,16 +15,17 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 FLAGS = {
-    "tensor": ("--tp-compression", "--tp-backward-compression"),
-    "data": ("--dp-compression", "--dp-weight-compression"),
-    "expert": ("--ep-compression", "--ep-backward-compression"),
-    "pipeline": ("--pp-compression", "--pp-backward-compression"),
+    "tensor": "--tp-compression",
+    "data": "--dp-compression",
+    "expert": "--ep-compression",
+    "pipeline": "--pp-compression",
 }
-"""By dimension: whose codecs the first and the second spec of a setting are."""
+"""By dimension: the flag that takes a setting's specs."""
 SETTINGS_HELP = (
     'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
     'further flags behind them if need be ("tagc --dp-error-feedback fp32"), in quotes'
 )
+_VARIABLES = "MEGATRON_COMPRESSION_"
 
 
 class UsageError(Exception):
@@ -69,22 +70,27 @@ class Setting:
     specs: tuple[str, ...]
     """Of one codec or two."""
     flags: tuple[str, ...]
-    """More of pretrain_gpt.py's."""
+    """More of pretrain_gpt.py's, and MEGATRON_COMPRESSION_...=VALUE."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the run."""
+        pairs = (word.split("=", 1) for word in self.flags if word.startswith(_VARIABLES))
+        return {name: value for name, value in pairs}
 
     @property
     def compresses(self) -> bool:
         """Whether a codec is named, or left to the run to choose."""
-        ours = {"--taco", "--compression", "--compression-3d", "--cp-compression"}
-        ours |= {flag for pair in FLAGS.values() for flag in pair}
+        ours = {"--taco", "--compression", "--cp-compression", *FLAGS.values()}
         return self.specs != ("none",) or not ours.isdisjoint(self.flags)
 
     def words(self, dimension: str) -> list[str]:
         """The flags of a run of pretrain_gpt.py."""
-        specs = [] if self.specs == ("none",) else zip(FLAGS[dimension], self.specs, strict=False)
-        words = [*(word for pair in specs for word in pair), *self.flags]
-        tensor = {"--taco", "--compression-3d", *FLAGS["tensor"]}.intersection(words)
-        if tensor and "--tp-compression-min-mb" not in words:  # every message, however it is asked for
-            words += ["--tp-compression-min-mb", "0"]
+        specs = [] if self.specs == ("none",) else [FLAGS[dimension], *self.specs]
+        words = [*specs, *(word for word in self.flags if not word.startswith(_VARIABLES))]
+        tensor = {"--taco", "taco-paper", FLAGS["tensor"]}.intersection(words)
+        if tensor and "--compression-min-mb" not in words:  # every message, however it is asked for
+            words += ["--compression-min-mb", "0"]
         return words
 
 
@@ -100,7 +106,7 @@ def parse_setting(text: str) -> Setting:
     from megatron.compression.tensor_parallel.by_site import parse_choices
 
     words = shlex.split(text)
-    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))
     if count not in (1, 2):
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
     for spec in words[:count]:

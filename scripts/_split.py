@@ -1,8 +1,8 @@
 """Uncompressed collectives over several communicators: the same number for both sides of a comparison.
 
 One communicator does not fill a TCP link; compressed payloads travel over as many as
-``--compression-communicators`` says. Here torch.distributed's functions (and megatron-core's names for them)
-cut large tensors into as many parts, a part on each communicator.
+MEGATRON_COMPRESSION_COMMUNICATORS says. Here torch.distributed's functions (and megatron-core's names for
+them) cut large tensors into as many parts, a part on each communicator.
 """
 
 from collections.abc import Callable, Iterable

@@ -3,11 +3,11 @@
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
     python scripts/bench_end_to_end.py --shape qwen2.5-7b --tensor-parallel 2 --sequence-parallel
     python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
-        --data-parallel 2 --codecs none "none --compression-3d" "none --compression auto" none
+        --data-parallel 2 --codecs none "none --compression taco-paper" "none --compression auto" none
     python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
-        --codecs none "sdp4bit --dp-compression-node-size 1" "tagc --dp-error-feedback fp32"
+        --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" "tagc --dp-error-feedback fp32"
     python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-layers 2-5" --regimes pcie
     python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
@@ -20,7 +20,8 @@ weighs as it does between nodes); --num-layers behind the script's own options m
 --micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
 (--no-overlap: off, as in SDP4Bit's scripts) and gradients travel in bf16 (--fp32-gradients: Megatron's
 default).
---dp-compression-node-size n counts n ranks of this host as a node: one is what ethernet stands for.
+MEGATRON_COMPRESSION_NODE_SIZE=n behind a setting counts n ranks of this host as a node: one is what ethernet
+stands for.
 
 A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
 """
@@ -65,12 +66,12 @@ CODECS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
     "pipeline": ["none", "pipeline-6bit", "tah-quant", "int8", "none"],
-    "data": ["none", "sdp4bit", "sdp4bit --dp-compression-node-size 1"],
+    "data": ["none", "sdp4bit", "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1"],
 }
 ABLATIONS = (
     "none",
     "{}",
-    "{} --tp-compression-min-mb 8",  # Megatron's users' default; all else compresses every message
+    "{} --compression-min-mb 8",  # Megatron's users' default; all else compresses every message
     "{} --compression-transport collective",  # NCCL between the codec's kernels: not fused, other links too
     "{} --tp-compression-overlap halves",  # behind the other half
     "none --tp-compression-overlap halves",

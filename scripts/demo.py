@@ -27,7 +27,7 @@ TRAINING_ARGS = """--micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --min-
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0 --bf16 --seed 1
     --no-create-attention-mask-in-dataloader"""
 # Every message of this small model is under the default threshold of 8 MiB.
-TACO_ARGS = "--taco --tp-compression-min-mb 0"
+TACO_ARGS = "--taco --compression-min-mb 0"
 
 ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \|.*elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: (\S+)"

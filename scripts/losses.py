@@ -16,6 +16,7 @@ is missing. Flags that are not the script's own go to Megatron.
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import threading
@@ -88,7 +89,6 @@ def parse_args() -> argparse.Namespace:
     add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     add("--time-limit", type=float, help="seconds: start no run that would end later, by the longest so far")
     add("--jobs", type=int, default=1, help="runs at once on the same devices; their times mean nothing then")
-    add("--share-gpus", action="store_true", help="several ranks on a GPU if need be")
     options, options.extra = parser.parse_known_args()
     options.dimension, options.ranks = next(
         (name, ranks) for name in FLAGS if (ranks := getattr(options, f"{name}_parallel"))
@@ -234,10 +234,13 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     words += ["--test-data-path", data["test"]]
     words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     words += ["--compression-report", folder / "report", "--seed", seed, *setting.words(options.dimension)]
-    words += [*(["--share-gpus"] if options.shared else []), *options.extra]
-    environment = {} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    words += options.extra
+    script = "pretrain_gpt.py"
+    if options.shared:
+        script, words = "tests/shared_gpus.py", [script, *words]
+    environment = setting.environment | ({} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
     began = time.monotonic()
-    status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
+    status, end = torchrun(options.ranks, script, words, folder / "log.txt", **environment)
     if status:
         raise RuntimeError(
             f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}"
@@ -272,7 +275,7 @@ def main() -> None:
     """Train what is missing and print the table, which is also written after each run."""
     options = parse_args()
     gpus = gpu_count()
-    options.shared = options.share_gpus and 0 < gpus < options.ranks
+    options.shared = os.environ.get("SHARE_GPUS") == "1" and 0 < gpus < options.ranks
     options.on_gpus = options.shared or gpus >= options.ranks
     options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
     data = demo.prepare_data(

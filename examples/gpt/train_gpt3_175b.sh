@@ -3,7 +3,7 @@
 #
 #   examples/gpt/train_gpt3_175b.sh                     one call on every node, NODE_RANK set on each
 #   examples/gpt/train_gpt3_175b.sh --taco              the same run with compressed tensor parallelism
-#   TINY=1 examples/gpt/train_gpt3_175b.sh --taco --tp-compression-min-mb 0
+#   TINY=1 examples/gpt/train_gpt3_175b.sh --taco --compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #

@@ -5,7 +5,7 @@
 #   examples/gpt/train_llama3_8b.sh --taco              the same run with compressed tensor parallelism
 #   sbatch --nodes 4 examples/slurm.sbatch gpt/train_llama3_8b.sh
 #                                                       on several nodes, under SLURM
-#   TINY=1 examples/gpt/train_llama3_8b.sh --taco --tp-compression-min-mb 0
+#   TINY=1 examples/gpt/train_llama3_8b.sh --taco --compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed
 #

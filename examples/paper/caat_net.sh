@@ -4,7 +4,7 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=1b examples/paper/caat_net.sh
 #   FRACTION=1 ... examples/paper/caat_net.sh           the ordinary model, the paper's baseline
-#   COMPRESSION='--tp-compression int8 --tp-compression-min-mb 0' ... with a codec on what is left, whose messages
+#   COMPRESSION='--tp-compression int8 --compression-min-mb 0' ... with a codec on what is left, whose messages
 #                                                       are small: 1.5 and 4 MiB of 130m and 1b
 #   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/caat_net.sh
 #   MOCK=1 examples/paper/caat_net.sh                   full size: random weights, mock data, no checkpoints

@@ -40,9 +40,8 @@ case $MODEL in # layers, hidden size, heads, micro-batch, learning rate, its lea
     18b) SHAPE=(40 6144 48 1 1.0e-4 1.0e-5 8) ;;
     *) refuse MODEL "125m, 350m, 1.3b, 2.7b, 6.7b, 13b or 18b" ;;
 esac
-EQUAL=''
 if [ "$SPEED" = 1 ]; then
-    EQUAL='--compression-communicators 1' # as many as the uncompressed run has, also over TCP
+    export MEGATRON_COMPRESSION_COMMUNICATORS=1 # as many as the uncompressed run has, also over TCP
     : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[6]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
     : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=$((NNODES * GPUS_PER_NODE / TP))}"
     : "${EVAL_ITERS:=0}"
@@ -55,10 +54,10 @@ fi
 
 WEIGHTS=sdp4bit:intra=4,group=2048,hadamard=off
 case $VARIANT in
-    all) : "${COMPRESSION=--dp-compression sdp4bit $EQUAL}" ;;
-    weights) : "${COMPRESSION=--dp-weight-compression $WEIGHTS $EQUAL}" ;;
-    gradients) : "${COMPRESSION=--dp-compression sdp4bit --dp-weight-compression none $EQUAL}" ;;
-    tlq) : "${COMPRESSION=--dp-compression sdp4bit:hadamard=off --dp-weight-compression none $EQUAL}" ;;
+    all) : "${COMPRESSION=--dp-compression sdp4bit}" ;;
+    weights) : "${COMPRESSION=--dp-compression none $WEIGHTS}" ;;
+    gradients) : "${COMPRESSION=--dp-compression sdp4bit none}" ;;
+    tlq) : "${COMPRESSION=--dp-compression sdp4bit:hadamard=off none}" ;;
     none) : "${COMPRESSION=}" ;;
     bf16) : "${COMPRESSION=--grad-reduce-in-bf16}" ;;
     *) refuse VARIANT "all, weights, gradients, tlq, none or bf16" ;;

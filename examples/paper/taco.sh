@@ -51,13 +51,13 @@ case $MODEL in qwen*)
 esac
 
 STAGES='' THRESHOLD=''
-[ "$MODEL" != qwen3-0.6b ] || STAGES='--pp-compression CODEC --pp-backward-compression CODEC'
+[ "$MODEL" != qwen3-0.6b ] || STAGES='--pp-compression CODEC CODEC'
 # The messages of a tiny model are below the default least size.
-[[ "$TINY $MODEL" != 1* && $MODEL != qwen3-0.6b ]] || THRESHOLD='--tp-compression-min-mb 0'
+[[ "$TINY $MODEL" != 1* && $MODEL != qwen3-0.6b ]] || THRESHOLD='--compression-min-mb 0'
 case $VARIANT in
     none) : "${COMPRESSION=}" ;;
     taco) : "${COMPRESSION=--taco ${STAGES//CODEC/taco} $THRESHOLD}" ;;
-    3d) : "${COMPRESSION=--compression-3d $THRESHOLD}" ;;
+    3d) : "${COMPRESSION=--compression taco-paper $THRESHOLD}" ;;
     e5m2)
         SPEC=taco:format=fp8-e5m2,group=256
         : "${COMPRESSION=--tp-compression $SPEC ${STAGES//CODEC/$SPEC} $THRESHOLD}"

@@ -30,11 +30,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 : "${NUM_LAYERS:=12}" "${HIDDEN_SIZE:=768}" "${NUM_HEADS:=12}" "${SEQ_LENGTH:=512}" "${MICRO_BATCH_SIZE:=6}"
 : "${GLOBAL_BATCH_SIZE:=240}" "${TRAIN_ITERS:=20000}" "${LR_DECAY_ITERS:=600000}" "${LR_WARMUP_ITERS:=2000}"
 : "${LR:=6.0e-4}" "${MIN_LR:=6.0e-5}"
-EQUAL='--compression-communicators 1' # as many as the uncompressed run has, also over TCP
+export MEGATRON_COMPRESSION_COMMUNICATORS=1 # as many as the uncompressed run has, also over TCP
 case $VARIANT in
-    tagc) : "${COMPRESSION=--dp-compression tagc:wire=sketch --compression-start-iteration 0 $EQUAL}" ;;
-    all) : "${COMPRESSION=--dp-compression tagc:wire=sketch,layers=all --compression-start-iteration 0 $EQUAL}" ;;
-    packed) : "${COMPRESSION=--dp-compression tagc $EQUAL}" ;;
+    tagc) : "${COMPRESSION=--dp-compression tagc:wire=sketch --compression-start-iteration 0}" ;;
+    all) : "${COMPRESSION=--dp-compression tagc:wire=sketch,layers=all --compression-start-iteration 0}" ;;
+    packed) : "${COMPRESSION=--dp-compression tagc}" ;;
     none) : "${COMPRESSION=}" ;;
     *) refuse VARIANT "tagc, all, packed or none" ;;
 esac

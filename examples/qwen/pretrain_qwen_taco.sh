@@ -6,7 +6,7 @@
 #   examples/qwen/pretrain_qwen_taco.sh
 #   QWEN_MODEL=3-32b TP=8 PP=2 NNODES=4 ... examples/qwen/pretrain_qwen_taco.sh
 #   COMPRESSION= examples/qwen/pretrain_qwen_taco.sh            the same run uncompressed
-#   COMPRESSION=--compression-3d TP=2 PP=2 examples/qwen/pretrain_qwen_taco.sh
+#   COMPRESSION='--compression taco-paper' TP=2 PP=2 examples/qwen/pretrain_qwen_taco.sh
 #                                                               TP 2, PP 2, DP 2, all of them compressed
 #   HF_DIR=Qwen2.5-7B examples/qwen/pretrain_qwen_taco.sh       from the weights in that folder, with its tokenizer
 #   TINY=1 examples/qwen/pretrain_qwen_taco.sh                  2 small layers on 2 processes with mock data:
@@ -21,7 +21,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 # The messages of so small a model are below the default least size.
-[ "$TINY" != 1 ] || : "${COMPRESSION=--taco --tp-compression-min-mb 0}"
+[ "$TINY" != 1 ] || : "${COMPRESSION=--taco --compression-min-mb 0}"
 : "${QWEN_MODEL:=2.5-7b}" "${TP:=4}" "${SEQ_LENGTH:=4096}" "${COMPRESSION=--taco}"
 : "${GLOBAL_BATCH_SIZE:=128}" "${TRAIN_ITERS:=100000}" "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}"
 RUN=qwen$QWEN_MODEL

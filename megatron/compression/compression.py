@@ -118,8 +118,7 @@ class Compression:
             return
         if small := sum(kinds["small"][0] for kinds in self.ledger.totals().values()):
             self._said_small = True
-            least = f"TensorParallelConfig.min_mb = {self.config.tensor_parallel.min_mb:g}"
-            line = f"{small / 1e6:.3f} MB so far are in tensors under {least} and uncompressed"
+            line = f"{small / 1e6:.3f} MB so far are in messages under min_mb and uncompressed"
             self._say(f"compression: {line}")
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:

@@ -18,6 +18,10 @@ from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
 from megatron.compression.tensor_parallel.turns_checks import HALVES
 
+COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
+NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
+"""Variables of the environment that set ``communicators`` and ``data_parallel.node_size``."""
+
 TransportChoice = Literal["auto", "collective", "symmetric", "host"]
 
 ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
@@ -58,8 +62,9 @@ class CompressionConfig:
     on a host without peer access. The results have the same bits."""
 
     communicators: int = 0
-    """Communicators over which torch.distributed carries each payload, a share on each: one alone does not
-    fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere."""
+    """Communicators over which torch.distributed sends each payload, a share on each: one alone does not
+    fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere. A command line sets it by
+    MEGATRON_COMPRESSION_COMMUNICATORS."""
 
     error_bound: float | None = None
     """Relative error of one encoding beyond which a layer's tensor-parallel or context-parallel traffic goes
@@ -76,7 +81,6 @@ class CompressionConfig:
         known, finite = self.transport in choices, bound is None or (math.isfinite(bound) and bound > 0)
         for name, valid, wanted in (
             ("transport", known, f"is unknown; choose one of {', '.join(choices)}"),
-            ("communicators", self.communicators >= 0, "must be a number >= 1, or 0 for a choice"),
             ("start_iteration", (self.start_iteration or 0) >= 0, "must be an iteration >= 0"),
             ("error_bound", finite, "must be a relative error > 0, such as 0.05"),
             ("loss_budget", _is_percent(self.loss_budget), "must be a percentage >= 0, such as 0.1"),
@@ -109,7 +113,6 @@ class CompressionConfig:
             (self.error_bound, sites, "--compression-error-bound", layers),
             (self.start_iteration, anything, "--compression-start-iteration", tensors),
             (self.transport != "auto", carried, f"--compression-transport {self.transport}", carriers),
-            (self.communicators, anything, "--compression-communicators", tensors),
         ):
             if given and not needed:
                 raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
@@ -173,6 +176,9 @@ class CompressionConfig:
             lines.append(
                 "ranks that share an expert send each other tokens uncompressed: give --tp-compression, too"
             )
+        for name, number in ((COMMUNICATORS, self.communicators), (NODE_SIZE, self.data_parallel.node_size)):
+            if number:
+                lines.append(f"{name}={number}")
         if self.enabled and self.start_iteration:
             lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
         if self.error_bound is not None:
@@ -192,7 +198,7 @@ def _is_percent(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value >= 0)
 
 
-SAME_RESULTS = {"transport", "communicators", "report", "overlap"}
+SAME_RESULTS = {"transport", "report", "overlap"}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
 

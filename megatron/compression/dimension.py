@@ -1,7 +1,9 @@
 """What the settings of every dimension of parallelism have in common."""
 
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.codecs import Codec, parse_codec
@@ -49,11 +51,18 @@ def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> N
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """Settings of one dimension; subclasses are frozen dataclasses of plain values."""
+    """Settings of one dimension: plain values."""
 
-    compression: str
-    backward: str | None
+    compression: str = "none"
+
+    min_mb: float | None = None
+    """Messages of fewer MiB (the uncompressed tensor over all ranks) are sent uncompressed: below some size
+    compression costs more time than it saves. 0 compresses everything; by default 8 for tensor parallelism, 0
+    elsewhere."""
+
+    default_min_mb: ClassVar[float] = 0.0
     flag: ClassVar[str]
     """What ``compression`` is on the command line."""
     idle: ClassVar[str]
@@ -65,11 +74,18 @@ class Dimension:
         object.__setattr__(self, "compression", compression)
         if hasattr(self, "backward"):
             object.__setattr__(self, "backward", other)
+        if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
+            raise CompressionConfigError(f"--compression-min-mb {self.min_mb} must be a number of MiB >= 0")
+
+    @property
+    def min_bytes(self) -> int:
+        """The smallest message that is compressed."""
+        return math.ceil((self.default_min_mb if self.min_mb is None else self.min_mb) * 2**20)
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
         """Of one direction and the other; None: left to another setting."""
-        return self.compression, self.backward
+        return self.compression, getattr(self, "backward", None)
 
     @property
     def forward_codec(self) -> Codec | None:
@@ -86,8 +102,11 @@ class Dimension:
         return self.idle if self.enabled and ranks == 1 else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class SentOnce(Dimension):
     """A dimension whose messages are encoded once on each way: no sum is encoded again behind them."""
+
+    backward: str | None = None
 
     messages: ClassVar[str]
     """What is sent, for errors."""
@@ -99,19 +118,15 @@ class SentOnce(Dimension):
         for flag, text in ((self.flag, self.compression), (self.backward_flag, self.backward)):
             if "/" in (text or ""):
                 raise CompressionConfigError(
-                    f"{flag} {text}: {self.messages} is sent once, so one codec encodes it; give the "
-                    f"gradients' codec with {self.backward_flag}"
+                    f"{flag} {text}: {self.messages} is sent once, so one codec encodes it; the gradients' "
+                    f"codec is the second value: {self.flag} SPEC BACKWARD"
                 )
             codec_of(text, flag)
-        if self.backward == "none" and not self.enabled:
-            raise CompressionConfigError(
-                f"{self.backward_flag} none given, but nothing is compressed; add {self.flag}"
-            )
 
     @property
     def backward_flag(self) -> str:
         """What ``backward`` is on the command line."""
-        return self.flag.replace("-compression", "-backward-compression")
+        return f"{self.flag} BACKWARD"
 
     @property
     def backward_codec(self) -> Codec | None:
@@ -130,6 +145,6 @@ class SentOnce(Dimension):
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
         return {
-            f"{self.traffic}.{way}": Rule(codec, start_iteration=start_iteration)
+            f"{self.traffic}.{way}": Rule(codec, self.min_bytes, start_iteration=start_iteration)
             for way, codec in (("forward", self.forward_codec), ("backward", self.backward_codec))
         }

@@ -1,53 +1,70 @@
-"""The command line: our flags beside Megatron's, and what they say as one config."""
+"""The command line: our flags, added to Megatron's, and what they say as one config."""
 
 import argparse
-import dataclasses
+import os
 import types
 import typing
 from argparse import ArgumentParser, Namespace
+from dataclasses import Field
 from typing import Any
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.codecs.registry import field_docs, settings_of
-from megatron.compression.config import ACTIVATIONS, CompressionConfig
+from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
 from megatron.compression.data_parallel.presets import PRESETS
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, InputError
 from megatron.compression.tensor_parallel.turns_checks import HALVES
 
-COMPRESSION_3D = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
-"""``--compression-3d``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own paper."""
+TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
+"""``--compression taco-paper``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own
+paper."""
 
 _WHERE_IN_USE = ("expert_parallel", "context_parallel")
-"""What ``--compression auto`` decides beside those three, in runs that have it."""
+"""What ``--compression auto`` decides in addition to those three, in runs that have it."""
 
-_FIELDS = {
-    "--tp-compression": "tensor_parallel.compression",
-    "--tp-backward-compression": "tensor_parallel.backward",
-    "--tp-compression-min-mb": "tensor_parallel.min_mb",
-    "--tp-compression-layers": "tensor_parallel.layers",
-    "--tp-compression-overlap": "tensor_parallel.overlap",
-    "--pp-compression": "pipeline_parallel.compression",
-    "--pp-backward-compression": "pipeline_parallel.backward",
-    "--cp-compression": "context_parallel.compression",
-    "--cp-backward-compression": "context_parallel.backward",
-    "--ep-compression": "expert_parallel.compression",
-    "--ep-backward-compression": "expert_parallel.backward",
-    "--dp-compression": "data_parallel.compression",
-    "--dp-weight-compression": "data_parallel.weights",
-    "--dp-error-feedback": "data_parallel.error_feedback",
-    "--dp-compression-node-size": "data_parallel.node_size",
-    "--caat-net-sync-fraction": "caat_net.sync_fraction",
-    "--compression-loss-budget": "loss_budget",
-    "--compression-start-iteration": "start_iteration",
-    "--compression-transport": "transport",
-    "--compression-communicators": "communicators",
-    "--compression-error-bound": "error_bound",
-    "--validate-uncompressed": "validate_uncompressed",
-    "--compression-report": "report",
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "--tp-compression": ("tensor_parallel.compression", "tensor_parallel.backward"),
+    "--pp-compression": ("pipeline_parallel.compression", "pipeline_parallel.backward"),
+    "--cp-compression": ("context_parallel.compression", "context_parallel.backward"),
+    "--ep-compression": ("expert_parallel.compression", "expert_parallel.backward"),
+    "--dp-compression": ("data_parallel.compression", "data_parallel.weights"),
+    "--dp-error-feedback": ("data_parallel.error_feedback",),
+    "--tp-compression-layers": ("tensor_parallel.layers",),
+    "--tp-compression-overlap": ("tensor_parallel.overlap",),
+    "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
+    "--compression-min-mb": ("tensor_parallel.min_mb",),
+    "--compression-loss-budget": ("loss_budget",),
+    "--compression-start-iteration": ("start_iteration",),
+    "--compression-transport": ("transport",),
+    "--compression-error-bound": ("error_bound",),
+    "--validate-uncompressed": ("validate_uncompressed",),
+    "--compression-report": ("report",),
 }
-"""Flag -> field of ``CompressionConfig``, whose type, default and description are the flag's."""
+"""Flag -> fields of ``CompressionConfig``, one a value: their types, defaults and descriptions are the
+flag's. ``min_mb`` is every dimension's."""
 
-_METAVARS = {"--dp-error-feedback": "{none,fp32,int8}[:average=A,reset=N]"}
+_SECOND = {"backward": "BACKWARD", "weights": "WEIGHTS"}
+_METAVARS = {
+    "--dp-error-feedback": "{none,fp32,int8}[:average=A,reset=N]",
+    "--tp-compression-layers": "LAYERS",
+    "--compression-report": "DIR",
+}
+
+REMOVED = {
+    "--compression-3d": "give --compression taco-paper",
+    "--tp-backward-compression": "give it as the second value: --tp-compression SPEC BACKWARD",
+    "--pp-backward-compression": "give it as the second value: --pp-compression SPEC BACKWARD",
+    "--cp-backward-compression": "give it as the second value: --cp-compression SPEC BACKWARD",
+    "--ep-backward-compression": "give it as the second value: --ep-compression SPEC BACKWARD",
+    "--dp-weight-compression": "give it as the second value: --dp-compression SPEC WEIGHTS",
+    "--tp-compression-min-mb": "give --compression-min-mb",
+    "--dp-compression-node-size": f"set {NODE_SIZE} in the environment",
+    "--compression-communicators": f"set {COMMUNICATORS} in the environment",
+    "--tp-compression-chunks": "drop it, or give --tp-compression-overlap halves",
+    "--ladder-residual": "drop it: the model with ladder residuals was removed",
+    "--share-gpus": "start one rank a GPU",
+}
+"""Flags of earlier versions -> what to do instead."""
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -59,6 +76,16 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         "none = uncompressed. See docs/choosing.md.",
     )
     group.add_argument(
+        "--compression",
+        type=_all_dimensions,
+        default="none",
+        metavar="{none,auto,taco-paper}",
+        help="auto: time this run's own messages at the start, compress each kind of parallelism with what "
+        "gains most within --compression-loss-budget, and leave uncompressed what would not gain. "
+        "taco-paper: the TACO paper's codecs, --tp-compression taco, --dp-compression sdp4bit and "
+        "--pp-compression tah-quant. A dimension's own flag takes precedence.",
+    )
+    group.add_argument(
         "--taco",
         nargs="?",
         const="",
@@ -66,71 +93,101 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
         "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
     )
-    group.add_argument(
-        "--compression-3d",
-        action="store_true",
-        help="Compress three dimensions as the TACO paper does: --tp-compression taco, --dp-compression "
-        "sdp4bit, --pp-compression tah-quant. A dimension's own flag beside it wins.",
-    )
-    group.add_argument(
-        "--compression",
-        choices=["none", "auto"],
-        default="none",
-        help="auto: time this run's own messages at the start, compress each kind of parallelism with what "
-        "gains most within --compression-loss-budget, and leave alone what would not gain. A dimension's own "
-        "flag beside it wins.",
-    )
-    for flag, path in _FIELDS.items():
-        part, _, name = path.rpartition(".")
-        owner: Any = settings_of(CompressionConfig)[part].type if part else CompressionConfig
-        text = field_docs(owner)[name].replace("``", "").replace("%", "%%")
-        group.add_argument(flag, help=text, **_options(flag, settings_of(owner)[name]))
+    for flag, paths in _FIELDS.items():
+        fields = [_field(path) for path in paths]
+        texts = [text for _, text in fields]
+        if len(paths) == 2:
+            metavar = ("SPEC", _SECOND[fields[1][0].name])
+            group.add_argument(
+                flag, nargs="+", action=_Specs, metavar=metavar, help=f"{texts[0]} {metavar[1]}: {texts[1]}"
+            )
+        else:
+            group.add_argument(flag, help=texts[0], **_options(flag, fields[0][0]))
+    for flag in REMOVED:
+        group.add_argument(
+            flag, nargs="*", action=_Removed, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     _escape_broken_help(parser)
     return parser
 
 
-def _options(flag: str, field: dataclasses.Field) -> dict[str, Any]:
-    """What argparse wants to know of a setting."""
+class _Specs(argparse.Action):
+    """One spec or two."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if len(values) > 2:
+            names = " [".join(typing.cast(tuple, self.metavar))
+            raise argparse.ArgumentError(self, f"takes {names}], not {len(values)} values")
+        setattr(namespace, self.dest, values)
+
+
+class _Removed(argparse.Action):
+    """A flag of an earlier version."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        flag = self.option_strings[0]
+        raise InputError(f"{flag} is gone; {REMOVED[flag]}")
+
+
+def _all_dimensions(text: str) -> str:
+    """The value of ``--compression``."""
+    if text in ("none", "auto", "taco-paper"):
+        return text
+    hint = f"; one codec for one kind of parallelism: --tp-compression {text}"
+    known = CODECS.entry(text.partition(":")[0]) is not None
+    raise argparse.ArgumentTypeError(f"{text}: choose none, auto or taco-paper{hint if known else ''}")
+
+
+def _field(path: str) -> tuple[Field, str]:
+    """A field of the config, and its description for ``--help``."""
+    part, _, name = path.rpartition(".")
+    owner: Any = settings_of(CompressionConfig)[part].type if part else CompressionConfig
+    return settings_of(owner)[name], field_docs(owner)[name].replace("``", "").replace("%", "%%")
+
+
+def _options(flag: str, field: Field) -> dict[str, Any]:
+    """What argparse wants to know of a setting with one value."""
     if field.type is bool:
         return {"action": "store_true"}
     if typing.get_origin(field.type) is typing.Literal:
         return {"default": field.default, "choices": typing.get_args(field.type)}
-    given = isinstance(field.type, types.UnionType)
-    kind = (
-        next(one for one in typing.get_args(field.type) if one is not types.NoneType) if given else field.type
-    )
+    kind: Any = field.type
+    if isinstance(kind, types.UnionType):
+        kind = next(one for one in typing.get_args(kind) if one is not types.NoneType)
     if kind is not str:
         return {"default": field.default, "type": kind}
-    default = None if field.name == "compression" else field.default  # --compression-3d gives way to any
-    if flag.startswith("--compression-report"):
-        return {"default": default, "metavar": "DIR"}
-    return {
-        "default": default,
-        "metavar": _METAVARS.get(flag, "LAYERS" if field.name == "layers" else "SPEC"),
-    }
+    return {"default": field.default, "metavar": _METAVARS[flag]}
+
+
+def _value(args: Namespace, flag: str) -> Any:
+    return getattr(args, flag.strip("-").replace("-", "_"))
 
 
 def resolve(args: Namespace) -> CompressionConfig:
-    """What the parsed flags say. Pure: nothing is written into ``args``.
+    """What the parsed flags and the environment say. Pure: nothing is written into ``args``.
 
     Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
     parts: dict[str, dict[str, Any]] = {}
-    for flag, path in _FIELDS.items():
-        part, _, name = path.rpartition(".")
-        parts.setdefault(part, {})[name] = getattr(args, flag.strip("-").replace("-", "_"))
-    parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
-    for part, settings in parts.items():
-        if "compression" in settings and settings["compression"] is None and args.compression_3d:
-            settings["compression"] = COMPRESSION_3D.get(part)
+    for flag, paths in _FIELDS.items():
+        given = _value(args, flag)
+        values = given if isinstance(given, list) else [given]
+        for path, value in zip(paths, [*values, None], strict=False):
+            part, _, name = path.rpartition(".")
+            parts.setdefault(part, {})[name] = value
+    parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args, parts["tensor_parallel"])
     open_parts = []
     if args.compression == "auto":
         used = (part for part in _WHERE_IN_USE if ACTIVATIONS[part](args) > 1)
-        open_parts = [part for part in (*COMPRESSION_3D, *used) if _is_open(parts, part)]
-    for settings in parts.values():
+        open_parts = [part for part in (*TACO_PAPER, *used) if parts[part]["compression"] is None]
+    for part, settings in parts.items():
         if "compression" in settings and settings["compression"] is None:
-            settings["compression"] = "none"
-    own = parts.pop("")
+            default = TACO_PAPER.get(part) if args.compression == "taco-paper" else None
+            settings["compression"] = default or "none"
+    for part in (*ACTIVATIONS, "data_parallel"):
+        parts[part]["min_mb"] = args.compression_min_mb
+    parts["data_parallel"]["node_size"] = _from_environment(NODE_SIZE)
+    own = parts.pop("") | {"communicators": _from_environment(COMMUNICATORS) or 0}
     kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
@@ -144,20 +201,25 @@ def resolve(args: Namespace) -> CompressionConfig:
             "codec with --tp-compression"
         )
     config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
+    if args.compression_min_mb is not None and not (config.enabled or open_parts):
+        raise CompressionConfigError(
+            "--compression-min-mb given, but nothing uses it; add --taco, or drop it"
+        )
     config.check(args)
     return config
 
 
-def _is_open(parts: dict[str, dict[str, Any]], part: str) -> bool:
-    """Whether no flag says how this dimension is compressed."""
-    return all(parts[part].get(name) is None for name in ("compression", "backward", "weights"))
+def _from_environment(name: str) -> int | None:
+    """A number >= 1; None where the variable is not set, or empty.
 
-
-def compresses_tensors(args: Namespace) -> bool:
-    """Whether the flags ask for tensor-parallel compression; ``resolve`` says which."""
-    given = args.taco, args.tp_compression, args.tp_backward_compression
-    asked = any(spec not in (None, "none") for spec in given)
-    return asked or (args.compression_3d and args.tp_compression is None)
+    Raises: CompressionConfigError: it is something else.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise CompressionConfigError(f"{name}={text} must be a number >= 1; unset it for the default")
+    return int(text)
 
 
 def train_iterations(args: Namespace) -> int | None:
@@ -169,13 +231,12 @@ def train_iterations(args: Namespace) -> int | None:
     return samples // args.global_batch_size
 
 
-def _tensor_parallel_spec(args: Namespace) -> str | None:
+def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
+    spec = given["compression"]
     if args.taco is None:
-        return args.tp_compression
-    if args.tp_compression not in (None, "taco"):
-        raise CompressionConfigError(
-            f"--taco is --tp-compression taco, not {args.tp_compression}; drop one of the two"
-        )
+        return spec
+    if spec not in (None, "taco"):
+        raise CompressionConfigError(f"--taco is --tp-compression taco, not {spec}; drop one of the two")
     return f"taco:{args.taco}" if args.taco else "taco"
 
 

@@ -62,17 +62,11 @@ def check_arguments(args: Namespace) -> None:
 
     Raises:
         InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not there;
-            --tp-comm-overlap together with tensor-parallel compression; a layout that experts cannot have.
+            a layout that experts cannot have.
     """
-    from megatron.compression.flags import compresses_tensors
     from megatron.compression.startup.data_checks import check_datasets
     from megatron.compression.startup.implementation import check_implementation
 
-    if args.tp_comm_overlap and compresses_tensors(args):
-        raise InputError(
-            "--tp-comm-overlap sends tensor-parallel traffic through Transformer Engine's user buffers, past "
-            "NCCL and past --tp-compression: drop one of the two"
-        )
     check_implementation(args)
     check_experts(args)
     check_packages(args)

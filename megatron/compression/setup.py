@@ -24,7 +24,6 @@ from megatron.compression.config import changed_settings
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
-from megatron.compression.startup import shared_gpus
 from megatron.compression.startup.data_checks import check_vocabulary
 from megatron.compression.startup.extensions import missing_extension_overrides
 from megatron.compression.startup.implementation import default_implementation, describe
@@ -51,7 +50,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     patches.change_class(parser, OneLineParser)
     parser = flags.add_flags(add_native_defaults(parser))
     parser.set_defaults(transformer_impl=default_implementation(), tokenizer_type="GPT2BPETokenizer")
-    parser.add_argument("--share-gpus", action="store_true", help=shared_gpus.HELP)
     patches.build_gpt2_from_its_files()
     patches.after_validating_arguments(preflight.check_arguments, adapt_arguments)
     return parser
@@ -61,7 +59,6 @@ def adapt_arguments(args: Namespace) -> None:
     """Change in ``args`` what this machine cannot do as asked, and say so. Idempotent."""
     lines = [describe(args, sys.argv)]
     lines += host.cpu_argument_overrides(args) if host.is_active() else []
-    lines += shared_gpus.share_gpus_if_asked(args)
     if args.rampup_batch_size:
         lines.append(
             "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "
@@ -112,7 +109,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         attach_model = automatic.attach_model if automatic else compression.attach_model
         model_config.pre_wrap_hooks.append(attach_model)
         model_config.post_wrap_hooks.append(compression.attach_wrapped)
-    small = config.tensor_parallel.min_mb
     reporter = Reporter(
         compression.run.ledger,
         compression.run.probe,
@@ -121,7 +117,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         directory=config.report,
         train_iters=lambda: args.train_iters,
         writers=megatron_writers,
-        small_hint=f"--tp-compression-min-mb {small:g}" if config.tensor_parallel.enabled else None,
+        small_hint=f"--compression-min-mb {config.tensor_parallel.min_bytes / 2**20:g}"
+        if config.enabled
+        else None,
         diagnostics=compression.gradients.diagnostics,
         clock=megatron_seconds,
     )

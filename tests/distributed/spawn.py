@@ -61,7 +61,7 @@ def _main(function, rank, world_size, backend, store, results, args) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
         if backend == "nccl":
-            from megatron.compression.startup.shared_gpus import share_gpus
+            from tests.shared_gpus import share_gpus
 
             torch.cuda.set_device(share_gpus(rank, world_size, torch.cuda.device_count()))
         dist.init_process_group(

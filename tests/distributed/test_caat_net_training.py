@@ -86,7 +86,7 @@ DATA = (
     "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--recompute-granularity selective --recompute-modules core_attn mlp"
 )
-INT8 = ["--tp-compression", "int8:scales=single", "--tp-compression-min-mb", "0"]
+INT8 = ["--tp-compression", "int8:scales=single", "--compression-min-mb", "0"]
 
 
 @pytest.mark.parametrize("layout", [PIPELINE, DATA])

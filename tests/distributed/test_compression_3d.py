@@ -9,7 +9,7 @@ from tests.distributed.launch import tiny_flags
 from tests.distributed.test_matrix import check_replicas
 
 FLAGS = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --use-distributed-optimizer --compression-3d --tp-compression-min-mb 0"""
+    --use-distributed-optimizer --compression taco-paper --compression-min-mb 0"""
 SIX = ("tp.forward", "tp.backward", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
 
 
@@ -44,7 +44,7 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
 
 
 AUTO = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --tp-compression tensor-6bit --pp-compression pipeline-6bit --tp-compression-min-mb 0"""
+    --tp-compression tensor-6bit --pp-compression pipeline-6bit --compression-min-mb 0"""
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 

@@ -73,8 +73,8 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     flags = [
         *tiny_flags(train_iters="6", log_interval="2"),
         *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
-        *("--taco", "format=int8", "--tp-compression-min-mb", "0"),
-        *("--tp-backward-compression", "taco:format=int4", "--compression-error-bound", "0.05"),
+        *("--tp-compression", "taco:format=int8", "taco:format=int4", "--compression-min-mb", "0"),
+        *("--compression-error-bound", "0.05"),
         *("--save", str(saved), "--save-interval", "4"),
     ]
     whole = pretrain(*flags, ranks=4, directory=tmp_path)

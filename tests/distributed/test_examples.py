@@ -109,7 +109,7 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
                 *(getattr(compression, f"{part}_parallel").compression for part in ("tensor", "pipeline")),
                 *(compression.data_parallel.compression, compression.data_parallel.weights),
             ],
-            "least_mb": compression.tensor_parallel.min_mb,
+            "least_mb": compression.tensor_parallel.min_bytes / 2**20,
             "fraction": compression.caat_net.sync_fraction,
             "fp32": args.params_dtype == torch.float32,
             "train_iters": args.train_iters,
@@ -121,7 +121,6 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
             "sharded": args.use_distributed_optimizer,
             "sequence_parallel": args.sequence_parallel,
             "adam": (args.weight_decay, args.adam_beta2),
-            "communicators": compression.communicators,
         }
     return results
 
@@ -141,8 +140,8 @@ def fake(directory: Path, name: str, body: str) -> None:
 
 
 def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> list[str]:
-    """The words that a script hands to torchrun, its name for the entrypoint replaced by PRETRAIN."""
-    fake(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    """The words that a script gives torchrun, its name for the entrypoint replaced by PRETRAIN."""
+    fake(tmp_path, "torchrun", 'env > "$0.environment"; printf "%s\\n" "$@"')
     env = environment(**variables)
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     done = subprocess.run(
@@ -416,6 +415,6 @@ def test_gpt3_trains_on_real_text(dataset):
 
 
 def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
-    output = train(tmp_path, LLAMA3, "--taco", "--tp-compression-min-mb", "0")
+    output = train(tmp_path, LLAMA3, "--taco", "--compression-min-mb", "0")
     check_training(output)
     assert re.search(rf"communication +{ITERATIONS}/ +{ITERATIONS} \|.*tp\.forward", output)

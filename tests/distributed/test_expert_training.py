@@ -25,7 +25,7 @@ ALL_FIVE = """--tensor-model-parallel-size 2 --sequence-parallel --pipeline-mode
     --context-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --hidden-size 64 --global-batch-size 4 --train-iters 4 --lr 2e-3
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-    --taco group=32 --tp-compression-min-mb 0 --pp-compression int8 --dp-compression sdp4bit
+    --taco group=32 --compression-min-mb 0 --pp-compression int8 --dp-compression sdp4bit
     --cp-compression int8 --ep-compression int8:group=32"""
 UNKNOWN = "that the ledger does not know"
 
@@ -97,7 +97,7 @@ def test_identity_between_virtual_stages(tmp_path: Path) -> None:
 
 def test_identity_with_the_distributed_optimizer(uncompressed: ForkedRun, tmp_path: Path) -> None:
     """Expert x data parallelism, gradients and weights of experts through the codec as well."""
-    codecs = "--ep-compression identity --dp-compression identity --dp-weight-compression identity"
+    codecs = "--ep-compression identity --dp-compression identity identity"
     same(uncompressed, train(tmp_path, REPLICAS, codecs))
 
 

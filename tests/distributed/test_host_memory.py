@@ -366,7 +366,7 @@ def test_data_parallel_payloads() -> None:
     """Gradients, weights and TAGC, over one node and over two, and a training: the bits and bytes of
     torch.distributed; what crosses nodes stays with it."""
     here = "payloads travel through host memory between {} ranks (no peer access); "
-    here += "--compression-communicators 3 has nothing to share there"
+    here += "MEGATRON_COMPRESSION_COMMUNICATORS=3 has nothing to share there"
     far = "between nodes over torch.distributed"
     assert set(map(tuple, spawn(data_parallel_worker, 4))) == {
         (

@@ -18,7 +18,7 @@ from tests.distributed.test_examples import environment, fake
 REPO = Path(__file__).parents[2]
 SCRIPTS = REPO / "tests" / "data" / "scripts"
 UNEDITED = "tests/distributed/ways_in/unedited.py"
-COMPRESSED_TP = "--taco --tp-compression-min-mb 0"
+COMPRESSED_TP = "--taco --compression-min-mb 0"
 TENSOR, STAGES, DATA = (
     ("tp.forward", "tp.backward"),
     ("pp.forward", "pp.backward"),
@@ -168,11 +168,6 @@ ENGINE = (
             "qwen2_5_7b",
             "--taco",
             f"--transformer-impl transformer_engine {ENGINE} use --transformer-impl",
-        ),
-        (
-            "qwen2_5_7b",
-            "--taco --tp-comm-overlap",
-            "--tp-comm-overlap sends tensor-parallel traffic through Transformer Engine's user buffers, past",
         ),
         (
             "qwen2_5_7b",

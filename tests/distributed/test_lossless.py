@@ -94,7 +94,7 @@ def observed(run) -> dict[str, dict[str, int]]:
     return found
 
 
-EVERY_MESSAGE = ("--tp-compression-min-mb", "0")
+EVERY_MESSAGE = ("--compression-min-mb", "0")
 RANDOM = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 RECOMPUTED = (
     "--recompute-granularity",
@@ -161,18 +161,17 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
 
 
 @pytest.mark.thorough
-def test_two_levels_of_nodes() -> None:
+def test_two_levels_of_nodes(monkeypatch) -> None:
     """Gradients summed inside nodes and then between them: as the identity codec sums them, bit for bit; as
     megatron-core does where nothing fits."""
     flags = (*GPT, "--global-batch-size", "8", "--bf16", "--use-distributed-optimizer", *OVERLAP)
-    nodes = ("--dp-compression-node-size", "2")
+    monkeypatch.setenv("MEGATRON_COMPRESSION_NODE_SIZE", "2")
 
     def losses(*compressed: str) -> dict[int, float]:
         return pretrain(*flags, *compressed, processes=4, exact=True).exact_losses()
 
     for spec, reference in (
-        ("lossless", ("--dp-compression", "identity", "--dp-weight-compression", "identity", *nodes)),
+        ("lossless", ("--dp-compression", "identity", "identity")),
         ("lossless:escapes=1e-6", ()),
     ):
-        lossless = ("--dp-compression", spec, "--dp-weight-compression", spec, *nodes)
-        assert losses(*lossless) == losses(*reference)
+        assert losses("--dp-compression", spec, spec) == losses(*reference)

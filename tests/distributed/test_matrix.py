@@ -21,7 +21,7 @@ ITERATIONS = 12
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
-COMPRESSED = ("--taco", "--tp-compression-min-mb", "0")
+COMPRESSED = ("--taco", "--compression-min-mb", "0")
 ACTIVATIONS = ("tp.forward", "tp.backward", "pp.forward", "pp.backward", "cp.forward", "cp.backward")
 REPLICAS = ("dp.gradient", "dp.weight")
 UNKNOWN = "that the ledger does not know"
@@ -261,8 +261,7 @@ LAYOUTS = {
         *("llama", False),
         f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {RECOMPUTE['selective']} "
         "--micro-batch-size 2",
-        "--taco --tp-compression-overlap halves --tp-compression-min-mb 0 "
-        "--dp-error-feedback int8:average=0.5",
+        "--taco --tp-compression-overlap halves --compression-min-mb 0 --dp-error-feedback int8:average=0.5",
         ACTIVATIONS[:2],
     ),
     "stages and data": (
@@ -312,7 +311,7 @@ def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "compression", ["", "--cp-compression int8 --tp-compression int8 --tp-compression-min-mb 0"]
+    "compression", ["", "--cp-compression int8 --tp-compression int8 --compression-min-mb 0"]
 )
 def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
     """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
@@ -352,7 +351,7 @@ def test_context_parallelism_computes_what_one_process_does(runs: Runs, compress
         ),
         ("--taco --tp-compression-layers 1,2", "--num-layers 2 makes 1 the last one"),
         ("--taco --tp-compression-layers embeding", "'embeding' is not a layer"),
-        ("--taco --tp-backward-compression fp9", "codec 'fp9' is unknown; choose one of"),
+        ("--tp-compression taco fp9", "codec 'fp9' is unknown; choose one of"),
         ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error > 0"),
     ],
 )

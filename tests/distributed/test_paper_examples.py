@@ -119,8 +119,17 @@ def test_the_measurement_of_throughput_takes_one_sequence_a_gpu(validated):
     found = validated["speed"]
     assert (found["tp"], found["dp"], found["train_iters"]) == (4, 4, 200)
     assert found["schedule"][:2] == (4, 2048)
-    assert found["communicators"] == 1 and validated["sdp4bit", "6.7b"]["communicators"] == 0
-    assert validated["tagc", "gpt2"]["communicators"] == 1
+
+
+def test_some_runs_share_payloads_as_the_uncompressed_run_does(tmp_path):
+    for name, variables, one in (
+        ("sdp4bit", {"SPEED": "1"}, True),
+        ("sdp4bit", {"MOCK": "1"}, False),
+        ("tagc", {"MOCK": "1"}, True),
+    ):
+        command_line(tmp_path, script(name), **variables)
+        found = (tmp_path / "torchrun.environment").read_text()
+        assert ("MEGATRON_COMPRESSION_COMMUNICATORS=1\n" in found) == one, name
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_a_tiny_caat_net_learns(tmp_path):
 
 def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
     """One that found another's would go on from there, and train nothing."""
-    int8 = "--tp-compression int8 --tp-compression-min-mb 0"
+    int8 = "--tp-compression int8 --compression-min-mb 0"
     runs = [
         ("caat_net", {}),
         ("caat_net", {"COMPRESSION": int8}),

@@ -118,7 +118,7 @@ def test_overflow_skips_a_step(tmp_path: Path) -> None:
 
 def test_warm_up_and_other_codecs(tmp_path: Path) -> None:
     """TACO forward, uncompressed back, both from the third iteration on."""
-    more = "--pp-compression taco --pp-backward-compression none --compression-start-iteration 2"
+    more = "--pp-compression taco none --compression-start-iteration 2"
     run = pretrain(*flags(*more.split()), ranks=2, directory=tmp_path)
     half = ITERATIONS * MESSAGES // 2
     taco = 4096 + 4096 // 128 * 8

@@ -65,8 +65,8 @@ def test_compression_is_a_variable(echo_torchrun) -> None:
     """None of it, all three dimensions, and the default of the tiny size."""
     for variables, words in (
         ({"COMPRESSION": ""}, set()),
-        ({"COMPRESSION": "--compression-3d"}, {"--compression-3d"}),
-        ({"TINY": "1"}, {"--taco", "--tp-compression-min-mb"}),
+        ({"COMPRESSION": "--compression taco-paper"}, {"--compression", "taco-paper"}),
+        ({"TINY": "1"}, {"--taco", "--compression-min-mb"}),
     ):
         printed = run_script(echo_torchrun, **variables).splitlines()
         assert {word for word in printed if "compression" in word or "taco" in word[:6]} == words

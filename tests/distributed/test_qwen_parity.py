@@ -198,7 +198,7 @@ def test_import_train_export_on_the_command_line(tmp_path) -> None:
     data += ["--num-workers", "0"]
     training = ["--bf16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3"]
     training += ["--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "10"]
-    parallel = ["--tensor-model-parallel-size", "2", "--taco", "--tp-compression-min-mb", "0"]
+    parallel = ["--tensor-model-parallel-size", "2", "--taco", "--compression-min-mb", "0"]
     folders = ["--load", str(checkpoint), "--save", str(tmp_path / "new"), "--save-interval", "3"]
     model = ["--qwen-model", str(source), "--max-position-embeddings", "48"]
     log = run("pretrain_qwen.py", *model, *data, *training, *parallel, *folders, processes=2)

@@ -35,7 +35,7 @@ def test_figures_agree_with_megatrons_own_line() -> None:
 
 def test_the_probe_has_its_own_entry_in_the_log_line() -> None:
     """What the line says adds up to every byte of the ledger."""
-    flags = ["--tensor-model-parallel-size", "2", "--taco", "--tp-compression-min-mb", "0"]
+    flags = ["--tensor-model-parallel-size", "2", "--taco", "--compression-min-mb", "0"]
     run = pretrain(*flags, exact=True, train_iters="1")
     (line,) = re.findall(r"communication +1/.*", run.output)
     report = json.loads((run.report / "report.json").read_text())

@@ -18,7 +18,7 @@ GPT = [
     *("--use-cpu-initialization", "--seed", "5"),
 ]
 TP_2 = [*GPT, "--tensor-model-parallel-size", "2"]
-EVERY_MESSAGE = ["--taco", "--tp-compression-min-mb", "0"]
+EVERY_MESSAGE = ["--taco", "--compression-min-mb", "0"]
 
 
 def read_report(run) -> dict:
@@ -52,7 +52,7 @@ def test_resume_with_two_codecs_is_exact(tmp_path) -> None:
     """Losses after a resume equal the uninterrupted run's to the last digit."""
     saved, codecs = (
         tmp_path / "checkpoints",
-        ("--tp-compression", "int5/int6", "--tp-compression-min-mb", "0"),
+        ("--tp-compression", "int5/int6", "--compression-min-mb", "0"),
     )
     flags = [*TP_2, *codecs, "--bf16", "--train-iters", "6", "--save", str(saved), "--save-interval", "3"]
     whole = pretrain(*flags, exact=True).exact_losses()

@@ -6,7 +6,7 @@ from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.launch import tiny_flags
 
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-CODECS = """--taco format=int4 --tp-compression-min-mb 0 --pp-compression tah-quant
+CODECS = """--taco format=int4 --compression-min-mb 0 --pp-compression tah-quant
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 """Coarse in both dimensions, and recomputed under no_grad."""
 

@@ -17,7 +17,7 @@ from tests.distributed.test_matrix import check_replicas
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 WAYS = "tests/distributed/ways_in"
-TP = "--taco format=int8 --tp-compression-min-mb 0 --tensor-model-parallel-size 2"
+TP = "--taco format=int8 --compression-min-mb 0 --tensor-model-parallel-size 2"
 PP = "--pp-compression int8 --pipeline-model-parallel-size 2"
 DP = "--dp-compression int8 --use-distributed-optimizer --bf16 --micro-batch-size 1"
 LAYOUTS = {"tensor and pipeline": f"{TP} {PP}", "tensor and data": f"{TP} {DP}"}

@@ -25,7 +25,7 @@ from tests.gpu.devices import DEVICES
 from tests.gpu.training import losses, train
 
 THREE_DIMENSIONS = """--hidden-size 256 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --use-distributed-optimizer --compression-3d --tp-compression-min-mb 0"""
+    --use-distributed-optimizer --compression taco-paper --compression-min-mb 0"""
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -69,7 +69,7 @@ def test_overflow_reaches_the_first_stage(results) -> None:
 
 
 def test_three_dimensions_train_save_and_resume(tmp_path: Path) -> None:
-    """TP 2 x PP 2 with --compression-3d: activations and their gradients compressed in both dimensions (one
+    """TP 2 x PP 2 with --compression taco-paper: activations and gradients compressed in both dimensions (one
     data-parallel rank has nobody to send to); a resumed run takes the same course."""
     saved = tmp_path / "saved"
     flags = THREE_DIMENSIONS.split()

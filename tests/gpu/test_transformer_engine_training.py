@@ -32,7 +32,7 @@ def test_checkpoints_know_nothing_of_compression(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     keep = f"{TENSOR} --train-iters 12 --save {folder} --load {folder} --save-interval 4 --exit-interval 4"
     found = {}
-    for part, codec in enumerate(("", "--taco --tp-compression-min-mb 0", "")):
+    for part, codec in enumerate(("", "--taco --compression-min-mb 0", "")):
         report = run(f"{keep} {codec}", tmp_path / str(part))
         sent = report["summary"]["bytes_per_iteration"]["tp.forward"]
         assert (sent["sent"] < 0.7 * sent["uncompressed"]) == bool(codec)

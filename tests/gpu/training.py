@@ -12,7 +12,7 @@ def train(*flags: str, processes: int, report: Path, **environment: str) -> dict
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes))))
     devices = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     words = tiny_flags(*flags, "--compression-report", str(report))
-    run = torchrun("pretrain_gpt.py", *words, "--share-gpus", processes=processes, **devices)
+    run = torchrun("tests/shared_gpus.py", "pretrain_gpt.py", *words, processes=processes, **devices)
     finished = run.finish(timeout=240)
     assert finished.returncode == 0, finished.output[-6000:]
     assert "that the ledger does not know" not in finished.output

@@ -176,7 +176,7 @@ class TestFlags:
         assert config.auto == every[1:] and config.tensor_parallel.compression == "int8"
         assert resolve(parsed("--compression", "auto", "--tp-compression", "none")).auto == every[1:]
         assert resolve(parsed("--compression", "auto", "--taco")).auto == every[1:]
-        assert resolve(parsed("--compression", "auto", "--pp-backward-compression", "int8")).auto == every[:2]
+        assert resolve(parsed("--compression", "auto", "--pp-compression", "none", "int8")).auto == every[:2]
 
     def test_experts_and_context_parallelism_are_open_where_they_are_in_use(self):
         more = ("expert_parallel", "context_parallel")
@@ -190,11 +190,13 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("flags", "said"),
         [
-            ("--compression auto --compression-3d", "--compression auto has nothing to decide"),
+            (
+                "--compression auto --tp-compression none --dp-compression none --pp-compression none",
+                "--compression auto has nothing to decide",
+            ),
             ("--compression-loss-budget 0.2", "--compression-loss-budget given, but nothing uses it"),
             ("--compression auto --compression-loss-budget -1", "-1.0 must be a percentage >= 0"),
             ("--compression auto --compression-loss-budget nan", "nan must be a percentage >= 0"),
-            ("--compression auto --tp-compression-min-mb 1", "add --taco or --tp-compression"),
         ],
     )
     def test_bad_input_is_one_line(self, flags, said):

@@ -19,17 +19,21 @@ def test_settings_are_specs_and_flags():
     one = _launch.parse_setting("int4:normalize=standardize,group=32 int6 --validate-uncompressed")
     assert one.words("pipeline") == [
         *("--pp-compression", "int4:normalize=standardize,group=32"),
-        *("--pp-backward-compression", "int6", "--validate-uncompressed"),
+        *("int6", "--validate-uncompressed"),
     ]
     assert _launch.parse_setting("int5/int6").words("tensor") == [
-        *("--tp-compression", "int5/int6", "--tp-compression-min-mb", "0")
+        *("--tp-compression", "int5/int6", "--compression-min-mb", "0")
     ]
-    every = ["--tp-compression-min-mb", "0"]
-    assert _launch.parse_setting("none --compression-3d").words("data") == ["--compression-3d", *every]
-    given = _launch.parse_setting("taco --tp-compression-min-mb 8").words("tensor")
-    assert given == ["--tp-compression", "taco", "--tp-compression-min-mb", "8"]
+    every = ["--compression-min-mb", "0"]
+    assert _launch.parse_setting("none --compression taco-paper").words("data") == [
+        "--compression",
+        "taco-paper",
+        *every,
+    ]
+    given = _launch.parse_setting("taco --compression-min-mb 8").words("tensor")
+    assert given == ["--tp-compression", "taco", "--compression-min-mb", "8"]
     assert _launch.parse_setting("none --grad-reduce-in-bf16").words("data") == ["--grad-reduce-in-bf16"]
-    assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["--dp-weight-compression", "none"]
+    assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["none"]
     for wrong in ("int7", "taco:grop=64", "--taco", "int4 int4 int4", "sdp4bit/int7"):
         with pytest.raises(ValueError, match=r"int7|grop|one codec"):
             _launch.parse_setting(wrong)
@@ -126,18 +130,15 @@ def test_a_layout_makes_ranks_flags_and_columns():
             parse(wrong)
 
 
-def test_codecs_behind_flags_get_the_communicators_too():
-    sizes = dict(tensor_parallel=1, data_parallel=1, expert_parallel=1, pipeline_parallel=2)
+def test_what_a_setting_says_in_other_words():
     for text, compressed in (
-        ("none --compression-3d", True),
-        ("none --tp-backward-compression taco", True),
+        ("none --compression taco-paper", True),
+        ("none --tp-compression none taco", True),
         ("none --cp-compression=int8", True),
-        ("none --compression=auto", True),
         ("none --grad-reduce-in-bf16", False),
     ):
-        for dimension in ("tensor", "data", "expert", "pipeline"):
-            parallel = sizes | {f"{dimension}_parallel": 2}  # and two stages
-            options = Namespace(dimension="pipeline", communicators=2, extra=[], **parallel)
-            words = _bench._words(options, _launch.parse_setting(text), [])
-            assert ("--compression-communicators" in words) == (compressed and dimension != "pipeline")
+        assert _launch.parse_setting(text).compresses == compressed
     assert _bench.is_auto(_launch.parse_setting("none --compression=auto"))
+    nodes = _launch.parse_setting("sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1")
+    assert nodes.environment == {"MEGATRON_COMPRESSION_NODE_SIZE": "1"}
+    assert nodes.words("data") == ["--dp-compression", "sdp4bit"]

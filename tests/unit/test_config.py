@@ -10,11 +10,12 @@ import torch
 from megatron.compression import CompressionConfig, CompressionConfigError
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs.grouped import fp8_in_software
-from megatron.compression.config import changed_settings
+from megatron.compression.config import COMMUNICATORS, NODE_SIZE, changed_settings
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
-from megatron.compression.flags import resolve
+from megatron.compression.flags import REMOVED, add_flags, resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.by_site import parse_layers
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -38,38 +39,44 @@ def test_taco_is_the_papers_settings() -> None:
     assert settings.forward_codec.name == "taco:format=int8,group=64"
 
 
-def test_compression_3d_is_three_codecs() -> None:
+def test_taco_paper_is_three_codecs() -> None:
     """One flag for all dimensions; a dimension's own flag beside it wins."""
-    config = _config("--compression-3d", use_distributed_optimizer=True)
+    config = _config("--compression", "taco-paper", use_distributed_optimizer=True)
     assert config.tensor_parallel == TensorParallelConfig(compression="taco")
     assert config.data_parallel.compression == "sdp4bit" and config.data_parallel.weight_codec is not None
     assert config.pipeline_parallel == PipelineParallelConfig(compression="tah-quant")
-    mixed = _config("--compression-3d", "--pp-compression", "int8", "--taco", "format=int6")
+    mixed = _config("--compression", "taco-paper", "--pp-compression", "int8", "--taco", "format=int6")
     assert mixed.pipeline_parallel.compression == "int8"
     assert mixed.tensor_parallel.compression == "taco:format=int6"
-    without = _config("--compression-3d", "--dp-compression", "none", "--tp-compression", "tensor-6bit")
+    without = _config(
+        "--compression", "taco-paper", "--dp-compression", "none", "--tp-compression", "tensor-6bit"
+    )
     assert not without.data_parallel.enabled and without.pipeline_parallel.enabled
     assert without.tensor_parallel == TensorParallelConfig(compression="tensor-6bit")
 
 
-def test_every_flag_reaches_its_field() -> None:
+def test_every_flag_reaches_its_field(monkeypatch) -> None:
     """All of them but those that other tests name."""
-    flags = """--tp-compression int6 --tp-backward-compression int8:group=64 --tp-compression-min-mb 0.5
-        --tp-compression-layers 1-2,output --pp-compression int4:group=32
-        --pp-backward-compression none --cp-compression int8 --cp-backward-compression int6
-        --dp-compression int8 --dp-weight-compression int5
-        --dp-error-feedback int8:average=0.5 --dp-compression-node-size 2 --compression-start-iteration 7
-        --compression-transport collective --compression-communicators 3 --compression-error-bound 0.05
+    monkeypatch.setenv("MEGATRON_COMPRESSION_NODE_SIZE", "2")
+    monkeypatch.setenv("MEGATRON_COMPRESSION_COMMUNICATORS", "3")
+    flags = """--tp-compression int6 int8:group=64 --compression-min-mb 0.5
+        --tp-compression-layers 1-2,output --pp-compression int4:group=32 none
+        --cp-compression int8 int6 --ep-compression int8 --dp-compression int8 int5
+        --dp-error-feedback int8:average=0.5 --compression-start-iteration 7
+        --compression-transport collective --compression-error-bound 0.05
         --validate-uncompressed --compression-report out"""
-    config = _config(*flags.split(), use_distributed_optimizer=True)
+    experts = dict(num_experts=8, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1)
+    experts |= dict(moe_latent_size=None, moe_pad_expert_input_to_capacity=False)
+    config = _config(*flags.split(), use_distributed_optimizer=True, **experts)
     assert config == CompressionConfig(
         tensor_parallel=TensorParallelConfig(
             compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output"
         ),
-        pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none"),
-        context_parallel=ContextParallelConfig(compression="int8", backward="int6"),
+        pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none", min_mb=0.5),
+        context_parallel=ContextParallelConfig(compression="int8", backward="int6", min_mb=0.5),
+        expert_parallel=ExpertParallelConfig(compression="int8", min_mb=0.5),
         data_parallel=DataParallelConfig(
-            compression="int8", weights="int5", error_feedback="int8:average=0.5", node_size=2
+            min_mb=0.5, compression="int8", weights="int5", error_feedback="int8:average=0.5", node_size=2
         ),
         start_iteration=7,
         transport="collective",
@@ -78,14 +85,54 @@ def test_every_flag_reaches_its_field() -> None:
         validate_uncompressed=True,
         report="out",
     )
+    assert {rule.min_bytes for rule in config.rules().values()} == {2**19}
     assert _config("--caat-net-sync-fraction", "0.5").caat_net == CaatNetConfig(sync_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        *((f"{flag} 1", f"{flag} is gone; {instead}") for flag, instead in REMOVED.items()),
+        ("--tp-backward-compression=int6", "second value: --tp-compression SPEC BACKWARD"),
+        ("--compression-3d", "give --compression taco-paper"),
+        ("--compression int6:group=64", "--tp-compression int6:group=64"),
+        ("--compression everything", "choose none, auto or taco-paper"),
+        ("--ep-compression int8 int6 int4", "takes SPEC [BACKWARD], not 3 values"),
+    ],
+)
+def test_a_flag_or_value_that_is_gone_or_wrong_names_the_right_one(flags: str, said: str) -> None:
+    """In one line, wherever it stands on the command line."""
+    parser = OneLineParser()
+    add_flags(parser)
+    with pytest.raises(InputError) as error:
+        parser.parse_args(["--taco", *flags.split()])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_environment_is_checked_and_said(monkeypatch) -> None:
+    """Numbers from 1; a line of the log for each that is set; a resume says what has changed."""
+    now = _config("--dp-compression", "int8").asdict()
+    monkeypatch.setenv(NODE_SIZE, "2")
+    monkeypatch.setenv(COMMUNICATORS, "3")
+    args = parsed("--dp-compression", "int8", "--compression-min-mb", "0.5", data_parallel_size=4)
+    config = resolve(args)
+    assert config.describe(args)[-2:] == [f"{COMMUNICATORS}=3", f"{NODE_SIZE}=2"]
+    assert changed_settings(now, config.asdict()) == [
+        *(f"{part}.min_mb None -> 0.5" for part in ("tensor_parallel", "pipeline_parallel")),
+        *(f"{part}.min_mb None -> 0.5" for part in ("context_parallel", "expert_parallel", "data_parallel")),
+        "data_parallel.node_size None -> 2",
+        "communicators 0 -> 3",
+    ]
+    monkeypatch.setenv(NODE_SIZE, "two")
+    with pytest.raises(CompressionConfigError, match=f"{NODE_SIZE}=two must be a number >= 1; unset it"):
+        _config("--dp-compression", "int8")
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         "",
-        "--compression-3d",
+        "--compression taco-paper",
         "--pp-compression pipeline-6bit",
         "--compression auto --taco",
     ],
@@ -135,12 +182,10 @@ def test_off_by_default() -> None:
         ({"compression": "taco:group=1024"}, "taco:group=1024", "256"),
         ({"compression": "taco:scales=signed"}, "scales=signed", "give int6"),
         ({"compression": "fp8"}, "--tp-compression: codec 'fp8' is unknown", "choose one of"),
-        ({"backward": "fp8"}, "--tp-backward-compression: codec 'fp8' is unknown", "choose one of"),
-        ({"min_mb": -1.0}, "--tp-compression-min-mb", ">= 0"),
-        ({"min_mb": float("nan")}, "--tp-compression-min-mb", ">= 0"),
-        ({"compression": "none", "min_mb": 0.0}, "--tp-compression-min-mb given", "add --taco"),
+        ({"backward": "fp8"}, "--tp-compression BACKWARD: codec 'fp8' is unknown", "choose one of"),
+        ({"min_mb": -1.0}, "--compression-min-mb", ">= 0"),
+        ({"min_mb": float("nan")}, "--compression-min-mb", ">= 0"),
         ({"compression": "none", "layers": "0"}, "--tp-compression-layers given", "add --taco"),
-        ({"compression": "none", "backward": "none"}, "--tp-backward-compression given", "add --taco"),
     ],
 )
 def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
@@ -157,7 +202,6 @@ def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
         ({"start_iteration": -1}, "--compression-start-iteration -1", ">= 0"),
         ({"error_bound": 0.0}, "--compression-error-bound 0.0", "must be a relative error > 0"),
         ({"error_bound": float("nan")}, "--compression-error-bound nan", "must be a relative error > 0"),
-        ({"communicators": -1}, "--compression-communicators -1", ">= 1"),
         ({"transport": "pigeon"}, "--compression-transport pigeon", "choose one of auto"),
     ],
 )
@@ -177,7 +221,7 @@ def test_impossible_settings_of_all_dimensions(settings, flag, fix) -> None:
         "--compression-error-bound 0.1 --pp-compression int8",
         "--compression-start-iteration 3",
         "--compression-transport collective --pp-compression int8",
-        "--compression-communicators 2",
+        "--compression-min-mb 0",
     ],
 )
 def test_what_nothing_uses_is_refused(flags: str) -> None:
@@ -202,6 +246,7 @@ def test_transports_of_what_has_no_fused_kernels(transport: str) -> None:
     ("megatron", "fix"),
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
+        ({"transformer_impl": "transformer_engine", "tp_comm_overlap": True}, "--tp-comm-overlap sends"),
         (
             {"transformer_impl": "transformer_engine", "symmetric_ar_type": "two_shot"},
             "--symmetric-ar-type sums in symmetric memory",
@@ -275,7 +320,7 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
 
 def test_what_travels_how_is_said() -> None:
     """A line for each dimension, and one for each setting that concerns all."""
-    flags = """--taco --tp-backward-compression int6 --tp-compression-layers 1-2 --validate-uncompressed
+    flags = """--tp-compression taco int6 --tp-compression-layers 1-2 --validate-uncompressed
         --compression-start-iteration 3 --compression-error-bound 0.05"""
     args = parsed(*flags.split())
     assert resolve(args).describe(args) == [
@@ -300,8 +345,7 @@ def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
     ("flags", "megatron", "reason"),
     [
         ("int8/int6", {}, "--cp-compression int8/int6: what attention gathers is sent once"),
-        ("int8 --cp-backward-compression int9", {}, "--cp-backward-compression: codec 'int9'"),
-        ("none --cp-backward-compression none", {}, "nothing is compressed; add --cp-compression"),
+        ("int8 int9", {}, "--cp-compression BACKWARD: codec 'int9'"),
         ("lossless", dict(fp16=True), "--cp-compression lossless shortens"),
         (
             "int8",

@@ -87,10 +87,9 @@ def test_neither_needs_activations() -> None:
         ({"compression": "examples.nothing:At"}, "--dp-compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
         ({"compression": "int6:group=100"}, "--dp-compression: int6:group=100"),
-        ({**ON, "weights": "tagc"}, "--dp-weight-compression: codec 'tagc' is unknown"),
+        ({**ON, "weights": "tagc"}, "--dp-compression WEIGHTS: codec 'tagc' is unknown"),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
-        ({**ON, "node_size": 0}, "--dp-compression-node-size 0 must be"),
-        ({"node_size": 2}, "is off; add --dp-compression"),
+        ({**ON, "node_size": 0}, "DataParallelConfig.node_size 0 must be"),
         ({**ON, "error_feedback": "fp16"}, "--dp-error-feedback fp16 must be none, fp32 or int8"),
         ({"error_feedback": "fp32"}, "gradients are not compressed; add --dp-compression"),
     ],
@@ -126,7 +125,7 @@ def test_impossible_settings(settings: dict, message: str) -> None:
         (
             {"weights": "int8"},
             {"use_distributed_optimizer": False},
-            "--dp-weight-compression compresses the distributed optimizer's",
+            "--dp-compression WEIGHTS compresses the distributed optimizer's",
         ),
         ({**ON, "error_feedback": "fp32"}, {"fp16": True}, "units of the loss scale"),
         (

@@ -56,8 +56,7 @@ def test_codecs(settings: dict, expected: tuple) -> None:
         ("tah-quant", {}, "tah-quant looks at all tokens of a message"),
         ("int4:normalize=standardize", {}, "looks at all tokens"),
         ("int8/int6", {}, "a token is sent once, so one codec"),
-        ("int8 --ep-backward-compression lossless", {}, "--ep-backward-compression lossless codes"),
-        ("none --ep-backward-compression none", {}, "nothing is compressed; add --ep-compression"),
+        ("int8 lossless", {}, "--ep-compression BACKWARD lossless codes"),
         ("int9", {}, "--ep-compression"),
     ],
 )
@@ -69,7 +68,7 @@ def test_refusals(flags: str, megatron: dict, message: str) -> None:
 
 def test_described_and_idle() -> None:
     """The log says how tokens travel, or why none do."""
-    config, args = resolved("--ep-compression", "int8", "--ep-backward-compression", "none")
+    config, args = resolved("--ep-compression", "int8", "none")
     assert config.describe(args) == [
         "tokens travel to experts and back as int8, their gradients as uncompressed"
     ]

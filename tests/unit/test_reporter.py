@@ -96,16 +96,14 @@ def test_the_number_of_iterations_is_asked_for_late(capsys) -> None:
 
 def test_small_messages_are_named_once(capsys) -> None:
     """With the flag that leaves them uncompressed; not at all without a hint."""
-    for hint in ("--tp-compression-min-mb 8", None):
+    for hint in ("--compression-min-mb 8", None):
         ledger = Ledger()
         reporter = _reporter(None, ledger, log_interval=1, small_hint=hint)
         for iteration in (1, 2):
             ledger.record_uncompressed("tp.forward", "small", "all_reduce", 1_000_000, 2)
             reporter.on_training_log(iteration, {})
         said = [line for line in capsys.readouterr().out.splitlines() if "go uncompressed" in line]
-        text = (
-            " compression: 1.000 MB per iteration and GPU are in tensors under --tp-compression-min-mb 8 and"
-        )
+        text = " compression: 1.000 MB per iteration and GPU are in tensors under --compression-min-mb 8 and"
         assert said == ([f"{text} go uncompressed"] if hint else [])
 
 

@@ -437,16 +437,18 @@ def _replicated(chunks: list[torch.nn.Module]) -> int:
     return sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
 
 
-def dimension_config(dimension: str, recipe: Recipe, args: Namespace) -> Any:
+def dimension_config(dimension: str, recipe: Recipe, args: Namespace, min_mb: float | None = None) -> Any:
     """A dimension's config that follows a recipe.
 
     Raises: CompressionConfigError: it does not go with this run.
     """
     kind: Any = settings_of(CompressionConfig)[dimension].type
-    settings: dict[str, Any] = {"compression": recipe.compression}
+    settings: dict[str, Any] = {"compression": recipe.compression, "min_mb": min_mb}
     if recipe.backward is not None:
         settings["backward"] = recipe.backward
-    if dimension == "tensor_parallel":  # all messages of a layer have one size, which is timed
+    if (
+        dimension == "tensor_parallel" and min_mb is None
+    ):  # all messages of a layer have one size, which is timed
         settings["min_mb"] = 0.0
     config = kind(**settings)
     if dimension == "data_parallel":
@@ -460,7 +462,10 @@ def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) ->
 
     Raises: CompressionConfigError: a recipe that does not go with this run.
     """
-    decided = {name: dimension_config(name, recipe, args) for name, recipe in plan.recipes().items()}
+    decided = {
+        name: dimension_config(name, recipe, args, getattr(config, name).min_mb)
+        for name, recipe in plan.recipes().items()
+    }
     return replace(config, **decided)
 
 

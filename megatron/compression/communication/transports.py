@@ -27,7 +27,7 @@ class Transports:
     Args:
         choice: the flag ``--compression-transport``: auto, collective, symmetric or host.
         communicators: how many share each payload over torch.distributed, the flag
-            ``--compression-communicators``; 0 lets ``prepare`` decide.
+            ``MEGATRON_COMPRESSION_COMMUNICATORS``; 0 lets ``prepare`` decide.
     """
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
@@ -84,7 +84,7 @@ class Transports:
         self._memory[group], how = self._memory_of(group, fused)
         if self._memory[group] is not None:
             if self.communicators > 1:
-                how += f"; --compression-communicators {self.communicators} has nothing to share there"
+                how += f"; MEGATRON_COMPRESSION_COMMUNICATORS={self.communicators} has nothing to share there"
             return f"payloads travel {how}"
         if self.choice == "host" or (self.choice == "symmetric" and fused):
             raise TransportError(f"--compression-transport {self.choice} is not possible: {how}; use auto")

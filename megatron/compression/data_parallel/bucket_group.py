@@ -83,7 +83,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return "off"
         if force_all_reduce:
             return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
-        return self.policy.decide("dp.gradient").why
+        nbytes = sum(bucket.grad_data.nbytes for bucket in self.buckets)
+        return self.policy.decide("dp.gradient", nbytes).why
 
     def _prepare_gradients(self) -> None:
         """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""

@@ -213,7 +213,7 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
     if name in PRESETS and CODECS.entry(name) is None:
         raise CompressionConfigError(
             f"--dp-compression {text}: {name} has no settings; it stands for {PRESETS[name].gradients}, "
-            "--dp-weight-compression and --dp-error-feedback, which have"
+            "the second value and --dp-error-feedback, which have"
         )
     if GRADIENT_COMPRESSORS.entry(name) is None and ("/" in text or CODECS.entry(name) is not None):
         return CodecGradients(parse_codec(text))

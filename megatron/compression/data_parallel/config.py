@@ -62,8 +62,10 @@ class DataParallelConfig(Dimension):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.node_size is not None and self.node_size < 1:
-            raise CompressionConfigError(f"--dp-compression-node-size {self.node_size} must be a number >= 1")
-        codec_of(self.weights, "--dp-weight-compression")
+            raise CompressionConfigError(
+                f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
+            )
+        codec_of(self.weights, "--dp-compression WEIGHTS")
         parse_error_feedback(self.error_feedback or "none")
         compressor = self.compressor
         if compressor is None and self.feedback != "none":
@@ -81,10 +83,6 @@ class DataParallelConfig(Dimension):
                 f"--dp-error-feedback none: {self.compression} would lose most of each gradient; drop it, or "
                 "give fp32 or int8"
             )
-        if self.node_size is not None and not self.enabled:
-            raise CompressionConfigError(
-                "--dp-compression-node-size given, but data-parallel compression is off; add --dp-compression"
-            )
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
@@ -101,7 +99,7 @@ class DataParallelConfig(Dimension):
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        return codec_of(self._weights, "--dp-weight-compression")
+        return codec_of(self._weights, "--dp-compression WEIGHTS")
 
     @property
     def _weights(self) -> str:
@@ -136,8 +134,10 @@ class DataParallelConfig(Dimension):
         if start is None and compressor is not None:
             start = compressor.default_start_iteration(train_iters)
         return {
-            "dp.gradient": Rule(compressor, start_iteration=start or 0, activations=False),
-            "dp.weight": Rule(self.weight_codec, start_iteration=start_iteration or 0, activations=False),
+            "dp.gradient": Rule(compressor, self.min_bytes, start_iteration=start or 0, activations=False),
+            "dp.weight": Rule(
+                self.weight_codec, self.min_bytes, start_iteration=start_iteration or 0, activations=False
+            ),
         }
 
     def check(self, args: Namespace) -> None:
@@ -184,12 +184,12 @@ class DataParallelConfig(Dimension):
 def _check_weights(args: Namespace) -> None:
     if not args.use_distributed_optimizer:
         raise CompressionConfigError(
-            "--dp-weight-compression compresses the distributed optimizer's all-gather; add "
+            "--dp-compression WEIGHTS compresses the distributed optimizer's all-gather; add "
             "--use-distributed-optimizer, or drop it: without one every rank updates all weights itself"
         )
     if not (args.bf16 or args.fp16):
         raise CompressionConfigError(
-            "--dp-weight-compression needs fp32 masters apart from the weights that are sent; add --bf16 or "
+            "--dp-compression WEIGHTS needs fp32 masters apart from the weights that are sent; add --bf16 or "
             "--fp16, or drop it"
         )
     reasons = {
@@ -198,7 +198,7 @@ def _check_weights(args: Namespace) -> None:
         "optimizer_cuda_graph": "replays the optimizer's step, where the host has to hand over the "
         "difference of the weights",
     }
-    refuse_flags(args, reasons, "drop it or give --dp-weight-compression none")
+    refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
 
 
 def _check_error_feedback(args: Namespace) -> None:

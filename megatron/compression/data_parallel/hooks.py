@@ -151,8 +151,9 @@ class Gradients:
             b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
         )
         if masters and self.policy.rule("dp.weight").codec is not None:
+            nbytes = sum(bucket.param_data.nbytes for bucket in group.buckets)
             for bucket in group.buckets:
-                weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger)
+                weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)
                 setattr(bucket, ATTRIBUTE, weights)
                 group.weights.append(weights)
                 flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names))

@@ -28,10 +28,18 @@ class BucketWeights:
     Args:
         weights: the bucket's ``param_data``, ``[ranks * n]``, bf16 or fp16.
         policy: decides at each optimizer step whether the update is compressed, and by which codec.
+        nbytes: of all weights of the bucket's group, which decides; None: whatever the size.
     """
 
-    def __init__(self, weights: torch.Tensor, policy: Policy, topology: Topology, ledger: Ledger) -> None:
-        self.weights = weights.view(topology.world_size, -1)
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        policy: Policy,
+        topology: Topology,
+        ledger: Ledger,
+        nbytes: int | None = None,
+    ) -> None:
+        self.weights, self.nbytes = weights.view(topology.world_size, -1), nbytes
         self.policy, self.topology, self.ledger = policy, topology, ledger
         self.pending: torch.Tensor | None = None
         """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
@@ -46,7 +54,7 @@ class BucketWeights:
 
     def decide(self) -> Decision:
         """How the update of the optimizer step that has just been taken travels."""
-        decision = self.policy.decide("dp.weight")
+        decision = self.policy.decide("dp.weight", self.nbytes)
         self.uncompressed_kind = "exact" if decision.codec is not None else decision.why
         self._codec = None if decision.codec is None else flat_rows(decision.codec)
         return decision

@@ -16,7 +16,9 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     combine: Way
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
-        """The gather of shared experts that run beside the dispatcher."""
+        """The gather of shared experts that run together with the dispatcher."""
+        for site in (*self.dispatch.values(), *self.combine.values()):
+            site.routed_bytes = hidden_states.nbytes * self.config.moe_router_topk * site.group.size()
         with TOKEN_EXCHANGE.under_way(self.dispatch):
             return super().dispatch_preprocess(hidden_states, *args, **kwargs)
 

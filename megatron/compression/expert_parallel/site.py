@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import rows
+from megatron.compression.communication.policy import Decision
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.site import CommSite
 from megatron.compression.communication.transport import TorchTransport
@@ -27,7 +28,16 @@ class TokenSite(CommSite):
         self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None, dimension: str = "ep"
     ) -> None:
         super().__init__(name, group, run, layer)
+        self.routed_bytes: int | None = None
+        """Of all tokens that the group routes in a forward, the same on every rank; None: messages' own size
+        is."""
         self.forward, self.backward = f"{dimension}.forward", f"{dimension}.backward"
+
+    def decide(self, traffic: str, nbytes: int | None = None) -> Decision:
+        """By ``routed_bytes`` where ranks send each other unequal parts: all must decide alike."""
+        if nbytes is not None and self.routed_bytes is not None:
+            nbytes = self.routed_bytes
+        return super().decide(traffic, nbytes)
 
     def all_to_all_rows(
         self, x: torch.Tensor, traffic: str, to: Sequence[int] | None, came: Sequence[int] | None

@@ -1,7 +1,5 @@
 """Settings of tensor parallelism: which codec, for which messages."""
 
-import dataclasses
-import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -27,7 +25,7 @@ _NOT_COVERED = (
 )
 
 
-_BACKWARD = "--tp-backward-compression"
+_BACKWARD = "--tp-compression BACKWARD"
 
 Overlap = Literal["weights", "halves"]
 
@@ -36,6 +34,7 @@ Overlap = Literal["weights", "halves"]
 class TensorParallelConfig(Dimension):
     """Compression of the activations and their gradients that tensor parallelism sends."""
 
+    default_min_mb: ClassVar[float] = 8.0
     flag: ClassVar[str] = "--tp-compression"
     idle: ClassVar[str] = (
         "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
@@ -49,10 +48,6 @@ class TensorParallelConfig(Dimension):
     backward: str | None = None
     """Codec of the gradients; by default that of ``compression``."""
 
-    min_mb: float = 8.0
-    """Tensors of fewer MiB (uncompressed) are sent uncompressed: below some size compression costs more time
-    than it saves. 0 compresses everything."""
-
     layers: str = "all"
     """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding and output name
     the layers outside. The others go uncompressed."""
@@ -63,26 +58,16 @@ class TensorParallelConfig(Dimension):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-            raise CompressionConfigError(
-                f"--tp-compression-min-mb {self.min_mb} must be a number of MiB >= 0"
-            )
         if self.overlap not in get_args(Overlap):
             raise CompressionConfigError(
                 f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
                 f"{', '.join(get_args(Overlap))}"
             )
         parse_layers(self.layers)
-        flags = {"backward": _BACKWARD}
         _ = self._forward, self._backward
-        changed = [
-            flags.get(field.name, f"--tp-compression-{field.name.replace('_', '-')}")
-            for field in dataclasses.fields(self)
-            if field.name not in ("compression", "overlap") and getattr(self, field.name) != field.default
-        ]
-        if changed and not self.enabled:
+        if self.layers != "all" and not self.enabled:
             raise CompressionConfigError(
-                f"{', '.join(changed)} given, but tensor-parallel compression is off; add --taco or "
+                "--tp-compression-layers given, but tensor-parallel compression is off; add --taco or "
                 "--tp-compression"
             )
 
@@ -117,7 +102,7 @@ class TensorParallelConfig(Dimension):
 
     def rules(self, start_iteration: int) -> dict[str, Rule]:
         """For the policy."""
-        least, layers = math.ceil(self.min_mb * 2**20), parse_layers(self.layers)
+        least, layers = self.min_bytes, parse_layers(self.layers)
         return {
             traffic: Rule(codec, least, layers, start_iteration, choices=choices)
             for traffic, (codec, choices) in (("tp.forward", self._forward), ("tp.backward", self._backward))
@@ -176,6 +161,8 @@ class TensorParallelConfig(Dimension):
 
     def _check_transformer_engine(self, args: Namespace) -> None:
         reasons = {
+            "tp_comm_overlap": "sends tensor-parallel traffic through user buffers, past NCCL "
+            f"and past {self.flag}",
             "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
             "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
             "multi_latent_attention": "gathers keys' positions uncounted in Transformer Engine's layers "
@@ -187,7 +174,9 @@ class TensorParallelConfig(Dimension):
         """For the log: what travels how."""
         if not self.enabled:
             return "tensor parallelism has halves of a micro-batch in turn, uncompressed"
-        line = f"tensor parallelism uses {self.compression}, messages of at least {self.min_mb:g} MiB"
+        line = (
+            f"tensor parallelism uses {self.compression}, messages of at least {self.min_bytes / 2**20:g} MiB"
+        )
         if self.backward is not None:
             line += f", gradients {self.backward}"
         if self.halves:
