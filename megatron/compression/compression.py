@@ -118,7 +118,8 @@ class Compression:
             return
         if small := sum(kinds["small"][0] for kinds in self.ledger.totals().values()):
             self._said_small = True
-            line = f"{small / 1e6:.3f} MB so far are in messages under min_mb and uncompressed"
+            least = f"min_mb = {self.config.tensor_parallel.min_bytes / 2**20:g}"
+            line = f"{small / 1e6:.3f} MB so far are in messages under {least} and uncompressed"
             self._say(f"compression: {line}")
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:

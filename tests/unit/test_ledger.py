@@ -109,7 +109,7 @@ def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     compression.step()
     compression.step()
     [line] = lines
-    assert "2.000 MB so far are in tensors under TensorParallelConfig.min_mb = 8" in line
+    assert "2.000 MB so far are in messages under min_mb = 8" in line
 
 
 @pytest.mark.slow
