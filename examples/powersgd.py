@@ -8,7 +8,7 @@ training iteration does one step of the power iteration, from the last one's Q:
     P = sum of M Q over the ranks, made orthonormal     Q = sum of M^T P over the ranks     sum of M ~ P Q^T
 
 P and Q are sums over ranks, so two all-reduces do. What a rank's own P Q^T misses of its M it adds to its
-next M (error feedback). Vectors go uncompressed.
+next M (its memory, in fp32). Vectors go uncompressed.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,7 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.data_parallel.compressor import (
-    GradientBucket,
-    GradientCompressor,
-    GradientSync,
-    NewFeedback,
-)
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
 
 
 @dataclass(frozen=True)
@@ -33,29 +27,28 @@ class PowerSGD(GradientCompressor):
     rank: int = 4
     """Columns of the thin matrices: more of them send more and lose less."""
 
-    default_error_feedback: ClassVar[str] = "fp32"
+    has_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} must be a number >= 1")
 
-    def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
+    def build(self, bucket: GradientBucket) -> GradientSync:
         """See ``GradientCompressor.build``."""
-        return PowerSGDSync(bucket, self.rank, feedback())
+        return PowerSGDSync(bucket, self.rank)
 
     def describe(self) -> str:
         """See ``GradientCompressor.describe``."""
-        return f"gradients as products of matrices of {self.rank} columns"
+        return f"gradients as products of matrices of {self.rank} columns, with a memory"
 
 
-class PowerSGDSync:
-    """A ``GradientSync``: sums the gradients of one bucket."""
+class PowerSGDSync(GradientSync):
+    """Sums the gradients of one bucket."""
 
-    def __init__(self, bucket: GradientBucket, rank: int, memory: ErrorFeedback) -> None:
-        self.bucket, self.memory = bucket, memory
-        self.covering_ranks = bucket.topology.world_size  # every rank remembers some of every value
+    def __init__(self, bucket: GradientBucket, rank: int) -> None:
+        self.bucket = bucket
         device, generator = bucket.gradients.device, torch.Generator().manual_seed(rank)
-        memory.allocate(1, [(0, bucket.numel)], device)
+        self.memory = torch.zeros(bucket.numel, device=device)
         self.matrices, self.vectors, self.right = [], [], []
         for span in bucket.spans:
             m, n = span.parameter.shape[0], span.parameter[0].numel()
@@ -69,8 +62,8 @@ class PowerSGDSync:
         """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         bucket.record_plain(sum(s.end - s.start for s in self.matrices) * flat.element_size())
-        total = self.memory.compensated(0, flat[None])
-        matrices = [total[0, s.start : s.end].view(s.parameter.shape[0], -1) for s in self.matrices]
+        total = self.memory + flat
+        matrices = [total[s.start : s.end].view(s.parameter.shape[0], -1) for s in self.matrices]
         vectors = joined([flat[s.start : s.end] for s in self.vectors], flat)
         sending_vectors = bucket.all_reduce(vectors, "excluded")
         lefts = [matrix @ right for matrix, right in zip(matrices, self.right, strict=True)]
@@ -92,9 +85,10 @@ class PowerSGDSync:
             sent = total.clone()  # vectors, and the gaps between parameters: nothing of them is lost
             for span, basis, own, right in zip(self.matrices, bases, rights, right_sums, strict=True):
                 flat[span.start : span.end] = (basis @ right.T).view(-1) * bucket.scale
-                sent[0, span.start : span.end] = (basis @ own.T).view(-1)
-            self.memory.remember(0, total, sent)
+                sent[span.start : span.end] = (basis @ own.T).view(-1)
             # a NaN or infinity shows in the sum, whose step is skipped; the next one begins with the last Q
+            left = total - sent
+            self.memory = torch.where(left.isfinite(), left, self.memory)
             self.right = [
                 torch.where(new.isfinite().all(), new, old)
                 for new, old in zip(right_sums, self.right, strict=True)
@@ -104,21 +98,12 @@ class PowerSGDSync:
         return Work(sending_left, second_half, exchanges=2)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See ``GradientSync.state``. Each Q lies where its matrix does; its length does not matter, so that
-        the sum over ranks serves another number of them."""
-        flat = self.memory.values()[0]
-        right = torch.zeros_like(flat)
-        for span, matrix in zip(self.matrices, self.right, strict=True):
-            right[span.start : span.start + matrix.numel()] = matrix.reshape(-1)
-        return {"error_feedback": flat, "right": right}
+        """See ``GradientSync.state``."""
+        return {"memory": self.memory, "right": joined(self.right, self.memory)} if self.right else {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See ``GradientSync.load_state``."""
-        zeros = torch.zeros(1, self.bucket.numel, device=self.bucket.gradients.device)
-        self.memory.set_values(state["error_feedback"][None] if "error_feedback" in state else zeros)
-        for number, span in enumerate(self.matrices if "right" in state else ()):
-            old = self.right[number]
-            self.right[number] = state["right"][span.start : span.start + old.numel()].view_as(old).clone()
+        self.memory, self.right = state["memory"], cut(state["right"], self.right)
 
 
 def joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ FLAGS = {
 """By dimension: the flag that takes a setting's specs."""
 SETTINGS_HELP = (
     'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
-    'further flags behind them if need be ("tagc --dp-error-feedback fp32"), in quotes'
+    'further flags behind them if need be ("tagc --compression-start-iteration 0"), in quotes'
 )
 _VARIABLES = "MEGATRON_COMPRESSION_"
 
@@ -102,7 +102,6 @@ def parse_setting(text: str) -> Setting:
     """
     from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
     from megatron.compression.codecs.recipes import NAMED
-    from megatron.compression.data_parallel.presets import PRESETS
     from megatron.compression.tensor_parallel.by_site import parse_choices
 
     words = shlex.split(text)
@@ -110,7 +109,7 @@ def parse_setting(text: str) -> Setting:
     if count not in (1, 2):
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
     for spec in words[:count]:
-        if spec in ("none", *NAMED, *PRESETS):
+        if spec in ("none", *NAMED):
             continue
         if ";" in spec:
             parse_choices(spec, "--tp-compression")

@@ -7,7 +7,7 @@
     python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
-        --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" "tagc --dp-error-feedback fp32"
+        --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" tagc
     python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
     python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-layers 2-5" --regimes pcie
     python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\

@@ -11,7 +11,6 @@ from typing import Any
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
-from megatron.compression.data_parallel.presets import PRESETS
 from megatron.compression.errors import CompressionConfigError, InputError
 from megatron.compression.tensor_parallel.turns_checks import HALVES
 
@@ -28,7 +27,6 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "--cp-compression": ("context_parallel.compression", "context_parallel.backward"),
     "--ep-compression": ("expert_parallel.compression", "expert_parallel.backward"),
     "--dp-compression": ("data_parallel.compression", "data_parallel.weights"),
-    "--dp-error-feedback": ("data_parallel.error_feedback",),
     "--tp-compression-layers": ("tensor_parallel.layers",),
     "--tp-compression-overlap": ("tensor_parallel.overlap",),
     "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
@@ -45,7 +43,6 @@ flag's. ``min_mb`` is every dimension's."""
 
 _SECOND = {"backward": "BACKWARD", "weights": "WEIGHTS"}
 _METAVARS = {
-    "--dp-error-feedback": "{none,fp32,int8}[:average=A,reset=N]",
     "--tp-compression-layers": "LAYERS",
     "--compression-report": "DIR",
 }
@@ -57,6 +54,7 @@ REMOVED = {
     "--cp-backward-compression": "give it as the second value: --cp-compression SPEC BACKWARD",
     "--ep-backward-compression": "give it as the second value: --ep-compression SPEC BACKWARD",
     "--dp-weight-compression": "give it as the second value: --dp-compression SPEC WEIGHTS",
+    "--dp-error-feedback": "drop it: codecs of gradients keep no error, and tagc has its own memory",
     "--tp-compression-min-mb": "give --compression-min-mb",
     "--dp-compression-node-size": f"set {NODE_SIZE} in the environment",
     "--compression-communicators": f"set {COMMUNICATORS} in the environment",
@@ -72,7 +70,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(
         "compression",
         f"SPEC is CODEC[:SETTING=VALUE,...], CODEC one of {', '.join(CODECS.names())}, for --dp-compression "
-        f"also {', '.join(sorted({*GRADIENT_COMPRESSORS.names(), *PRESETS} - {*CODECS.names()}))}; "
+        f"also {', '.join(sorted({*GRADIENT_COMPRESSORS.names()} - {*CODECS.names()}))}; "
         "none = uncompressed. See docs/choosing.md.",
     )
     group.add_argument(

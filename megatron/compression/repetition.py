@@ -13,7 +13,7 @@ from megatron.compression import patches
 from megatron.compression.communication.overflow import State, overflow
 from megatron.compression.communication.run import Run
 from megatron.compression.config import CompressionConfig
-from megatron.compression.data_parallel.compressor import CodecGradients
+from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.errors import CompressionConfigError
 
 LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
@@ -101,11 +101,8 @@ def refuse_stages(config: CompressionConfig, reason: str) -> None:
 def why_not(args: Namespace, config: CompressionConfig, run: Run) -> str | None:
     """Why a pass cannot be repeated: what it changes other than gradients. None if it can."""
     gradients = run.policy.rule("dp.gradient").codec
-    if gradients is not None:
-        if config.data_parallel.feedback != "none":
-            return f"--dp-error-feedback {config.data_parallel.feedback} remembers what a pass has lost"
-        if not isinstance(gradients, CodecGradients):
-            return f"--dp-compression {gradients.name} may remember gradients"
+    if gradients is not None and not isinstance(gradients, CodecGradients):
+        return f"--dp-compression {gradients.name} may remember gradients"
     for name, reason in {
         "num_experts": "counts the tokens of experts",
         "mtp_num_layers": "adds up losses for the log",

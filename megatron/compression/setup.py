@@ -168,7 +168,7 @@ def _follow(
         if not is_loading:
             state_dict[STATE] = {"config": compression.config.asdict(), **compression.state()}
         if "optimizer" in state_dict:
-            compression.gradients.add_state(state_dict, is_loading, args)
+            compression.gradients.add_state(state_dict, is_loading)
 
     resumed = False
 
@@ -186,7 +186,7 @@ def _follow(
     patches.on_checkpoint_read(
         OtherWeights(args, print_rank_0).on_checkpoint_read,
         on_resume,
-        partial(compression.gradients.state_read, args=args),
+        lambda state_dict, _: compression.gradients.state_read(state_dict),
     )
 
 

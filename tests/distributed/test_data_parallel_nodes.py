@@ -1,4 +1,4 @@
-"""Two nodes of two ranks: training, bytes, and state that changes its ranks; one set of processes for all."""
+"""Two nodes of two ranks: topology, training, bytes; one set of processes for all."""
 
 import os
 from types import SimpleNamespace
@@ -11,8 +11,6 @@ import torch.distributed as dist
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import find_topology, nodes_of
 from megatron.compression.communication.transports import Transports
-from tests.distributed.data_parallel_feedback import conservation_worker, non_finite_worker
-from tests.distributed.data_parallel_state import state_worker
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import nodes_worker
 from tests.distributed.test_sdp4bit import bytes_worker, check_bytes
@@ -67,9 +65,6 @@ def four_ranks_worker(rank: int, world_size: int) -> dict:
     uneven_nodes_worker(rank)
     nodes_worker(rank, 2)
     if not torch.cuda.is_available():  # it is about values, not about devices
-        state_worker(rank, world_size)
-        conservation_worker(rank, world_size)
-        non_finite_worker(rank)
         communicators_worker(rank)
     return bytes_worker(rank, world_size, 2)
 
@@ -80,8 +75,8 @@ def results() -> list[dict]:
     return spawn(four_ranks_worker, 4)
 
 
-def test_two_nodes_train_and_change_ranks(results) -> None:
-    """nodes_worker's and state_worker's own assertions hold on every rank."""
+def test_two_nodes(results) -> None:
+    """The workers' own assertions hold on every rank."""
     assert len(results) == 4
 
 

@@ -35,7 +35,6 @@ from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.transports import TransportError, Transports
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.data_parallel.weights import BucketWeights
 from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
@@ -265,13 +264,13 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
         yield
 
 
-def summed(topology: Topology, spec: str, sharded: bool, feedback: bool) -> tuple[list, list[dict]]:
+def summed(topology: Topology, spec: str, sharded: bool) -> tuple[list, list[dict]]:
     """What three buckets under way at once hold after each of two steps, and the ledger."""
     ledger, device, found, syncs = Ledger(), test_tagc.DEVICE, [], []
     for numel in (120_064, 20_480, 4 * 4096):
         flat = torch.zeros(numel - (0 if sharded else 3), device=device)
         bucket = GradientBucket(flat, (), 0.25, sharded, topology, ledger)
-        syncs.append(CodecGradientSync(bucket, parse_codec(spec), ErrorFeedback() if feedback else None))
+        syncs.append(CodecGradientSync(bucket, parse_codec(spec)))
     for step in range(2):
         works = []
         for number, sync in enumerate(syncs):
@@ -311,10 +310,10 @@ def check_the_same(by_copies: Topology, by_torch: Topology) -> None:
     """Bits and bytes of everything that data parallelism sends, whatever carries it."""
     assert by_copies.memory is not None and by_torch.memory is None
     calls = [
-        (summed, "sdp4bit", True, False),
-        (summed, "sdp4bit", False, True),
-        (summed, "lossless", True, False),
-        (summed, "identity", False, False),
+        (summed, "sdp4bit", True),
+        (summed, "sdp4bit", False),
+        (summed, "lossless", True),
+        (summed, "identity", False),
         (gathered,),
         (sparse, True),
         (sparse, False),

@@ -261,7 +261,7 @@ LAYOUTS = {
         *("llama", False),
         f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {RECOMPUTE['selective']} "
         "--micro-batch-size 2",
-        "--taco --tp-compression-overlap halves --compression-min-mb 0 --dp-error-feedback int8:average=0.5",
+        "--taco --tp-compression-overlap halves --compression-min-mb 0",
         ACTIVATIONS[:2],
     ),
     "stages and data": (

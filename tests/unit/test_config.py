@@ -62,7 +62,7 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
     flags = """--tp-compression int6 int8:group=64 --compression-min-mb 0.5
         --tp-compression-layers 1-2,output --pp-compression int4:group=32 none
         --cp-compression int8 int6 --ep-compression int8 --dp-compression int8 int5
-        --dp-error-feedback int8:average=0.5 --compression-start-iteration 7
+        --compression-start-iteration 7
         --compression-transport collective --compression-error-bound 0.05
         --validate-uncompressed --compression-report out"""
     experts = dict(num_experts=8, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1)
@@ -75,9 +75,7 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none", min_mb=0.5),
         context_parallel=ContextParallelConfig(compression="int8", backward="int6", min_mb=0.5),
         expert_parallel=ExpertParallelConfig(compression="int8", min_mb=0.5),
-        data_parallel=DataParallelConfig(
-            min_mb=0.5, compression="int8", weights="int5", error_feedback="int8:average=0.5", node_size=2
-        ),
+        data_parallel=DataParallelConfig(min_mb=0.5, compression="int8", weights="int5", node_size=2),
         start_iteration=7,
         transport="collective",
         communicators=3,

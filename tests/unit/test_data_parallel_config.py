@@ -9,13 +9,18 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
-from megatron.compression.data_parallel.compressor import parse_gradient_compressor
+from megatron.compression.data_parallel.codec_gradients import (
+    CodecGradientSync,
+    FlatRows,
+    flat_rows,
+    parse_gradient_compressor,
+)
 from megatron.compression.data_parallel.config import _REFUSED, DataParallelConfig
-from megatron.compression.data_parallel.flat_rows import FlatRows, flat_rows
 from megatron.compression.errors import CompressionConfigError
 
 ON = {"compression": "sdp4bit"}
+TAGC = {"compression": "tagc"}
+POWERSGD = {"compression": "examples.powersgd:PowerSGD"}
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
 DERIVED = {"use_layer_wise_distributed_optimizer": False, "gtp_weight_remat_size": 1}
 """What Megatron's validation adds to its flags."""
@@ -40,7 +45,7 @@ def _check(settings: dict, **megatron) -> DataParallelConfig:
 def test_sdp4bit_alone_means_both() -> None:
     """Weights too, where there are masters to send the change of; any other spec leaves them alone."""
     both = _check(ON)
-    assert both.weights == WEIGHTS and both.error_feedback == "none"
+    assert both.weights == WEIGHTS
     assert both.weight_codec == parse_codec("sdp4bit:intra=4,inter=4,group=2048,hadamard=off")
     assert _check(ON, use_distributed_optimizer=False).weights == "none"
     assert _check(ON, bf16=False).weights == "none"
@@ -51,26 +56,18 @@ def test_sdp4bit_alone_means_both() -> None:
     assert alone.enabled and alone.compressor is None
 
 
-def test_presets_of_other_systems() -> None:
-    """LoCo and ZeRO++ by name: what they stand for, what the flags beside them change, and no settings."""
-    loco, zero = _check({"compression": "loco"}), _check({"compression": "zero++"})
-    assert loco.compressor == zero.compressor == parse_gradient_compressor("sdp4bit:intra=4,hadamard=off")
-    assert (loco.weights, loco.error_feedback) == ("none", "int8:average=0.2,reset=1024")
-    assert (zero.error_feedback, zero.weight_codec.bits_per_value()) == ("none", 8.015625)
-    assert "gradients sdp4bit:intra=4,hadamard=off; error feedback in int8" in loco.describe()
-    assert _check({"compression": "loco", "error_feedback": "fp32", "weights": "int8"}).feedback == "fp32"
-    assert _check({"compression": "zero++"}, use_distributed_optimizer=False).weights == "none"
-    with pytest.raises(CompressionConfigError, match="loco has no settings; it stands for sdp4bit:intra=4"):
-        DataParallelConfig(compression="loco:group=64")
-
-
 def test_what_the_log_says() -> None:
-    line = _check({**ON, "error_feedback": "int8:average=0.5"}).describe()
-    assert f"weight changes {WEIGHTS}" in line and "error feedback in int8:average=0.5" in line
+    line = _check(ON).describe()
+    assert f"weight changes {WEIGHTS}" in line
     assert "gradients sdp4bit:inter=8 inside a node, sdp4bit:intra=4 between nodes" in line
-    line = _check({"compression": "tagc:wire=sketch"}).describe()
-    assert "tagc:wire=sketch: weights uncompressed; each rank leaves out 0.8 of its gradients of" in line
-    assert line.endswith("travel as sketches; error feedback in fp32")
+
+
+@pytest.mark.parametrize(
+    ("wire", "how"), [("packed", "packed, 16 bits each"), ("sketch", "sent as sketches")]
+)
+def test_what_the_log_says_of_tagc(wire: str, how: str) -> None:
+    line = _check({"compression": f"tagc:wire={wire}"}).describe()
+    assert "weights uncompressed; each rank leaves out 0.8 of its gradients of" in line and line.endswith(how)
 
 
 def test_neither_needs_activations() -> None:
@@ -90,8 +87,6 @@ def test_neither_needs_activations() -> None:
         ({**ON, "weights": "tagc"}, "--dp-compression WEIGHTS: codec 'tagc' is unknown"),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
         ({**ON, "node_size": 0}, "DataParallelConfig.node_size 0 must be"),
-        ({**ON, "error_feedback": "fp16"}, "--dp-error-feedback fp16 must be none, fp32 or int8"),
-        ({"error_feedback": "fp32"}, "gradients are not compressed; add --dp-compression"),
     ],
 )
 def test_impossible_settings(settings: dict, message: str) -> None:
@@ -111,11 +106,7 @@ def test_impossible_settings(settings: dict, message: str) -> None:
             "--optimizer muon with --use-distributed-optimizer",
         ),
         (ON, {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph replays the optimizer's step"),
-        (
-            {"compression": "tagc"},
-            {"rerun_mode": "report_stats"},
-            "--rerun-mode report_stats runs every iteration twice",
-        ),
+        (TAGC, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats runs every iteration twice"),
         (ON, {"fp8_param_gather": True}, "--fp8-param-gather gathers fp8 weights already"),
         (ON, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
         (ON, {"ddp_reduce_scatter_with_fp32_accumulation": True}, "has its own reduce-scatter"),
@@ -127,12 +118,9 @@ def test_impossible_settings(settings: dict, message: str) -> None:
             {"use_distributed_optimizer": False},
             "--dp-compression WEIGHTS compresses the distributed optimizer's",
         ),
-        ({**ON, "error_feedback": "fp32"}, {"fp16": True}, "units of the loss scale"),
-        (
-            {**ON, "error_feedback": "int8"},
-            {"save": "x", "ckpt_format": "torch"},
-            "--ckpt-format torch_dist, not torch",
-        ),
+        (TAGC, {"fp16": True}, "--fp16 changes the loss scale; tagc adds"),
+        (POWERSGD, {"calculate_per_token_loss": True}, "--calculate-per-token-loss divides gradients by"),
+        (TAGC, {"save": "x", "ckpt_format": "torch"}, "--ckpt-format torch_dist, not torch"),
     ],
 )
 def test_impossible_combinations(settings: dict, megatron: dict, message: str) -> None:
@@ -190,10 +178,10 @@ def test_codecs_that_see_shapes_take_flat_rows(text: str, values: int) -> None:
     [(2, 2, None, 8), (1, 4, None, 1), (4, 1, None, 1), (1, 4, 3, 3), (2, 2, 2, 2)],
 )
 def test_pieces_of_a_bucket(nodes: int, local: int, given: int | None, pieces: int) -> None:
-    """Several by default where one exchange can run behind another."""
+    """Several by default where one exchange can overlap with another."""
     topology = SimpleNamespace(
         nodes=nodes, local=local, world_size=nodes * local, two_hops=nodes > 1 and local > 1
     )
     numel = 4 * 24 * 4096
     bucket = SimpleNamespace(topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel))
-    assert len(CodecGradientSync(bucket, parse_codec("sdp4bit"), None, given).pieces) == pieces
+    assert len(CodecGradientSync(bucket, parse_codec("sdp4bit"), given).pieces) == pieces

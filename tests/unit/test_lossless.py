@@ -105,7 +105,7 @@ def test_bits() -> None:
 
 
 def test_refusals() -> None:
-    """fp16, a lossy codec beside it, error feedback, a share that is none."""
+    """fp16, a lossy codec beside it, a share that is none."""
     for spec in ("lossless/int6", "int6/lossless"):
         with pytest.raises(CompressionConfigError, match="give it alone"):
             parse_codec(spec)
@@ -113,8 +113,6 @@ def test_refusals() -> None:
         parse_codec("lossless:escapes=0")
     with pytest.raises(ValueError, match="takes bf16 and fp32"):
         LOSSLESS.encode(torch.zeros(1, 128, dtype=torch.float16))
-    with pytest.raises(CompressionConfigError, match="nothing to add to lossless"):
-        DataParallelConfig(compression="lossless", error_feedback="fp32")
 
 
 @pytest.mark.parametrize("dimension", [TensorParallelConfig, PipelineParallelConfig, DataParallelConfig])

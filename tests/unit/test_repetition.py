@@ -142,7 +142,6 @@ def test_where_lossless_is_off() -> None:
         (["--dp-compression", "lossless"], {}, None),
         (["--dp-compression", "int6", "--tp-compression", "lossless"], {}, None),
         (["--dp-compression", "tagc", "--tp-compression", "lossless"], {}, "--dp-"),
-        (["--dp-compression", "int6", "--dp-error-feedback", "fp32"], {}, "--dp-error-feedback fp32"),
         (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "--rerun-mode disabled"),
         (["--pp-compression", "lossless"], dict(num_experts=8), "--num-experts"),
         (["--tp-compression", "lossless"], dict(fp8="e4m3", fp8_recipe="delayed"), "--fp8-recipe delayed"),

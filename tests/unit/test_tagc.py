@@ -5,23 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.compression.data_parallel.compressor import ParameterSpan, parse_gradient_compressor
+from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
+from megatron.compression.data_parallel.compressor import ParameterSpan
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tagc.layers import is_compressed, parse_layers
-from megatron.compression.tagc.parts import BitmapPart, PartSettings, Sum
+from megatron.compression.tagc.parts import BitmapPart, PartSettings, Sum, is_compressed, parse_layers
 from taco_kernels import bitmap_sparse
 from taco_kernels.count_sketch import SketchConfig
 from tests.kernels.test_bitmap_sparse import gradients
-
-
-def test_the_default_keeps_what_it_does_not_send() -> None:
-    """In fp32 unless it is asked for in 8 bits."""
-    assert DataParallelConfig(compression="tagc").feedback == "fp32"
-    assert DataParallelConfig(compression="tagc:bits=8", error_feedback="int8").feedback == "int8"
-    with pytest.raises(CompressionConfigError, match="--dp-error-feedback none: tagc would lose"):
-        DataParallelConfig(compression="tagc", error_feedback="none")
 
 
 def test_it_begins_uncompressed() -> None:
@@ -81,15 +72,13 @@ def test_a_union_without_room_keeps_the_largest() -> None:
         x[rank].view(-1, ranks)[:, [other for other in range(ranks) if other != rank]] = 0.0
     wires, left = [], torch.zeros(numel)
     for row in x:
-        feedback = ErrorFeedback()
-        feedback.allocate(1, [(0, numel)], x.device)
-        part = BitmapPart([0], numel, settings, topology, feedback)
-        part.take_metadata(row[None].clone())
+        part = BitmapPart([0], numel, settings, topology, x.device)
+        part.add_memory(row[None].clone())
         wires.append(part.encode(None)[0])
-        left += feedback.values()[0]
-    before = feedback.values()[0]
+        left += part.memory[0]
+    before = part.memory[0].clone()
     wire = part.add_up(torch.stack(wires), 0, Sum.OWN, Sum.ALL)
-    left += feedback.values()[0] - before
+    left += part.memory[0] - before
     total = part.decode(wire[None], 0, Sum.ALL).values
     torch.testing.assert_close(total + left, x.sum(0), rtol=0, atol=1e-6)
     sent = total != 0

@@ -1,32 +1,22 @@
-"""What compresses data-parallel gradients: the contract, and any codec as one that keeps it.
+"""The contract of what compresses data-parallel gradients.
 
-    GradientCompressor    settings; ``build`` makes a GradientSync for each bucket of a DDP buffer
-    GradientSync          sums one bucket's gradients over its data-parallel group; may keep state
-
-State, such as error feedback, is handed over as flat fp32 tensors in the bucket's own coordinates;
-checkpoint.py cuts them into parameters, saves them beside the optimizer's state and brings them back, also at
-another data-parallel size.
+GradientCompressor    settings; ``build`` makes a GradientSync for each bucket of a DDP buffer
+GradientSync          sums one bucket's gradients over its data-parallel group; may have a memory
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
+from megatron.compression.codecs import GRADIENT_COMPRESSORS
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
-from megatron.compression.data_parallel.presets import PRESETS
-from megatron.compression.errors import CompressionConfigError
-
-NewFeedback = Callable[[], ErrorFeedback | None]
-"""Makes the memory that ``--dp-error-feedback`` asks for; None without it."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +44,6 @@ class GradientBucket:
     """With the distributed optimizer each rank needs its shard of the sum only, else all of it."""
     topology: Topology
     ledger: Ledger
-    experts: bool = False
-    """Whether these are parameters of experts, whose data-parallel group is one of their own."""
 
     @property
     def numel(self) -> int:
@@ -91,19 +79,16 @@ class GradientBucket:
         return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:
-        """Say what the uncompressed collective would have sent: of the whole bucket, or of ``nbytes``."""
+        """Count what the uncompressed collective would have sent: of the whole bucket, or of ``nbytes``."""
         operation = "reduce_scatter" if self.sharded else "all_reduce"
         nbytes = self.gradients.nbytes if nbytes is None else nbytes
         self.topology.record_plain(self.ledger, "dp.gradient", operation, nbytes)
 
 
-class GradientSync(Protocol):
+class GradientSync(abc.ABC):
     """Sums one bucket's gradients over its data-parallel group."""
 
-    @property
-    def covering_ranks(self) -> int:
-        """Ranks whose state covers the same value: what is pending of the sum may be split among so many."""
-
+    @abc.abstractmethod
     def start(self) -> Work:
         """Start summing ``bucket.gradients`` as they are now.
 
@@ -111,16 +96,13 @@ class GradientSync(Protocol):
         ``bucket.gradients``, where every rank then holds the same bits. Non-finite gradients of any rank
         show in the result. Called once an iteration, on every rank, in the same order of buckets.
         """
-        ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What must survive a restart, by slot: fp32 ``[numel]`` each, added over all ranks the pending part
-        of the gradients' sum. Empty where there is none."""
-        ...
+        """This rank's memory, by name: what has to survive a restart at the same layout."""
+        return {}
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what ``state`` gave (fp32 ``[numel]``; a slot that is missing is zero)."""
-        ...
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
+        """Restore what ``state`` returned, from tensors of the same names, shapes and dtypes."""
 
 
 class Diagnostic(Protocol):
@@ -145,21 +127,23 @@ class GradientCompressor(abc.ABC):
     Named by ``@register_gradient_compressor``, an entry point, or MODULE:CLASS.
     """
 
-    default_error_feedback: ClassVar[str] = "none"
-    """What ``--dp-error-feedback`` is where nobody says; other than none, it cannot be left out."""
+    has_memory: ClassVar[bool] = False
+    """Whether what an iteration leaves out is added to the next one's gradients: only then are the states of
+    its syncs saved, and settings refused under which they would have no fixed unit."""
 
     @property
     def name(self) -> str:
         """The spec that parses back to this compressor."""
         return GRADIENT_COMPRESSORS.spec(self)
 
-    @abc.abstractmethod
-    def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
-        """What sums this bucket. Called on every rank for the same buckets in the same order.
+    @property
+    def lossless(self) -> bool:
+        """Whether no bit is lost: payloads may overflow then, and go uncompressed."""
+        return False
 
-        Args:
-            feedback: call it for each memory that is wanted; one that has its own needs none.
-        """
+    @abc.abstractmethod
+    def build(self, bucket: GradientBucket) -> GradientSync:
+        """What sums this bucket. Called on every rank for the same buckets in the same order."""
 
     def default_start_iteration(self, train_iters: int | None) -> int:
         """Iterations whose gradients go uncompressed where ``--compression-start-iteration`` is not given."""
@@ -170,63 +154,5 @@ class GradientCompressor(abc.ABC):
         return ()
 
     def describe(self) -> str:
-        """For the log: how gradients travel."""
+        """For the log: how gradients are sent."""
         return f"gradients {self.name}"
-
-
-@dataclass(frozen=True)
-class CodecGradients(GradientCompressor):
-    """Any codec: its first hop inside a node, its second between nodes; sums in fp32."""
-
-    codec: Codec
-
-    @property
-    def name(self) -> str:
-        """The codec's."""
-        return self.codec.name
-
-    @property
-    def lossless(self) -> bool:
-        """Whether error feedback has nothing to remember."""
-        return self.codec.lossless
-
-    def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
-        from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
-
-        return CodecGradientSync(bucket, self.codec, feedback())
-
-    def describe(self) -> str:
-        first, second = self.codec.hops
-        if first == second:
-            return f"gradients {self.name}"
-        return f"gradients {first.name} inside a node, {second.name} between nodes"
-
-
-def parse_gradient_compressor(text: str) -> GradientCompressor:
-    """What a spec of ``--dp-compression`` names: a gradient compressor, a codec, or that of a preset.
-
-    Raises: CompressionConfigError: an unknown name or setting, or a value that it refuses.
-    """
-    if text in PRESETS:
-        text = PRESETS[text].gradients
-    name = text.partition(":")[0]
-    if name in PRESETS and CODECS.entry(name) is None:
-        raise CompressionConfigError(
-            f"--dp-compression {text}: {name} has no settings; it stands for {PRESETS[name].gradients}, "
-            "the second value and --dp-error-feedback, which have"
-        )
-    if GRADIENT_COMPRESSORS.entry(name) is None and ("/" in text or CODECS.entry(name) is not None):
-        return CodecGradients(parse_codec(text))
-    if GRADIENT_COMPRESSORS.entry(name) is None and ":" not in text:
-        known = sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names(), *PRESETS})
-        raise CompressionConfigError(
-            f"--dp-compression {text} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS"
-        )
-    made = GRADIENT_COMPRESSORS.parse(text)
-    if isinstance(made, Codec):
-        return CodecGradients(made)
-    if not isinstance(made, GradientCompressor):
-        raise CompressionConfigError(
-            f"--dp-compression {text}: {type(made).__qualname__} is neither a GradientCompressor nor a Codec"
-        )
-    return made

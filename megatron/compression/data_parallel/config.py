@@ -1,14 +1,13 @@
-"""Settings of data parallelism: how gradients and weights travel, and what Megatron's flags allow."""
+"""Settings of data parallelism: how gradients and weights are sent, and what Megatron's flags allow."""
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import Rule
-from megatron.compression.data_parallel.compressor import GradientCompressor, parse_gradient_compressor
-from megatron.compression.data_parallel.error_feedback import parse_error_feedback
-from megatron.compression.data_parallel.presets import PRESETS
+from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
+from megatron.compression.data_parallel.compressor import GradientCompressor
 from megatron.compression.dimension import (
     Dimension,
     codec_of,
@@ -31,6 +30,11 @@ _REFUSED = {
 }
 
 
+_WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossless": "lossless"}
+"""``--dp-compression`` without settings -> how it compresses the distributed optimizer's weights, too
+(sdp4bit: as in arXiv 2410.15526)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig(Dimension):
     """Compression of the gradients and weights that data parallelism sends."""
@@ -42,18 +46,12 @@ class DataParallelConfig(Dimension):
 
     compression: str = "none"
     """Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none =
-    uncompressed. sdp4bit, lossless and zero++ alone compress the distributed optimizer's weights as well;
-    loco and zero++ are presets."""
+    uncompressed. sdp4bit and lossless without settings compress the distributed optimizer's weights as
+    well."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
     ``compression`` says alone."""
-
-    error_feedback: str | None = None
-    """What the compression of a gradient lost is added to the next one: fp32, or int8 (LoCo), each with
-    ``:average=A`` in (0, 1], the weight of the newest error, and ``reset=N``, iterations after which all is
-    forgotten; none. By default the compressor's own choice.
-    What is lost of the 8 bits inside a node before the exchange between nodes is not remembered."""
 
     node_size: int | None = None
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
@@ -66,23 +64,7 @@ class DataParallelConfig(Dimension):
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
         codec_of(self.weights, "--dp-compression WEIGHTS")
-        parse_error_feedback(self.error_feedback or "none")
-        compressor = self.compressor
-        if compressor is None and self.feedback != "none":
-            raise CompressionConfigError(
-                f"--dp-error-feedback {self.feedback} given, but gradients are not compressed; add "
-                "--dp-compression"
-            )
-        if getattr(compressor, "lossless", False) and self.feedback != "none":
-            raise CompressionConfigError(
-                f"--dp-error-feedback {self.feedback} has nothing to add to {self.compression}, which loses "
-                "nothing; drop it"
-            )
-        if compressor is not None and self.feedback == "none" != compressor.default_error_feedback:
-            raise CompressionConfigError(
-                f"--dp-error-feedback none: {self.compression} would lose most of each gradient; drop it, or "
-                "give fp32 or int8"
-            )
+        _ = self.compressor
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
@@ -99,30 +81,15 @@ class DataParallelConfig(Dimension):
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        return codec_of(self._weights, "--dp-compression WEIGHTS")
-
-    @property
-    def _weights(self) -> str:
-        """``weights``, or what the compression's name means."""
-        if self.weights is not None or self.compression not in PRESETS:
-            return self.weights or "none"
-        return PRESETS[self.compression].weights
-
-    @property
-    def feedback(self) -> str:
-        """``error_feedback``, or the compressor's own choice."""
-        if self.error_feedback is not None or self.compressor is None:
-            return self.error_feedback or "none"
-        preset = PRESETS.get(self.compression)
-        return (preset and preset.error_feedback) or self.compressor.default_error_feedback
+        spec = _WEIGHTS.get(self.compression, "none") if self.weights is None else self.weights
+        return codec_of(spec, "--dp-compression WEIGHTS")
 
     def resolved(self, args: Namespace) -> "DataParallelConfig":
-        """What is left to be understood, spelled out: weights and error feedback."""
-        weights = self.weights
-        if weights is None:
-            sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
-            weights = self._weights if sharded else "none"
-        return replace(self, weights=weights, error_feedback=self.feedback)
+        """With the weights' codec spelled out, which there is where there are masters."""
+        if self.weights is not None:
+            return self
+        sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
+        return replace(self, weights=_WEIGHTS.get(self.compression, "none") if sharded else "none")
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         """For the policy. The codec of dp.gradient's rule is a ``GradientCompressor``.
@@ -168,16 +135,15 @@ class DataParallelConfig(Dimension):
         refuse_cuda_graphs(args, self.flag)
         if self.weight_codec is not None:
             _check_weights(args)
-        if self.feedback != "none":
-            _check_error_feedback(args)
+        check_memory(self.compressor, args)
+        if self.compressor is not None and self.compressor.has_memory:
+            _check_repeatable(self.compressor, args)
 
     def describe(self) -> str:
-        """For the log: what travels how."""
+        """For the log."""
         compressor, weights = self.compressor, self.weight_codec
         parts = ["weights uncompressed" if weights is None else f"weight changes {weights.name}"]
         parts.append("gradients uncompressed" if compressor is None else compressor.describe())
-        if self.feedback != "none":
-            parts.append(f"error feedback in {self.feedback}")
         return f"data parallelism uses {self.compression}: {'; '.join(parts)}"
 
 
@@ -201,19 +167,32 @@ def _check_weights(args: Namespace) -> None:
     refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
 
 
-def _check_error_feedback(args: Namespace) -> None:
+def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:
+    """Refuse a memory of gradients whose unit changes from one iteration to the next.
+
+    Args:
+        settings: Megatron's arguments, or a model's ``TransformerConfig``.
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    if compressor is None or not compressor.has_memory:
+        return
+    reasons = {
+        "calculate_per_token_loss": "divides gradients by an iteration's tokens after they are reduced",
+        "fp16": "changes the loss scale",
+    }
+    fix = f"{compressor.name} adds to an iteration what the one before left out: drop it or --dp-compression"
+    refuse_flags(settings, reasons, fix)
+
+
+def _check_repeatable(compressor: GradientCompressor, args: Namespace) -> None:
+    """Refuse what would apply a memory twice, or lose it."""
     if args.rerun_mode == "report_stats":
         raise CompressionConfigError(
-            "--rerun-mode report_stats runs every iteration twice, and error feedback would lose what the "
-            "first time sent; drop it or error feedback"
-        )
-    if args.fp16:
-        raise CompressionConfigError(
-            "--dp-error-feedback remembers gradients in units of the loss scale, which --fp16 changes; use "
-            "--bf16 or drop it"
+            f"--rerun-mode report_stats runs every iteration twice, and {compressor.name} would lose what it "
+            "left out the first time; drop one of the two"
         )
     if args.save and args.ckpt_format != "torch_dist":
         raise CompressionConfigError(
-            f"--dp-error-feedback is saved with --ckpt-format torch_dist, not {args.ckpt_format}; use it or "
-            "drop --dp-error-feedback"
+            f"--dp-compression {compressor.name} saves its memory with --ckpt-format torch_dist, not "
+            f"{args.ckpt_format}; use it or drop --save"
         )

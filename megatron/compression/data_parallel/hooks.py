@@ -1,7 +1,7 @@
-"""Puts data-parallel compression into a run."""
+"""Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
 
-from argparse import Namespace
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.transformer import MegatronModule
 
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.data_parallel.bucket_group import CompressedBucketGroup, InFlight
-from megatron.compression.data_parallel.checkpoint import GradientState
+from megatron.compression.communication.work import Work, join
+from megatron.compression.data_parallel.checkpoint import GradientMemory
 from megatron.compression.data_parallel.compressor import (
     Diagnostic,
     GradientBucket,
@@ -23,26 +27,146 @@ from megatron.compression.data_parallel.compressor import (
     GradientSync,
     ParameterSpan,
 )
-from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.data_parallel.error_feedback import parse_error_feedback
-from megatron.compression.data_parallel.replicas import Replicas, align_gradients, replicated_ranges
-from megatron.compression.data_parallel.weights import ATTRIBUTE, BucketWeights, copy_masters
+from megatron.compression.data_parallel.config import DataParallelConfig, check_memory
+from megatron.compression.data_parallel.weights import (
+    ATTRIBUTE,
+    BucketWeights,
+    Replicas,
+    align_gradients,
+    copy_masters,
+    replicated_ranges,
+)
+from megatron.compression.replicated_parameters import cut_without_mark
+
+
+class InFlight:
+    """Reductions that are under way, which newer ones advance.
+
+    During the backward pass only the hooks of later buckets give an earlier bucket the chance to start its
+    second exchange and to free its buffers. The newest of them is left alone, so that the computation
+    does not wait for an exchange that has just begun.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[Work] = deque()
+
+    def add(self, work: Work) -> None:
+        """Add a reduction that has just been started, and advance all but the newest of the others."""
+        for older in list(self._works)[:-1]:
+            older.advance()
+        self._works = deque(older for older in self._works if not older.done)
+        self._works.append(work)
+
+    def advance(self) -> None:
+        """Advance all: their second exchanges run while the first one's result is waited for."""
+        for work in self._works:
+            work.advance()
+        self._works = deque(work for work in self._works if not work.done)
+
+
+class CompressedBucketGroup(_ParamAndGradBucketGroup):
+    """A bucket group whose class was changed after building; Megatron's own calls drive it.
+
+    What it does not compress goes through megatron-core's methods, counted under ``uncompressed_kind``.
+    """
+
+    policy: Policy
+    topology: Topology
+    gradient_syncs: list[GradientSync]
+    """One a bucket; empty: gradients are not compressed."""
+    weights: list[BucketWeights]
+    """One a bucket; empty: weights are not compressed."""
+    gradient_replicas: list[Replicas]
+    """One a bucket of ``gradient_syncs``; see ``align_gradients``."""
+    weight_replicas: list[Replicas]
+    """One a bucket of ``weights``."""
+    in_flight: InFlight
+    """Shared by the groups of a model chunk."""
+    uncompressed_kind: str = "off"
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Start reducing the group's gradients, compressed where this iteration compresses them."""
+        self.uncompressed_kind = self._gradient_kind(force_all_reduce)
+        if self.uncompressed_kind != "compressed":
+            super().start_grad_sync(force_all_reduce)
+            return
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return  # megatron-core's rule: dispatched already, by hand, in the first batch
+        if self.grad_reduce_handle is not None:
+            raise RuntimeError("a gradient reduction of this bucket group is still under way")
+        self._prepare_gradients()
+        with torch.no_grad():
+            work = join([sync.start() for sync in self.gradient_syncs])
+        if self.ddp_config.overlap_grad_reduce:
+            self.in_flight.add(work)
+            self.grad_reduce_handle = work
+        else:
+            work.wait()
+
+    def _gradient_kind(self, force_all_reduce: bool | None) -> str:
+        if not self.gradient_syncs:
+            return "off"
+        if force_all_reduce:
+            return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
+        nbytes = sum(bucket.grad_data.nbytes for bucket in self.buckets)
+        return self.policy.decide("dp.gradient", nbytes).why
+
+    def _prepare_gradients(self) -> None:
+        """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
+        for bucket in self.buckets:
+            for parameter in bucket.params_with_extra_main_grads:
+                copy = getattr(parameter, "main_grad_copy_in_grad_buffer", None)
+                if copy is not None:
+                    copy.copy_(parameter.main_grad)
+        if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
+            self.check_grads(
+                check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
+                check_for_large=self.ddp_config.check_for_large_grads,
+            )
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Complete this group's reduction; the second exchanges of all others are on their way meanwhile."""
+        self.in_flight.advance()
+        super().finish_grad_sync(force_all_reduce)
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the updated weights: compressed after an optimizer step, as they are at any other time."""
+        if not self.weights or any(weights.pending is None for weights in self.weights):
+            # Nothing has changed since the last gather (a skipped step, a checkpoint), Megatron has copied
+            # the weights itself (warm-up), or a gather is under way and is to be waited for.
+            self.uncompressed_kind = self.weights[0].uncompressed_kind if self.weights else "off"
+            super().start_param_sync(force_sync)
+            for weights in self.weights:
+                weights.uncompressed_kind = "exact"
+            return
+        if self.param_gather_handle is not None:
+            raise RuntimeError("a weight gather of this bucket group is still under way")
+        work = join([weights.start() for weights in self.weights]).then(self._align_weights)
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = work
+        else:
+            work.wait()
+        self.param_gather_dispatched = True
+
+    def _align_weights(self, _: None) -> None:
+        for replicas in self.weight_replicas:
+            replicas.align()
 
 
 class Gradients:
     """Gradients and weights of one run: counted without compression, and compressed with it.
 
-    Patches megatron-core: counts its collectives, takes over the masters' copy, aligns replicas.
+    Patches megatron-core: counts its collectives, replaces the masters' copy, aligns replicas.
     """
 
     def __init__(self, config: DataParallelConfig, run: Run) -> None:
         self.policy, self.ledger = run.policy, run.ledger
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
-        """Every bucket's, as they are attached: what checkpoints carry the state of."""
+        """Every bucket's, as they are attached."""
         self._transports = run.transports
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
-        self._state: GradientState | None = None
+        self._memory = GradientMemory(None, [], print_on_first_rank)
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
         patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
         patches.on_master_copy(copy_masters)
@@ -50,43 +174,41 @@ class Gradients:
         patches.on_replicated_gradient_sync(record, align_gradients)
 
     def adopt(self, config: DataParallelConfig) -> None:
-        """Take over settings, whose rules the policy has already; before anything is attached."""
+        """Use these settings, whose rules the policy has already; before anything is attached."""
         self.config = config
         self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
-        self._new_feedback = partial(parse_error_feedback(config.feedback), self._iteration)
-
-    def _iteration(self) -> int:
-        return self.policy.iteration()
 
     @property
     def diagnostics(self) -> list[Diagnostic]:
         """What the reporter asks at each log line."""
         return [] if self.compressor is None else list(self.compressor.diagnostics())
 
-    def add_state(self, state_dict: dict[str, Any], is_loading: bool, args: Namespace) -> None:
-        """Put error feedback into a checkpoint's state dict, or where to load it to."""
-        self._carrier(args).add_to(state_dict, is_loading)
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put the compressor's memory into a checkpoint's state dict, or where to load it to."""
+        self._memory.add_to(state_dict, is_loading)
 
-    def state_read(self, state_dict: dict[str, Any] | None, path: str | None, args: Namespace) -> None:
-        """Take error feedback out of what has been read of a checkpoint; None: there is none."""
-        self._carrier(args).loaded(state_dict, path)
-
-    def _carrier(self, args: Namespace) -> GradientState:
-        if self._state is None:
-            name = None if self.compressor is None else self.compressor.name
-            self._state = GradientState(args, name, self.config.feedback, self.syncs, print_on_first_rank)
-        return self._state
+    def state_read(self, state_dict: dict[str, Any] | None) -> None:
+        """Restore the compressor's memory from what has been read of a checkpoint; None: there is none."""
+        self._memory.loaded(state_dict)
 
     def attach(self, chunks: list) -> list:
-        """Give every bucket group its gradient sync and its weights: a ``post_wrap_hook``. Collective over
+        """Give every bucket group its gradient syncs and its weights: a ``post_wrap_hook``. Collective over
         all ranks.
 
         Args:
-            chunks: model chunks, wrapped by DDP.
+            chunks: model chunks, wrapped by DDP; not wrapped, they are only evaluated, which is said.
         Returns: The same chunks.
-        Raises: TypeError: another wrapper than Megatron's DistributedDataParallel.
+        Raises:
+            TypeError: another wrapper than Megatron's DistributedDataParallel.
+            CompressionConfigError: a compressor with a memory, whose gradients have no fixed unit.
         """
         if not self.config.enabled:
+            return chunks
+        if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
+            print_on_first_rank(
+                "compression: --dp-compression has nothing to compress: the model is not wrapped by "
+                "DistributedDataParallel, as under --skip-train"
+            )
             return chunks
         start = self.policy.rule("dp.gradient").start_iteration
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
@@ -97,6 +219,7 @@ class Gradients:
                 raise TypeError(
                     f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
                 )
+            check_memory(self.compressor, chunk.config)
             self.topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
             if chunk.config.num_moe_experts is not None:
                 experts, dense = chunk.intra_expt_dp_group, chunk.intra_dp_cp_group.size()
@@ -104,15 +227,31 @@ class Gradients:
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
             names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
+            cut = self._cut(chunk.module)
             in_flight = InFlight()
-            tensor_ranks = parallel_state.get_tensor_model_parallel_group()
+            ranks = parallel_state.get_tensor_model_parallel_group()
             for group in chunk.bucket_groups:
-                self._attach_group(group, names, in_flight, tensor_ranks)
+                self._attach_group(group, names, in_flight, ranks, cut)
             if chunk.expert_parallel_bucket_groups:
-                tensor_ranks = parallel_state.get_expert_tensor_parallel_group()
+                ranks = parallel_state.get_expert_tensor_parallel_group()
             for group in chunk.expert_parallel_bucket_groups:
-                self._attach_group(group, names, in_flight, tensor_ranks, experts=True)
+                self._attach_group(group, names, in_flight, ranks, cut)
+        if self.compressor is not None and self.compressor.has_memory:
+            self._memory = GradientMemory(self.compressor.name, self.syncs, print_on_first_rank)
         return chunks
+
+    @staticmethod
+    def _cut(module: torch.nn.Module) -> Collection[torch.nn.Parameter]:
+        """The parameters that are cut over tensor parallelism without Megatron's mark, named in the log."""
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return ()
+        cut = cut_without_mark(module)
+        if cut:
+            print_on_first_rank(
+                "compression: cut over tensor parallelism without tensor_model_parallel, and so not taken "
+                f"for replicas: {', '.join(cut.values())}"
+            )
+        return cut
 
     def _attach_group(
         self,
@@ -120,7 +259,7 @@ class Gradients:
         names: dict[torch.nn.Parameter, str],
         in_flight: InFlight,
         tensor_ranks: dist.ProcessGroup,
-        experts: bool = False,
+        cut: Collection[torch.nn.Parameter],
     ) -> None:
         config = group.ddp_config
         sharded = config.use_distributed_optimizer
@@ -137,14 +276,16 @@ class Gradients:
             for bucket in group.buckets:
                 scale = bucket.gradient_scaling_factor * average
                 spans = spans_of(bucket, names)
-                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger, experts)
-                sync = self.compressor.build(view, self._new_feedback)
+                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger)
+                sync = self.compressor.build(view)
+                if sync.state() and not self.compressor.has_memory:
+                    raise TypeError(f"{type(self.compressor)} has syncs with a state; set has_memory = True")
                 group.gradient_syncs.append(sync)
                 self.syncs.append((sync, view))
                 first, values = 0, view.gradients
                 if sharded:
                     first, values = topology.rank * view.shard.numel(), view.shard
-                ranges = replicated_ranges(spans, first, first + values.numel(), gradients=True)
+                ranges = replicated_ranges(spans, cut, first, first + values.numel(), gradients=True)
                 group.gradient_replicas.append(Replicas(values, ranges, tensor_ranks, self.ledger))
         # fp32 parameters have no master apart from themselves, so there is no difference to send.
         masters = sharded and all(
@@ -156,7 +297,7 @@ class Gradients:
                 weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)
                 setattr(bucket, ATTRIBUTE, weights)
                 group.weights.append(weights)
-                flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names))
+                flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names), cut)
                 group.weight_replicas.append(Replicas(flat, ranges, tensor_ranks, self.ledger))
 
     def topology(self, ranks: dist.ProcessGroup, part: float = 1.0, whose: str = "a") -> Topology:

@@ -1,22 +1,29 @@
-"""The distributed optimizer's parameter all-gather, compressed.
+"""What data-parallel and tensor-parallel replicas hold alike: weights gathered compressed, values aligned.
 
 Megatron copies the updated fp32 masters over the owner's shard of the parameter buffer and gathers that. Here
-the masters' cast goes to a buffer of its own, so that the shard still holds what every other rank holds;
-what turns the one into the other is encoded at once, gathered when Megatron gathers, and applied by every
-rank, the owner too, to its own copy: replicas stay bit-identical, and what the encoding lost is still there
-in the next difference (SDP4Bit, arXiv 2410.15526, quantisation on weight differences).
+the masters' cast goes to a buffer of its own, so that the shard still holds what every other rank holds; the
+difference of the two is encoded at once, gathered when Megatron gathers, and added by every rank, the owner
+too, to its own copy: replicas stay bit-identical, and what the encoding lost is in the next difference
+(SDP4Bit, arXiv 2410.15526, quantisation on weight differences).
+
+Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
+in groups with their neighbours, which differ from rank to rank, so that the copies would drift apart, and a
+checkpoint, which saves one of them, would not resume the run. The first tensor-parallel rank's values are
+broadcast, exactly (``Replicas``); next to the matrices they are few.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
+import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import Work
-from megatron.compression.data_parallel.flat_rows import flat_rows
+from megatron.compression.data_parallel.codec_gradients import flat_rows
+from megatron.compression.data_parallel.compressor import ParameterSpan
 
 ATTRIBUTE = "compressed_weights"
 """Where a bucket of Megatron's keeps its ``BucketWeights``."""
@@ -53,7 +60,7 @@ class BucketWeights:
         return self.weights[self.topology.rank]
 
     def decide(self) -> Decision:
-        """How the update of the optimizer step that has just been taken travels."""
+        """How the update of the last optimizer step is sent."""
         decision = self.policy.decide("dp.weight", self.nbytes)
         self.uncompressed_kind = "exact" if decision.codec is not None else decision.why
         self._codec = None if decision.codec is None else flat_rows(decision.codec)
@@ -135,3 +142,68 @@ def _leave_out_overflows(updated: list[BucketWeights]) -> None:
         if topology.transport(together[0].ledger, "dp.weight").any_rank(flag):
             for weights in together:
                 weights.leave_uncompressed()
+
+
+class Replicas:
+    """The values of one flat buffer that every tensor-parallel rank holds alike.
+
+    Args:
+        flat: ``[n]``, laid out alike on all ranks of the group.
+        ranges: (start, end) of the replicated values.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, ranges: list[tuple[int, int]], group: dist.ProcessGroup, ledger: Ledger
+    ) -> None:
+        self.parts = [flat[start:end] for start, end in ranges]
+        self.group = group
+        self.ledger = ledger
+
+    def align(self) -> None:
+        """Give all ranks the first one's values. Collective, in the same order on every rank."""
+        if not self.parts or self.group.size() == 1:
+            return
+        with torch.no_grad():
+            values = torch.cat(self.parts)
+            dist.broadcast(values, src=dist.get_global_rank(self.group, 0), group=self.group)
+            if self.group.rank() == 0:
+                size = self.group.size()
+                self.ledger.record_uncompressed("tp.other", "exact", "broadcast", values.nbytes, size)
+                return
+            sizes = [part.numel() for part in self.parts]
+            for part, value in zip(self.parts, values.split(sizes), strict=True):
+                part.copy_(value)
+
+
+def replicated_ranges(
+    spans: Iterable[ParameterSpan],
+    cut: Collection[torch.nn.Parameter],
+    first: int = 0,
+    last: int | None = None,
+    gradients: bool = False,
+) -> list[tuple[int, int]]:
+    """Where the parameters that are replicated over tensor-parallel ranks lie, inside [first, last).
+
+    Args:
+        cut: parameters that are not, though they lack Megatron's mark.
+        gradients: leave out those whose gradients differ until CAAT-Net sums them, which comes later.
+    Returns: (start, end), counted from ``first``.
+    """
+    ranges = []
+    for span in spans:
+        parameter = span.parameter
+        differs = gradients and getattr(parameter, "sees_rank_local_data", False)
+        if differs or parameter in cut or getattr(parameter, "tensor_model_parallel", False):
+            continue
+        start, end = max(span.start, first), span.end if last is None else min(span.end, last)
+        if start < end:
+            ranges.append((start - first, end - first))
+    return ranges
+
+
+def align_gradients(chunks: Iterable) -> None:
+    """Align the reduced gradients of DDP-wrapped chunks, after all reductions and sums over TP ranks."""
+    for chunk in chunks:
+        for group in getattr(chunk, "bucket_groups", ()):
+            for replicas in getattr(group, "gradient_replicas", ()):
+                replicas.align()

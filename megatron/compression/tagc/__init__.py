@@ -1,9 +1,7 @@
-"""TAGC (arXiv 2504.05638): the largest gradients only, with error feedback.
+"""TAGC (arXiv 2504.05638): the largest gradients only; a memory keeps the others for the next iteration.
 
 compressor.py    the settings; ``--dp-compression tagc``
 sync.py          one bucket's sum, exchange by exchange
-layers.py        which values are compressed, and who owns them
-parts.py         choosing, encoding and adding up: count sketches, or values with a bitmap
-exchange.py      what is sent, counted
+parts.py         which values are compressed, who owns them; choosing, encoding and adding up
 monitor.py       what sketches could not recover, for the log
 """

@@ -10,11 +10,9 @@ from megatron.compression.data_parallel.compressor import (
     GradientBucket,
     GradientCompressor,
     GradientSync,
-    NewFeedback,
 )
-from megatron.compression.tagc.layers import parse_layers
 from megatron.compression.tagc.monitor import TagcMonitor
-from megatron.compression.tagc.parts import PartSettings
+from megatron.compression.tagc.parts import PartSettings, parse_layers
 from megatron.compression.tagc.sync import TagcGradientSync
 from taco_kernels.count_sketch import EXACT_LOAD, SketchConfig
 
@@ -29,13 +27,13 @@ BITS = {"packed": (8, 16), "sketch": (16, 32)}
 @register_gradient_compressor("tagc")
 @dataclass(frozen=True)
 class Tagc(GradientCompressor):
-    """TAGC (arXiv 2504.05638): the largest gradients only; the others wait in error feedback."""
+    """TAGC (arXiv 2504.05638): the largest gradients only; the others are added to the next iteration's."""
 
     sparsity: float = 0.8
     """Share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest."""
 
     wire: str = "packed"
-    """How the values travel: packed = end to end with a bitmap, exact at any density and a third of the
+    """How the values are sent: packed = end to end with a bitmap, exact at any density and a third of the
     sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
 
     layers: str = "mlp+embedding"
@@ -44,8 +42,8 @@ class Tagc(GradientCompressor):
 
     bits: int = 16
     """Bits of a packed value (8, 16) or of a cell of the sketch (16, 32): precision of what is sent,
-    counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. Error feedback keeps the
-    rest."""
+    counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. The memory keeps what
+    rounding loses."""
 
     ratio: float | None = None
     """Gradient values a cell of the sketch; by default what the union of the ranks' choices needs to be
@@ -55,7 +53,7 @@ class Tagc(GradientCompressor):
     monitor: TagcMonitor = field(default_factory=TagcMonitor, init=False, repr=False, compare=False)
     """Of all buckets."""
 
-    default_error_feedback = "fp32"
+    has_memory = True
 
     def __post_init__(self) -> None:
         if not DENSEST <= self.sparsity <= SPARSEST:
@@ -76,10 +74,11 @@ class Tagc(GradientCompressor):
             raise ValueError(f"ratio={self.ratio} must lie in [1, 64] values a cell")
         parse_layers(self.layers)
 
-    def build(self, bucket: GradientBucket, feedback: NewFeedback) -> GradientSync:
+    def build(self, bucket: GradientBucket) -> GradientSync:
+        """See ``GradientCompressor.build``."""
         sketch = self.sketch(bucket) if self.wire == "sketch" else SketchConfig()
         settings = PartSettings(1 - self.sparsity, parse_layers(self.layers), self.wire, sketch, self.bits)
-        return TagcGradientSync(bucket, settings, feedback, self.monitor)
+        return TagcGradientSync(bucket, settings, self.monitor)
 
     def default_start_iteration(self, train_iters: int | None) -> int:
         """A fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""
@@ -104,6 +103,7 @@ class Tagc(GradientCompressor):
         return sketch
 
     def describe(self) -> str:
+        """See ``GradientCompressor.describe``."""
         line = f"each rank leaves out {self.sparsity:g} of its gradients of "
-        line += f"{' and '.join(sorted(parse_layers(self.layers)))}; the others travel "
-        return line + ("as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")
+        line += f"{' and '.join(sorted(parse_layers(self.layers)))} for the next iteration; the others are "
+        return line + ("sent as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")

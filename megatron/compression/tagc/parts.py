@@ -1,5 +1,12 @@
-"""What TAGC does with shares of one size: choose values, encode them, add them up."""
+"""Shares of a gradient bucket: which values TAGC compresses, who owns them, how they are encoded and summed.
 
+Layer-selective compression (TAGC, arXiv 2504.05638): the weight matrices of MLPs and the embeddings are most
+of a model and bear sparse gradients well; attention's matrices go uncompressed unless asked for, and so do
+vectors (norms, biases) always. Shares of one size make a part, which has a memory: what it leaves out of an
+iteration, by choice or by rounding, it adds to the next one's gradients, in fp32.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -7,15 +14,128 @@ from typing import Literal
 import torch
 
 from megatron.compression.communication.topology import Topology
-from megatron.compression.data_parallel.error_feedback import ErrorFeedback
+from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
 from taco_kernels import bitmap_sparse, count_sketch
 from taco_kernels.bitmap_sparse import BitmapLayout
 from taco_kernels.common.magnitudes import NON_FINITE
 from taco_kernels.count_sketch.selection import share_threshold
 
+LAYERS = {
+    "mlp": (".mlp.",),
+    "embedding": ("embedding.", "output_layer."),
+    "attention": (".self_attention.", ".cross_attention."),
+}
+"""What ``layers`` names, and how their parameters' names are told."""
+
+SMALLEST = 16384
+"""Values of a shard under which hashing is too coarse to be reliable: they go uncompressed."""
+
 SEED = 0x7A6C
 ROOM = 1.02
 """Room for the union of the ranks' choices in a packed sum, over what independent choices need."""
+
+Segment = tuple[int, int]
+"""Begin and end in the bucket."""
+
+
+def parse_layers(text: str) -> frozenset[str]:
+    """``mlp+embedding`` or ``all`` as names of LAYERS; all of them mean every matrix, also of other layers.
+
+    Raises: ValueError: something else.
+    """
+    if text == "all":
+        return frozenset(LAYERS)
+    names = frozenset(text.split("+"))
+    if unknown := sorted(names - set(LAYERS)):
+        raise ValueError(
+            f"layers={text}: {', '.join(map(repr, unknown))} is unknown; give {', '.join(LAYERS)}, joined by "
+            "+, or all"
+        )
+    return names
+
+
+def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
+    """Whether a parameter is a matrix of one of ``layers``."""
+    name, everything = "." + span.name, layers == LAYERS.keys()
+    named = everything or any(part in name for layer in layers for part in LAYERS[layer])
+    return named and span.parameter.dim() > 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of the group owns of a bucket: the sum of these segments ends there."""
+
+    compressed: tuple[Segment, ...]
+    exact: tuple[Segment, ...]
+
+    @property
+    def compressed_numel(self) -> int:
+        """Values that are compressed."""
+        return numel_of(self.compressed)
+
+    @property
+    def exact_numel(self) -> int:
+        """Values that are not."""
+        return numel_of(self.exact)
+
+
+def numel_of(segments: Iterable[Segment]) -> int:
+    """Values in segments."""
+    return sum(end - begin for begin, end in segments)
+
+
+def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
+    """The bucket's shares, by owner.
+
+    With the distributed optimizer an owner's share is its shard. Without it, compressed segments are cut into
+    equal shares, and the first owner stands for all exact ones, which are all-reduced.
+    """
+    compressed = merged((s.start, s.end) for s in bucket.spans if is_compressed(s, layers))
+    exact = merged((s.start, s.end) for s in bucket.spans if not is_compressed(s, layers))
+    world = bucket.topology.world_size
+    if bucket.sharded:
+        size = bucket.numel // world
+        cuts = [(owner * size, owner * size + size) for owner in range(world)]
+        return [_large_enough(clipped(compressed, *cut), clipped(exact, *cut)) for cut in cuts]
+    piece = -(-numel_of(compressed) // world)
+    if piece < SMALLEST:
+        compressed, exact = (), merged([*compressed, *exact])
+    parts = [cut_out(compressed, owner * piece, owner * piece + piece) for owner in range(world)]
+    return [Share(part, () if owner else exact) for owner, part in enumerate(parts)]
+
+
+def _large_enough(compressed: tuple[Segment, ...], exact: tuple[Segment, ...]) -> Share:
+    if numel_of(compressed) < SMALLEST:
+        return Share((), merged([*compressed, *exact]))
+    return Share(compressed, exact)
+
+
+def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Sorted, with neighbours joined."""
+    result: list[Segment] = []
+    for begin, end in sorted(segments):
+        if result and result[-1][1] == begin:
+            result[-1] = (result[-1][0], end)
+        elif end > begin:
+            result.append((begin, end))
+    return tuple(result)
+
+
+def clipped(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
+    """What lies between two positions of the bucket."""
+    inside = ((max(b, begin), min(e, end)) for b, e in segments)
+    return tuple((b, e) for b, e in inside if e > b)
+
+
+def cut_out(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
+    """Values ``begin`` to ``end`` of the segments joined end to end."""
+    result, passed = [], 0
+    for b, e in segments:
+        low, high = max(begin - passed, 0), min(end - passed, e - b)
+        if high > low:
+            result.append((b + low, b + high))
+        passed += e - b
+    return tuple(result)
 
 
 class Sum(Enum):
@@ -39,14 +159,18 @@ class PartSettings:
     """Of a packed value."""
 
 
-class SketchPart:
-    """Sketches: they add up without being decoded.
+class Part:
+    """Shares of one size.
 
     Args:
         owners: ranks whose share has this size.
         topology: of the ranks whose gradients are added up.
-        feedback: allocated for ``[owners, numel]``.
     """
+
+    room: float
+    """Values of a share that the union of the ranks' choices can have."""
+    sum_bytes: int
+    """Of the wire of all ranks' sum."""
 
     def __init__(
         self,
@@ -54,24 +178,59 @@ class SketchPart:
         numel: int,
         settings: PartSettings,
         topology: Topology,
-        feedback: ErrorFeedback,
+        device: torch.device,
     ) -> None:
-        self.owners, self.keep, self.feedback = owners, settings.keep, feedback
-        self.senders = topology.world_size
-        self.layout = count_sketch.Layout(settings.sketch, numel)
-        self.sum_bytes = self.layout.wire_bytes
-        """Of a sum's wire."""
-        self.room = self.layout.exact_density * numel
+        self.owners, self.numel = owners, numel
+        self.memory = torch.zeros(len(owners), numel, device=device)
+        """fp32 ``[owners, numel]``, in units of the gradients' sum, before scaling."""
+        self._plan(settings, topology)
 
-    def take_metadata(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Take in gradients ``[owners, numel]``; metadata uint8 ``[owners, n]``, to be maximised over the
-        ranks."""
-        self.values = self.feedback.compensated(0, values)
+    def _plan(self, settings: PartSettings, topology: Topology) -> None:
+        """Set ``room``, ``sum_bytes`` and the layouts of wires."""
+        raise NotImplementedError
+
+    def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Take gradients ``[owners, numel]`` of any float type, and add the memory to them.
+
+        Returns: metadata uint8 ``[owners, n]`` to be maximised over the ranks; None: there is nothing to
+        agree on.
+        """
+        self.values = self.memory + values
+        return None
+
+    def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
+        """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
+        raise NotImplementedError
+
+    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
+        """The wire of the sum ``to``, from uint8 ``[S, bytes]``, sums ``of`` fewer ranks."""
+        raise NotImplementedError
+
+    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
+        """The sum of what all ranks have sent, from the wires of all sums ``of`` some of them."""
+        raise NotImplementedError
+
+    def _remember(self, left: torch.Tensor, exponents: torch.Tensor) -> None:
+        """Remember what was left out, unless an exponent says that the step is skipped for a NaN or an
+        infinity."""
+        self.memory = torch.where((exponents == NON_FINITE).any(), self.memory, left)
+
+
+class SketchPart(Part):
+    """Sketches: they add up without being decoded."""
+
+    def _plan(self, settings: PartSettings, topology: Topology) -> None:
+        self.keep, self.senders = settings.keep, topology.world_size
+        self.layout = count_sketch.Layout(settings.sketch, self.numel)
+        self.sum_bytes = self.layout.wire_bytes
+        self.room = self.layout.exact_density * self.numel
+
+    def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
+        super().add_memory(values)
         self.thresholds, classes = count_sketch.candidates(self.values, self.keep)
         return torch.cat([count_sketch.row_exponents(self.values, self.layout), classes], dim=1)
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
-        """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
         rows = self.layout.rows
         self.exponents, classes = metadata[:, :rows].contiguous(), metadata[:, rows:]
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
@@ -79,66 +238,49 @@ class SketchPart:
         wires = count_sketch.encode(
             values, threshold, self.exponents, self.layout, self.senders, SEED, values
         )
-        # a step with a NaN or infinity is skipped: keep what was remembered before it
-        self.feedback.replace(0, values, (self.exponents == NON_FINITE).any())
+        self._remember(values, self.exponents)
         return wires
 
     def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
-        """The wire of the sum ``to``, from uint8 ``[S, bytes]``, sums ``of`` fewer. Nothing is decoded."""
         return count_sketch.pack(*count_sketch.combine(wires, self.layout), self.layout)
 
     def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
-        """The sum of what all ranks have sent, from the wires of all sums ``of`` some of them."""
         cells, words = count_sketch.combine(wires, self.layout)
         exponents = self.exponents[self.owners.index(owner)]
         return count_sketch.decode(cells, words, exponents, self.layout, self.senders, SEED)
 
 
-class BitmapPart:
-    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again.
+class BitmapPart(Part):
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again."""
 
-    Arguments as ``SketchPart``'s.
-    """
-
-    def __init__(
-        self,
-        owners: list[int],
-        numel: int,
-        settings: PartSettings,
-        topology: Topology,
-        feedback: ErrorFeedback,
-    ) -> None:
-        self.owners, self.feedback = owners, feedback
-
+    def _plan(self, settings: PartSettings, topology: Topology) -> None:
         def union(ranks: int) -> BitmapLayout:
             share = min(1.0, ROOM * (1 - (1 - settings.keep) ** ranks))
-            return BitmapLayout(numel, share, settings.bits)
+            return BitmapLayout(self.numel, share, settings.bits)
 
-        self.layout = BitmapLayout(numel, settings.keep, settings.bits)
+        self.layout = BitmapLayout(self.numel, settings.keep, settings.bits)
         unions = {Sum.NODE: union(topology.local), Sum.ALL: union(topology.world_size)}
         self.layouts = {Sum.OWN: self.layout, **unions}
         self.sum_bytes = self.layouts[Sum.ALL].wire_bytes
-        self.room = float(numel)
-
-    def take_metadata(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Take in the gradients; nothing has to be agreed on."""
-        self.values = self.feedback.compensated(0, values)
-        return None
+        self.room = float(self.numel)
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         values, self.values = self.values, None
         wires = bitmap_sparse.encode(values, share_threshold(values, self.layout.share), self.layout, values)
-        exponents = wires[:, self.layout.exponents_at : self.layout.exponents_at + self.layout.rows]
-        self.feedback.replace(0, values, (exponents == NON_FINITE).any())
+        self._remember(
+            values, wires[:, self.layout.exponents_at : self.layout.exponents_at + self.layout.rows]
+        )
         return wires
 
     def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
-        """As ``SketchPart.add_up``; what the wire leaves out, this rank remembers."""
+        """As ``Part.add_up``; what the wire leaves out, this rank remembers."""
         total, layout = bitmap_sparse.decode_sum(wires, self.layouts[of])[None], self.layouts[to]
         # zero where the union has room, else the least that has: ranks may choose less alike than by chance
         threshold = share_threshold(total, layout.share)
         wire = bitmap_sparse.encode(total, threshold, layout, total)
-        self.feedback.add(0, self.owners.index(owner), total[0])
+        row = self.memory[self.owners.index(owner)]
+        more = row + total[0]
+        row.copy_(torch.where(more.isfinite(), more, row))
         return wire[0]
 
     def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:

@@ -1,4 +1,4 @@
-"""TAGC: sparsified gradients with error feedback, summed as count sketches, or as values with a bitmap.
+"""TAGC: sparsified gradients with a memory, summed as count sketches, or as values with a bitmap.
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
@@ -6,7 +6,7 @@ Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes t
    ranks lets every rank choose the same share of its largest values, one whose union fits the sketch
    (taco_kernels.count_sketch.selection).
 2. Sketches, each to the owner of its shard, which adds them up and peels the sum. What is not sent, by choice
-   or by rounding, stays in error feedback.
+   or by rounding, is remembered.
 
 Without the distributed optimizer a third exchange gathers the summed sketches, which every rank peels: the
 same bits everywhere.
@@ -16,41 +16,41 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.topology import INTER, INTRA
+from megatron.compression.communication.transport import TorchTransport, shared_between
 from megatron.compression.communication.uncompressed import sum_in_order
 from megatron.compression.communication.work import Work
-from megatron.compression.data_parallel.compressor import GradientBucket, NewFeedback
-from megatron.compression.tagc.exchange import start_to_owners
-from megatron.compression.tagc.layers import Segment, Share, shares_of
+from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync
 from megatron.compression.tagc.monitor import TagcMonitor
-from megatron.compression.tagc.parts import BitmapPart, PartSettings, SketchPart, Sum
+from megatron.compression.tagc.parts import (
+    BitmapPart,
+    Part,
+    PartSettings,
+    Segment,
+    Share,
+    SketchPart,
+    Sum,
+    shares_of,
+)
 from taco_kernels.common import ALIGNMENT
 from taco_kernels.count_sketch import Decoded
 
 
-class TagcGradientSync:
+class TagcGradientSync(GradientSync):
     """A ``GradientSync`` by sparsification and sketches."""
 
-    def __init__(
-        self, bucket: GradientBucket, settings: PartSettings, new_feedback: NewFeedback, monitor: TagcMonitor
-    ) -> None:
+    def __init__(self, bucket: GradientBucket, settings: PartSettings, monitor: TagcMonitor) -> None:
         self.bucket, self.monitor = bucket, monitor
         self.shares: list[Share] = shares_of(bucket, settings.layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
-        self.parts: list[SketchPart | BitmapPart] = []
+        self.parts: list[Part] = []
         for size in sizes:
             owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
-            feedback = new_feedback()
-            feedback.allocate(len(owners), [(0, size)], bucket.gradients.device)
             kind = SketchPart if settings.wire == "sketch" else BitmapPart
-            self.parts.append(kind(owners, size, settings, bucket.topology, feedback))
+            self.parts.append(kind(owners, size, settings, bucket.topology, bucket.gradients.device))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
-    @property
-    def covering_ranks(self) -> int:
-        """Ranks whose error feedback covers the same value: all."""
-        return self.bucket.topology.world_size
-
     def start(self) -> Work:
+        """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         compressed = sum(share.compressed_numel for share in self.shares)
         self.monitor.sums += 1
@@ -61,7 +61,7 @@ class TagcGradientSync:
             exact = gathered(flat, self.shares[0].exact)
             exact_work = bucket.all_reduce(exact, "excluded")
         metadata = [
-            part.take_metadata(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
+            part.add_memory(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
             for part in self.parts
         ]
         sizes = [one.numel() for one in metadata if one is not None]
@@ -152,7 +152,7 @@ class TagcGradientSync:
             total = exact_sum(received, share.exact_numel, dtype)
             scattered(total, bucket.gradients, share.exact, bucket.scale)
         if share.compressed:
-            self._take(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
+            self._write(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
         return bucket.shard
 
     def _gather_sums(self, received: torch.Tensor, of: Sum) -> Work:
@@ -167,31 +167,76 @@ class TagcGradientSync:
 
         def spread() -> torch.Tensor:
             for owner, part in self.part_of.items():
-                self._take(part.decode(sums[owner : owner + 1, : part.sum_bytes], owner, Sum.ALL), owner)
+                self._write(part.decode(sums[owner : owner + 1, : part.sum_bytes], owner, Sum.ALL), owner)
             return self.bucket.gradients
 
         return Work(work, spread)
 
-    def _take(self, decoded: Decoded, owner: int) -> None:
+    def _write(self, decoded: Decoded, owner: int) -> None:
         """Write an owner's share of the sum."""
         part, bucket = self.part_of[owner], self.bucket
         scattered(decoded.values, bucket.gradients, self.shares[owner].compressed, bucket.scale)
         if owner == bucket.topology.rank:
-            self.monitor.add(decoded, part.layout.numel, part.room)
+            self.monitor.add(decoded, part.numel, part.room)
 
     def state(self) -> dict[str, torch.Tensor]:
-        flat = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
-        for part in self.parts:
-            for owner, row in zip(part.owners, part.feedback.values(), strict=True):
-                scattered(row, flat, self.shares[owner].compressed)
-        return {"error_feedback": flat} if self.parts else {}
+        """See ``GradientSync.state``: each part's memory."""
+        return {f"memory{number}": part.memory for number, part in enumerate(self.parts)}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        empty = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
-        flat = state.get("error_feedback", empty)
-        for part in self.parts:
-            rows = [gathered(flat, self.shares[owner].compressed) for owner in part.owners]
-            part.feedback.set_values(torch.stack(rows).float())
+        """See ``GradientSync.load_state``."""
+        for number, part in enumerate(self.parts):
+            part.memory.copy_(state[f"memory{number}"])
+
+
+def start_to_owners(
+    payloads: list[torch.Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
+) -> tuple[torch.Tensor, Work | dist.Work]:
+    """Start sending every rank of a group its payload, of a size that may differ from rank to rank.
+
+    Args:
+        payloads: uint8, by rank of the group.
+        exact_bytes: how much of each payload is uncompressed.
+        link: the group: None = all ranks, intra = this node's, inter = those with this rank's index.
+    Returns: uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle. What goes to one rank has
+    the same size from every rank.
+    """
+    topology = bucket.topology
+    transport = topology.carrier(link)
+    sizes, rank = [payload.numel() for payload in payloads], transport.group.rank()
+    if len(transport.groups) == 1:
+        received, work = _exchange(payloads, rank, transport)
+    else:  # every communicator takes its share of each payload
+        received = payloads[0].new_empty((transport.world_size, sizes[rank]))
+        shares = [payload.tensor_split(len(transport.groups)) for payload in payloads]
+        parts, works = [], []
+        for number, group in enumerate(transport.groups):
+            part, work = _exchange([share[number] for share in shares], rank, TorchTransport(group))
+            parts.append(part)
+            works.append(work)
+        work = shared_between(received, parts, works)
+    compressed = [size - exact for size, exact in zip(sizes, exact_bytes, strict=True)]
+    for kind, parts in (("compressed", compressed), ("excluded", exact_bytes)):
+        sent = {INTRA: 0, INTER: 0}
+        for other, part in enumerate(parts):
+            if other != rank:
+                same_node = other // topology.local == rank // topology.local
+                sent[link or (INTRA if same_node else INTER)] += part
+        for where, part in sent.items():
+            if part:
+                plain = part if kind == "excluded" else 0
+                bucket.ledger.record("dp.gradient", kind, "all_to_all", part, plain, where)
+    return received, work
+
+
+def _exchange(
+    payloads: list[torch.Tensor], rank: int, transport: TorchTransport
+) -> tuple[torch.Tensor, Work | dist.Work]:
+    """All-to-all of payloads of different sizes; ``rank`` is this one's. Uint8 ``[W, own bytes]``."""
+    sizes = [payload.numel() for payload in payloads]
+    came = [sizes[rank]] * transport.world_size
+    received, work = transport.all_to_all_rows(torch.cat(payloads)[:, None], sizes, came)
+    return received.view(transport.world_size, sizes[rank]), work
 
 
 def joined_payload(
