@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import find_topology, nodes_of
 from megatron.compression.communication.transports import Transports
+from tests.distributed.data_parallel_cut import OFFSET, SCALE, cut_worker
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import nodes_worker
 from tests.distributed.test_sdp4bit import bytes_worker, check_bytes
@@ -66,7 +67,7 @@ def four_ranks_worker(rank: int, world_size: int) -> dict:
     nodes_worker(rank, 2)
     if not torch.cuda.is_available():  # it is about values, not about devices
         communicators_worker(rank)
-    return bytes_worker(rank, world_size, 2)
+    return {**bytes_worker(rank, world_size, 2), "cut": cut_worker(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,14 @@ def results() -> list[dict]:
 def test_two_nodes(results) -> None:
     """The workers' own assertions hold on every rank."""
     assert len(results) == 4
+
+
+def test_parameters_cut_without_the_mark(results) -> None:
+    """Each tensor-parallel rank trains its own softmax offsets, and its own part of a user's layer."""
+    for result in results:
+        for name in (OFFSET, SCALE):
+            gradient, weight = result["cut"][name]
+            assert gradient < 0.05 and weight < 0.5, (name, result["cut"])
 
 
 def test_bytes_between_nodes_and_inside(results) -> None:

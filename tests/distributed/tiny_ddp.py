@@ -40,6 +40,10 @@ class Setup:
     bucket_size: int | None = 20_000
     loss_scale: float | None = None
     """Fixed loss scale of fp16."""
+    softmax: str = "vanilla"
+    """Megatron's ``softmax_type``."""
+    change: Callable[[torch.nn.Module], None] = lambda model: None
+    """Called with the model before it is wrapped."""
 
 
 class Training:
@@ -56,7 +60,8 @@ class Training:
         policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
         self.run = Run(policy, ledger, transports=Transports(setup.transport, setup.communicators))
         self.gradients = Gradients(config, self.run)
-        self.model = build_model(rank, setup.dtype, setup.fusion)
+        self.model = build_model(rank, setup.dtype, setup.fusion, setup.softmax)
+        setup.change(self.model)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=setup.fp32_gradients,
             overlap_grad_reduce=setup.overlap,
@@ -123,7 +128,10 @@ class Training:
         return total / count, updated
 
     def _backward(self, number: int, spoil) -> float:
-        batch = batch_of(self.iteration * self.setup.micro_batches + number, self.rank)
+        from megatron.core import parallel_state
+
+        replica = parallel_state.get_data_parallel_rank()
+        batch = batch_of(self.iteration * self.setup.micro_batches + number, replica)
         loss = self.ddp(**batch).float().mean()
         if spoil is not None:
             spoil(self.model)
@@ -145,15 +153,16 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
-def start(rank: int) -> None:
-    """Megatron's groups, all ranks in one data-parallel group; on a GPU, kernels that repeat their bits."""
+def start(rank: int, tensor_ranks: int = 1) -> None:
+    """Megatron's groups, tensor and data parallelism; on a GPU, kernels that repeat their bits."""
     host.install()
     from megatron.core import parallel_state, tensor_parallel
 
     if torch.cuda.is_available():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
-    parallel_state.initialize_model_parallel()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
@@ -166,8 +175,11 @@ def device_of(rank: int) -> torch.device:
     )
 
 
-def build_model(rank: int, dtype: torch.dtype, fusion: bool = False) -> torch.nn.Module:
-    """megatron-core's own GPT of two layers; the same weights on every rank."""
+def build_model(
+    rank: int, dtype: torch.dtype, fusion: bool = False, softmax: str = "vanilla"
+) -> torch.nn.Module:
+    """megatron-core's own GPT of two layers; the same weights on every data-parallel rank."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -181,6 +193,8 @@ def build_model(rank: int, dtype: torch.dtype, fusion: bool = False) -> torch.nn
         hidden_size=64,
         num_attention_heads=4,
         transformer_impl="local",
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        softmax_type=softmax,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
