@@ -1,4 +1,4 @@
-"""The collectives over one lane: argument checks and launches."""
+"""The collectives over one channel: argument checks and launches."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -8,12 +8,14 @@ import torch
 
 from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device, device_number
+from taco_kernels.common.reference import hadamard
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.symmetric_memory.all_gather import all_gather_kernel
-from taco_kernels.symmetric_memory.all_reduce import two_shot_kernel
-from taco_kernels.symmetric_memory.lane import WARPS, Lane, exchange, tile_bytes, tile_of
-from taco_kernels.symmetric_memory.matrices import decode_matrix, encode_matrix
-from taco_kernels.symmetric_memory.reduce_scatter import reduce_scatter_kernel
+from taco_kernels.symmetric_memory.channel import WARPS, Channel, exchange, tile_bytes, tile_of
+from taco_kernels.symmetric_memory.kernels import (
+    all_gather_kernel,
+    all_reduce_kernel,
+    reduce_scatter_kernel,
+)
 from taco_kernels.taco import launch
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 from taco_kernels.taco.spec import Spec, make_flags, make_spec
@@ -23,7 +25,7 @@ OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
 def _own(device: torch.device) -> Device:
-    """What a launch needs to know of a lane's device."""
+    """What a launch needs to know of a channel's device."""
     return device_number(-1 if device.index is None else device.index)
 
 
@@ -34,7 +36,7 @@ def _check_no_lists(*configs: CodecConfig) -> None:
 
 
 class Plan(NamedTuple):
-    """What is to be done for all calls on a lane that are alike but for addresses."""
+    """What is to be done for all calls on a channel that differ in addresses alone."""
 
     launch: fast_launch.Launch
     walkable: bool
@@ -45,13 +47,8 @@ class Plan(NamedTuple):
         return out
 
 
-def choose_splits(tiles: int, lane: Lane) -> int:
-    """How many programs share a tile number in an all-reduce of ``tiles`` tiles a piece."""
-    return lane.world_size if tiles * lane.world_size <= lane.programs else 1
-
-
 def all_reduce(
-    lane: Lane,
+    channel: Channel,
     x: torch.Tensor,
     config: CodecConfig,
     out: torch.Tensor | None = None,
@@ -60,49 +57,48 @@ def all_reduce(
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
 
     Args:
-        lane: this rank's end.
+        channel: this rank's end.
         x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
         config: of the codec.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
     """
-    lane.check()
+    channel.check()
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_all_reduce, config, config_out, *like)(x, out)
+    return _plan(channel, _plan_all_reduce, config, config_out, *like)(x, out)
 
 
-def _plan_all_reduce(lane, config, config_out, numel, dtype, layout) -> Plan:
+def _plan_all_reduce(channel, config, config_out, numel, dtype, layout) -> Plan:
     config_out = config_out or config
     check_same_groups(config, config_out)
     _check_no_lists(config, config_out)
-    groups = config.chunk_numel(numel, lane.world_size) // config.group_size
+    groups = config.chunk_numel(numel, channel.world_size) // config.group_size
     values = groups * config.group_size
-    tiles = ceil_div(values, tile_of(config, _own(lane.table.device)))
-    splits = choose_splits(tiles, lane)
+    tiles = ceil_div(values, tile_of(config, _own(channel.table.device)))
     rows = launch.rows_of(layout, config.group_size)
     tail = numel % config.group_size != 0
     message = (numel, values, values, groups)
-    return _prepare(two_shot_kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out)
+    return _prepare(all_reduce_kernel, channel, tiles, message, rows, tail, dtype, config, config_out)
 
 
 def reduce_scatter(
-    lane: Lane, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
+    channel: Channel, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum x over the ranks and return this rank's slice of the first dimension, which W divides.
 
     Arguments as for ``all_reduce``.
     """
-    lane.check()
-    if x.shape[0] % lane.world_size:
-        raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {lane.world_size} ranks")
-    out = _output(out, (x.shape[0] // lane.world_size, *x.shape[1:]), x)
-    like = x.numel() // lane.world_size, x.dtype, launch.layout_of(x)
-    return _plan(lane, _plan_shards, reduce_scatter_kernel, config, *like)(x, out)
+    channel.check()
+    if x.shape[0] % channel.world_size:
+        raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {channel.world_size} ranks")
+    out = _output(out, (x.shape[0] // channel.world_size, *x.shape[1:]), x)
+    like = x.numel() // channel.world_size, x.dtype, launch.layout_of(x)
+    return _plan(channel, _plan_shards, reduce_scatter_kernel, config, *like)(x, out)
 
 
 def all_gather_encoded(
-    lane: Lane,
+    channel: Channel,
     wire: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -112,11 +108,11 @@ def all_gather_encoded(
     """Every rank's tensor, decoded, one after the other along the first dimension.
 
     Args:
-        lane, config, out: as for ``all_reduce``.
+        channel, config, out: as for ``all_reduce``.
         wire: uint8[1, wire_bytes], what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and
             ``dtype``.
     """
-    lane.check()
+    channel.check()
     numel = torch.Size(shape).numel()
     check_wires(wire, config, config.chunk_numel(numel))
     if wire.shape[0] != 1:
@@ -124,20 +120,20 @@ def all_gather_encoded(
     wire = wire.contiguous()
     if wire.data_ptr() % ALIGNMENT:
         wire = wire.clone()
-    out = _output(out, (lane.world_size * shape[0], *shape[1:]), wire, dtype)
-    return _plan(lane, _plan_shards, all_gather_kernel, config, numel, dtype, None)(wire, out)
+    out = _output(out, (channel.world_size * shape[0], *shape[1:]), wire, dtype)
+    return _plan(channel, _plan_shards, all_gather_kernel, config, numel, dtype, None)(wire, out)
 
 
-def _plan_shards(lane, kernel, config, shard, dtype, layout) -> Plan:
+def _plan_shards(channel, kernel, config, shard, dtype, layout) -> Plan:
     """Of the two whose pieces are slices of ``shard`` values."""
     _check_no_lists(config)
     groups = config.chunk_numel(shard) // config.group_size
     tail = shard % config.group_size != 0
     copied = tail and layout and kernel is reduce_scatter_kernel  # pieces of it that are no whole groups
     rows = None if copied else launch.rows_of(layout, config.group_size)
-    tiles = ceil_div(groups * config.group_size, tile_of(config, _own(lane.table.device)))
-    message = (lane.world_size * shard, shard, shard, groups)
-    return _prepare(kernel, lane, tiles, 1, message, rows, tail, dtype, config)
+    tiles = ceil_div(groups * config.group_size, tile_of(config, _own(channel.table.device)))
+    message = (channel.world_size * shard, shard, shard, groups)
+    return _prepare(kernel, channel, tiles, message, rows, tail, dtype, config)
 
 
 @lru_cache(maxsize=1024)
@@ -156,29 +152,35 @@ def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, 
     return out
 
 
-def _plan(lane: Lane, make: Callable[..., Plan], *arguments) -> Plan:
-    """``make(lane, *arguments)``, made once."""
+def _plan(channel: Channel, make: Callable[..., Plan], *arguments) -> Plan:
+    """``make(channel, *arguments)``, made once."""
     key = (make, *arguments)
-    plan = lane.plans.get(key)
+    plan = channel.plans.get(key)
     if plan is None:
-        if len(lane.plans) >= launch.PLANS:
-            lane.plans.clear()
-        plan = lane.plans[key] = make(lane, *arguments)
+        if len(channel.plans) >= launch.PLANS:
+            channel.plans.clear()
+        plan = channel.plans[key] = make(channel, *arguments)
     return plan
 
 
-def _prepare(kernel, lane, tiles, splits, message, rows, tail, dtype, config, config_out=None) -> Plan:
+def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_out=None) -> Plan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
-    launch.check_groups(message[3] * lane.world_size)
+    launch.check_groups(message[3] * channel.world_size)
     walkable = rows is not None
     rows = rows or launch.rows_of(None, config.group_size)
-    shape = lane.world_size, lane.programs, splits
+    shape = channel.world_size, channel.programs
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, dtype, lane.table.device, shape, rows.strided, tail
+        kernel, config, config_out, dtype, channel.table.device, shape, rows.strided, tail
     )
-    steps = ceil_div(tiles, lane.programs // splits)
-    programs = ceil_div(tiles, steps) * splits  # as few as need no more steps
-    own = lane.table, lane.steps, lane.memory, lane.rank, lane.error_address, lane.timeout_ns
+    programs = ceil_div(tiles, ceil_div(tiles, channel.programs))  # as few as need no more steps
+    own = (
+        channel.table,
+        channel.steps,
+        channel.memory,
+        channel.rank,
+        channel.error_address,
+        channel.timeout_ns,
+    )
     fixed = to_wire, from_wire, *own, *message, *rows[:4]
     return Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
@@ -195,9 +197,22 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail):
     full = spec(config, tile)
     constants = dict(FLAGS=make_flags(strided, tail, 1), OUT_FLAGS=make_flags(False, tail, 1))
     constants |= dict(C=full, E=exchange(*shape), **OPTIONS)
-    if kernel is two_shot_kernel:
+    if kernel is all_reduce_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes
-    to_wire = encode_matrix(full, dtype, device)
-    return to_wire, decode_matrix(full, torch.bfloat16 if sums else torch.float16, device), constants
+    points, half = full.POINT.value, torch.bfloat16 if dtype == torch.float32 else dtype
+    to_wire = _matrix(points, 1 / config.group_size, True, half, device)
+    from_wire = _matrix(points, 1.0, False, torch.bfloat16 if sums else torch.float16, device)
+    return to_wire, from_wire, constants
+
+
+@lru_cache
+def _matrix(
+    points: int, value: float, shuffled: bool, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``common.hadamard.sylvester`` in device memory, for all streams."""
+    column = torch.arange(points)
+    if shuffled and points >= 64:
+        column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
+    return (hadamard(torch.eye(points))[:, column].contiguous() * value).to(dtype).to(device)

@@ -1,4 +1,9 @@
-"""Symmetric memory for the ranks of a process group on one host."""
+"""Symmetric memory for the ranks of a process group on one host.
+
+Collectives of a device run one after the other, whatever their groups and streams: a kernel that waits for
+its peers and fills the device keeps out the others that they may be waiting in, and two ranks whose devices
+were taken in different orders would wait for ever.
+"""
 
 import os
 import socket
@@ -11,17 +16,29 @@ import torch.distributed as dist
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.dispatch import AMD
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.lane import Lane, SymmetricMemoryError, lane_bytes, make_lane
-from taco_kernels.symmetric_memory.order import queue_current_stream, timeout_of
+from taco_kernels.symmetric_memory.channel import Channel, SymmetricMemoryError, channel_bytes, make_channel
 from taco_kernels.taco.layout import CodecConfig
 
-PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as are resident at once: a program that waits must not keep one out
+_last_stream: dict[int, torch.cuda.Stream] = {}
+"""Of each device, the stream that its last collective was given to."""
 
 
 def resident_programs(device: Device) -> int:
-    """Programs that are resident at once: one a multiprocessor where 99 KiB do not always hold two."""
+    """Programs that are resident at once: a program that waits must not keep one out.
+
+    Two a multiprocessor; one where 99 KiB of shared memory do not always hold two.
+    """
     cramped = device.small and device.capability != (8, 0)
-    return (1 if cramped else PROGRAMS_PER_MULTIPROCESSOR) * device.multiprocessors
+    return (1 if cramped else 2) * device.multiprocessors
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
+
+    A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait for.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def unavailable_reason(group: dist.ProcessGroup) -> str | None:
@@ -56,14 +73,14 @@ def strangers_reason(group: dist.ProcessGroup) -> str | None:
     dist.all_gather_object(views, _view()["uuid"], group=group)
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = torch.cuda.current_device()
-    strangers = [
+    without = [
         rank
         for rank, uuid in enumerate(views)
         if rank != group.rank()
         and uuid in visible
         and not torch.cuda.can_device_access_peer(own, visible[uuid])
     ]
-    dist.all_gather_object(views, strangers, group=group)
+    dist.all_gather_object(views, without, group=group)
     for rank, others in enumerate(views):
         if others:
             return f"the device of rank {rank} has no peer access to that of rank {others[0]}"
@@ -102,10 +119,8 @@ class SymmetricGroup:
     """Compressed collectives over symmetric memory for one process group. Construction is collective.
 
     Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a device run
-    one after the other, whatever their streams: a kernel fills the device and waits for its peers, and two
-    that got hold of two ranks' devices in different orders would wait for ever. Replays of CUDA graphs could
-    not be put in order, so calls cannot be captured. As with NCCL, all ranks of a group make the same calls
-    in the same order.
+    one after the other, whatever their streams. Replays of CUDA graphs could not be put in that order, so
+    calls cannot be captured. As with NCCL, all ranks of a group make the same calls in the same order.
 
     The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
     on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
@@ -132,7 +147,7 @@ class SymmetricGroup:
 
         self.device = torch.device("cuda", torch.cuda.current_device())
         programs = programs or resident_programs(device_number(self.device.index))
-        size = lane_bytes(group.size(), programs)
+        size = channel_bytes(group.size(), programs)
         problem = handle = None
         try:
             self._memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
@@ -144,17 +159,22 @@ class SymmetricGroup:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
         timeout = timeout_of(group) if timeout is None else timeout
-        self.lane = make_lane(addresses, self.rank, self.device, programs, timeout)
+        self.channel = make_channel(addresses, self.rank, self.device, programs, timeout)
         torch.cuda.synchronize(self.device)
         dist.barrier(group)  # no rank may send before all have zeroed their flags
         torch.cuda.synchronize(self.device)
 
-    def _in_order(self) -> Lane:
-        """The lane for a call on the current stream, after earlier calls on other streams."""
+    def _in_order(self) -> Channel:
+        """The channel for a call on the current stream, after earlier calls on other streams."""
         if torch.cuda.is_current_stream_capturing():
             raise SymmetricMemoryError("a collective over symmetric memory cannot be part of a CUDA graph")
-        queue_current_stream(self.device.index)
-        return self.lane
+        device = self.device.index
+        last = _last_stream.get(device)
+        if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(device):
+            stream = _last_stream[device] = torch.cuda.current_stream(device)
+            if last is not None:
+                stream.wait_stream(last)
+        return self.channel
 
     def all_reduce(
         self,

@@ -15,7 +15,7 @@ from megatron.compression.communication import (
     fp32_all_reduce,
     reduce_scatter,
 )
-from taco_kernels.symmetric_memory.order import timeout_of
+from taco_kernels.symmetric_memory.group import timeout_of
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
 

@@ -1,31 +1,31 @@
-"""Several ranks of a symmetric-memory lane on one device, and what their collectives should return."""
+"""Several ranks of a symmetric-memory channel on one device, and what their collectives should return."""
 
 import torch
 
-from taco_kernels.symmetric_memory.lane import Lane, lane_bytes, make_lane
+from taco_kernels.symmetric_memory.channel import Channel, channel_bytes, make_channel
 from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 
-def simulated_lanes(world_size: int, programs: int, timeout: float = 20.0) -> list[Lane]:
-    """One lane's end for each of ``world_size`` ranks, all in this device's memory."""
+def simulated_channels(world_size: int, programs: int, timeout: float = 20.0) -> list[Channel]:
+    """One channel's end for each of ``world_size`` ranks, all in this device's memory."""
     device = torch.device("cuda", torch.cuda.current_device())
-    size = lane_bytes(world_size, programs)
+    size = channel_bytes(world_size, programs)
     memory = torch.zeros(world_size, size, dtype=torch.uint8, device=device)
     addresses = [memory[rank].data_ptr() for rank in range(world_size)]
-    lanes = [make_lane(addresses, rank, device, programs, timeout) for rank in range(world_size)]
-    lanes[0].__dict__["memory_owner"] = memory  # keep it alive
+    channels = [make_channel(addresses, rank, device, programs, timeout) for rank in range(world_size)]
+    channels[0].__dict__["memory_owner"] = memory  # keep it alive
     torch.cuda.synchronize()
-    return lanes
+    return channels
 
 
-def on_all_ranks(lanes: list[Lane], call) -> list[torch.Tensor]:
-    """``call(rank, lane)`` on a stream for each rank, so that the kernels run at the same time."""
+def on_all_ranks(channels: list[Channel], call) -> list[torch.Tensor]:
+    """``call(rank, channel)`` on a stream for each rank, so that the kernels run at the same time."""
     current, results = torch.cuda.current_stream(), []
-    for rank, lane in enumerate(lanes):
+    for rank, channel in enumerate(channels):
         stream = torch.cuda.Stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            results.append(call(rank, lane))
+            results.append(call(rank, channel))
     torch.cuda.synchronize()
     return results
 

@@ -11,7 +11,7 @@ import torch
 from taco_kernels import bitmap_sparse, sdp4bit, tah_quant
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.taco import CodecConfig
-from tests.gpu.simulated_ranks import on_all_ranks, simulated_lanes
+from tests.gpu.simulated_ranks import on_all_ranks, simulated_channels
 
 SETTINGS = [CodecConfig("int8"), CodecConfig("int6", 64, "single"), CodecConfig("fp8-e4m3", 32)]
 
@@ -94,33 +94,33 @@ def test_codec(setting: int, numel: int, chunks: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize(("world_size", "numel", "chosen"), [(1, 4 * 1031, (0, 1)), (2, 2**17, (0, 2))])
 def test_collectives(world_size: int, numel: int, chosen: tuple[int, ...]) -> None:
-    """On two lanes, whose addresses are arguments too; tensors at odd addresses, and rows."""
+    """On two channels, whose addresses are arguments too; tensors at odd addresses, and rows."""
     from taco_kernels.symmetric_memory import collectives
     from taco_kernels.taco import launch
 
     config = CodecConfig("int6")
 
-    def all_gather(x: torch.Tensor, lane) -> torch.Tensor:
-        return collectives.all_gather_encoded(lane, launch.encode(x, config), x.shape, x.dtype, config)
+    def all_gather(x: torch.Tensor, channel) -> torch.Tensor:
+        return collectives.all_gather_encoded(channel, launch.encode(x, config), x.shape, x.dtype, config)
 
     xs = views(numel, torch.bfloat16, torch.Generator("cuda").manual_seed(0))
     operations = (
-        lambda x, lane: collectives.all_reduce(lane, x, config),
-        lambda x, lane: collectives.reduce_scatter(lane, x, config),
+        lambda x, channel: collectives.all_reduce(channel, x, config),
+        lambda x, channel: collectives.reduce_scatter(channel, x, config),
         all_gather,
     )
     for _ in range(2):
-        lanes = simulated_lanes(world_size, programs=24)
+        channels = simulated_channels(world_size, programs=24)
         for x in (xs[number].reshape(4, -1) if number < 2 else xs[number] for number in chosen):
 
-            def call(x=x, lanes=lanes) -> list[torch.Tensor]:
+            def call(x=x, channels=channels) -> list[torch.Tensor]:
                 results = []
                 for operation in operations:
-                    results += on_all_ranks(lanes, lambda _, lane, run=operation: run(x, lane))
+                    results += on_all_ranks(channels, lambda _, channel, run=operation: run(x, channel))
                 return results
 
             same(call)
-        lanes[0].check()
+        channels[0].check()
 
 
 def test_the_other_codecs() -> None:
@@ -154,12 +154,12 @@ def test_graph_capture(config: CodecConfig) -> None:
     from taco_kernels.taco import launch
 
     x = torch.randn(1000, 128, device="cuda").bfloat16()
-    (lane,) = simulated_lanes(1, programs=24)
+    (channel,) = simulated_channels(1, programs=24)
 
     def call() -> list[torch.Tensor]:
         wires = launch.encode(x, config, 2)
         back = launch.decode(wires, config, x.shape, x.dtype)
-        return [wires, back, collectives.all_reduce(lane, x, config)]
+        return [wires, back, collectives.all_reduce(channel, x, config)]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -41,30 +41,30 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, shape, dtype) -> None:
-    """Every collective, several times over the same lane, in an order that leaves the rings askew."""
+    """Every collective, several times over the same channel, in an order that leaves their slots askew."""
     from taco_kernels.symmetric_memory import collectives
 
     generator = torch.Generator("cuda").manual_seed(0)
     xs = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(world_size)]
     xs[0][0, 1] = float("nan")
-    lanes = ranks.simulated_lanes(world_size, programs=24)
+    channels = ranks.simulated_channels(world_size, programs=24)
     summed = ranks.expected_all_reduce(xs, config)
     scattered = ranks.expected_reduce_scatter(xs, config)
     gathered = ranks.expected_all_gather(xs, config)
     wires = [encode(x, config) for x in xs]
 
     def on_all(call, expected: list[torch.Tensor]) -> None:
-        for result, wanted in zip(ranks.on_all_ranks(lanes, call), expected, strict=True):
+        for result, wanted in zip(ranks.on_all_ranks(channels, call), expected, strict=True):
             assert torch.equal(bits(result), bits(wanted))
 
     for _ in range(3):
-        on_all(lambda r, lane: collectives.all_reduce(lane, xs[r], config), [summed] * world_size)
-        on_all(lambda r, lane: collectives.reduce_scatter(lane, xs[r], config), scattered)
+        on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
+        on_all(lambda r, channel: collectives.reduce_scatter(channel, xs[r], config), scattered)
         on_all(
-            lambda r, lane: collectives.all_gather_encoded(lane, wires[r], shape, dtype, config),
+            lambda r, channel: collectives.all_gather_encoded(channel, wires[r], shape, dtype, config),
             [gathered] * world_size,
         )
-    lanes[0].check()
+    channels[0].check()
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
 
     generator = torch.Generator("cuda").manual_seed(0)
     xs = [torch.randn(130, 640, generator=generator, device="cuda").bfloat16() for _ in range(4)]
-    lanes = ranks.simulated_lanes(4, programs=24)
+    channels = ranks.simulated_channels(4, programs=24)
     expected = ranks.expected_all_reduce(xs, config, config_out)
     results = ranks.on_all_ranks(
-        lanes, lambda r, lane: collectives.all_reduce(lane, xs[r], config, config_out=config_out)
+        channels, lambda r, channel: collectives.all_reduce(channel, xs[r], config, config_out=config_out)
     )
     for result in results:
         assert torch.equal(bits(result), bits(expected))
@@ -104,19 +104,19 @@ def test_many_steps_have_the_bits_of_the_codec_kernels(world_size, config) -> No
     """From one step a program to ten."""
     from taco_kernels.symmetric_memory import collectives
 
-    lanes = ranks.simulated_lanes(world_size, programs=24)
+    channels = ranks.simulated_channels(world_size, programs=24)
     base = [torch.randn(world_size * 240 * 8192, device="cuda").bfloat16() for _ in range(world_size)]
     for tiles in (3, 24, 30, 70, 240):
         xs = [x[: world_size * tiles * 8192 - 1000] for x in base]
         expected = ranks.expected_all_reduce(xs, config)
         for _ in range(2):
             results = ranks.on_all_ranks(
-                lanes,
-                lambda r, lane, xs=xs: collectives.all_reduce(lane, xs[r], config),
+                channels,
+                lambda r, channel, xs=xs: collectives.all_reduce(channel, xs[r], config),
             )
             for result in results:
                 assert torch.equal(bits(result), bits(expected)), tiles
-    lanes[0].check()
+    channels[0].check()
 
 
 def test_strided_input() -> None:
@@ -125,8 +125,8 @@ def test_strided_input() -> None:
 
     config = CodecConfig("int8")
     xs = [torch.randn(512, 1280, device="cuda").bfloat16()[:, :1024] for _ in range(2)]
-    lanes = ranks.simulated_lanes(2, programs=24)
-    results = ranks.on_all_ranks(lanes, lambda r, lane: collectives.all_reduce(lane, xs[r], config))
+    channels = ranks.simulated_channels(2, programs=24)
+    results = ranks.on_all_ranks(channels, lambda r, channel: collectives.all_reduce(channel, xs[r], config))
     assert torch.equal(results[0], ranks.expected_all_reduce(xs, config))
     assert torch.equal(results[0], results[1])
 
@@ -179,7 +179,7 @@ def stress_worker(rank: int, world_size: int) -> int:
     torch.cuda.synchronize()
     assert [int(count) for count in wrong] == [0, 0]
     for group in symmetric:
-        group.lane.check()
+        group.channel.check()
     return done
 
 
@@ -205,7 +205,7 @@ def dead_rank_main(rank: int, store: str, outcome) -> None:
         os._exit(0)
     began = time.monotonic()
     messages = []
-    for call in (lambda: (group.all_reduce(x, config), torch.cuda.synchronize()), group.lane.check):
+    for call in (lambda: (group.all_reduce(x, config), torch.cuda.synchronize()), group.channel.check):
         try:
             call()
         except (RuntimeError, SymmetricMemoryError) as error:

@@ -37,7 +37,7 @@ from triton.runtime.jit import JITFunction
 from taco_kernels.common import device as devices
 from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device
-from taco_kernels.symmetric_memory import collectives, matrices
+from taco_kernels.symmetric_memory import collectives
 from taco_kernels.taco import launch as taco
 from tests.kernels.every_setting import LAUNCHERS, Setting, every_setting
 from tests.kernels.recorded_launches import recorded_launches
@@ -101,7 +101,7 @@ def _forget() -> None:
     """Launches that were prepared for another device."""
     fast_launch._launches.clear()
     plans = taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode
-    for cached in (*plans, collectives._constants, matrices.encode_matrix, matrices.decode_matrix):
+    for cached in (*plans, collectives._constants):
         cached.cache_clear()
 
 

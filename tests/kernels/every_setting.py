@@ -18,8 +18,8 @@ from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit
 from taco_kernels.sdp4bit.layout import BITS
 from taco_kernels.sdp4bit.layout import GROUP_SIZES as SDP4BIT_GROUPS
-from taco_kernels.symmetric_memory import collectives, matrices
-from taco_kernels.symmetric_memory.lane import lane_bytes, make_lane
+from taco_kernels.symmetric_memory import collectives
+from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from taco_kernels.taco import launch as taco
 from taco_kernels.tah_quant import TahConfig
@@ -27,7 +27,7 @@ from taco_kernels.tah_quant import launch as tah_quant
 from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES
 
 LAUNCHERS = (
-    *(taco, collectives, matrices, sdp4bit, tah_quant),
+    *(taco, collectives, sdp4bit, tah_quant),
     *(bitmap_sparse, channel_norm, error_feedback, lossless),
 )
 """Modules that have the kernels."""
@@ -154,13 +154,13 @@ def of_symmetric_memory() -> Iterator[Setting]:
     """The collectives of four ranks, whose addresses are not used."""
 
     def call(operation, config, dtype, shard=NUMEL // 4) -> None:
-        memory = zeros(lane_bytes(4, 8))
-        lane = make_lane([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
+        memory = zeros(channel_bytes(4, 8))
+        channel = make_channel([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
         if operation == "all_gather":
             wire = zeros(1, config.wire_bytes(shard))
-            collectives.all_gather_encoded(lane, wire, (1, shard), dtype, config)
+            collectives.all_gather_encoded(channel, wire, (1, shard), dtype, config)
         else:
-            getattr(collectives, operation)(lane, zeros(4, shard, dtype=dtype), config)
+            getattr(collectives, operation)(channel, zeros(4, shard, dtype=dtype), config)
 
     for config, dtype in itertools.product(configs(), DTYPES):
         for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from taco_kernels.common.device import Device
 from taco_kernels.common.rounding import nearest_fp8
-from taco_kernels.symmetric_memory.lane import tile_bytes, tile_of
+from taco_kernels.symmetric_memory.channel import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.spec import make_spec
 from taco_kernels.taco.tuning import tuning_for, tuning_in, tuning_of
@@ -151,13 +151,13 @@ def test_what_an_h200_runs_is_what_was_measured() -> None:
 
 
 def test_programs_that_wait_for_peers_are_resident(tmp_path, monkeypatch) -> None:
-    """As many as a lane starts, by what compiled kernels take."""
+    """As many as a channel starts, by what compiled kernels take."""
     from taco_kernels.symmetric_memory.group import resident_programs
 
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 2, 1]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel, name in (
-        ("two_shot", "all_reduce int8 128 dual"),
+        ("all_reduce_kernel", "all_reduce int8 128 dual"),
         ("reduce_scatter", "reduce_scatter int8 256 signed"),
     ):
         [usage] = usages(SETTINGS[f"symmetric_memory {name} bfloat16"], 90, kernel)
@@ -184,7 +184,7 @@ def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
 
 def test_slots_hold_the_tiles_of_any_device() -> None:
     """Ranks of a host share memory: a slot is as large on each, whatever tiles it takes."""
-    from taco_kernels.symmetric_memory.lane import slot_bytes
+    from taco_kernels.symmetric_memory.channel import slot_bytes
 
     for architecture in ARCHITECTURES:
         for config in (CodecConfig(f, g) for f in FORMATS for g in GROUP_SIZES):

@@ -15,8 +15,7 @@ from triton.runtime.jit import JITFunction
 from taco_kernels.common import fast_launch
 from taco_kernels.common.fast_launch import Launch, plain_launches
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.lane import lane_bytes, make_lane
-from taco_kernels.symmetric_memory.matrices import sylvester_kernel
+from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
 from taco_kernels.taco import CodecConfig, launch
 from tests.kernels.recorded_launches import FAST, KNOWN, Record, recorded_launches
 
@@ -31,10 +30,9 @@ CODEC = (
     launch.decode_sum_encode_kernel,
 )
 COLLECTIVES = (
-    collectives.two_shot_kernel,
+    collectives.all_reduce_kernel,
     collectives.reduce_scatter_kernel,
     collectives.all_gather_kernel,
-    sylvester_kernel,
 )
 
 
@@ -145,23 +143,23 @@ def test_codec_calls(config: CodecConfig) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_collectives(world_size: int) -> None:
-    """All of them, on two lanes: their addresses are arguments too."""
+    """All of them, on two channels: their addresses are arguments too."""
     config, other = CodecConfig("int8"), CodecConfig("int6")
-    size = lane_bytes(world_size, 8)
+    size = channel_bytes(world_size, 8)
     memory = torch.zeros(2, size, dtype=torch.uint8)
-    lanes = [make_lane([one.data_ptr()] * world_size, 0, torch.device("cpu"), 8, 1.0) for one in memory]
+    channels = [make_channel([one.data_ptr()] * world_size, 0, torch.device("cpu"), 8, 1.0) for one in memory]
     calls = []
-    for lane, numel in itertools.product(lanes, (4 * 128, 4 * 131, 2**16)):
+    for channel, numel in itertools.product(channels, (4 * 128, 4 * 131, 2**16)):
         for x in tensors_of(numel, torch.bfloat16, config.group_size)[:3]:
             x = x.view(4, -1)
             out, shard = torch.zeros_like(x), x[: 4 // world_size]
             full = torch.zeros(4, x.shape[1], dtype=x.dtype)
             for second in (None, other):
-                calls.append(lambda a=(lane, x, config, out, second): collectives.all_reduce(*a))
+                calls.append(lambda a=(channel, x, config, out, second): collectives.all_reduce(*a))
             scattered = torch.zeros_like(shard)
-            calls.append(lambda a=(lane, x, config, scattered): collectives.reduce_scatter(*a))
+            calls.append(lambda a=(channel, x, config, scattered): collectives.reduce_scatter(*a))
             wire = torch.zeros(1, other.wire_bytes(shard.numel()), dtype=torch.uint8)
-            encoded = (lane, wire, shard.shape, x.dtype, other, full)
+            encoded = (channel, wire, shard.shape, x.dtype, other, full)
             calls.append(lambda a=encoded: collectives.all_gather_encoded(*a))
     with recorded_launches(*COLLECTIVES) as (records, _):
         for call in calls:
