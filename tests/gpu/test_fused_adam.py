@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.compression.patches.optimizer import fuse
+from megatron.compression.patches.gaps import fuse
 
 
 def test_the_same_steps_as_unfused() -> None:

@@ -3,7 +3,7 @@
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron.compression.patches.optimizer import fuse, fuse_torch_adam, prime
+from megatron.compression.patches.gaps import fuse, fuse_torch_adam, prime
 
 
 class OnGpu(torch.nn.Parameter):

@@ -170,7 +170,7 @@ def test_an_entrypoint_that_knows_nothing_of_us() -> None:
 def test_what_comes_behind_validation(monkeypatch) -> None:
     """Each function once, in order, with the arguments as validated, before the tokenizer is made."""
     host.install()
-    from megatron.compression.patches import arguments as patched
+    from megatron.compression.patches import loop as patched
 
     module = SimpleNamespace(
         __name__="arguments", validate_args=lambda args, defaults=None: args.append("valid")
@@ -257,7 +257,7 @@ def test_megatron_core_has_every_symbol() -> None:
 )
 def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
     """One bucket of 4000 bytes over 4 data-parallel ranks."""
-    from megatron.compression.patches.distributed import _record_gradient_sync
+    from megatron.compression.patches.communication import _record_gradient_sync
 
     group = SimpleNamespace(
         ddp_config=SimpleNamespace(

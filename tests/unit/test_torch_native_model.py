@@ -179,7 +179,7 @@ def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
     flags += " --max-position-embeddings 8 --transformer-impl local --attention-backend local"
     flags += " --tokenizer-type NullTokenizer --vocab-size 8 --mock-data"
     monkeypatch.setattr("sys.argv", ["program", *flags.split(), *spec])
-    monkeypatch.setattr("megatron.compression.patches.arguments._after_validating", [])  # another test's
+    monkeypatch.setattr("megatron.compression.patches.loop._after_validating", [])  # another test's
     if not spec:
         with pytest.raises(TypeError):
             arguments.validate_args(arguments.parse_args())

@@ -1,4 +1,4 @@
-"""The optimizer: its copy of the masters, and torch's Adam where Transformer Engine and apex are missing.
+"""What megatron-core's wheel lacks or expects from apex and Transformer Engine, filled by torch.
 
 Megatron expects the fused Adam of Transformer Engine or apex, whose step count lives in the parameter group.
 torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core's ``DistributedOptimizer`` trips
@@ -13,13 +13,103 @@ _set_main_param_and_optimizer_states
 """
 
 import importlib
+import json
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from megatron.compression.patches.symbols import replace
+from megatron.compression.patches.symbols import put, replace
 
 if TYPE_CHECKING:  # torch is not loaded with this module
     import torch
+
+_GPT2 = "GPT2BPETokenizer"
+
+
+def use_shipped_helpers() -> None:
+    """Make ``megatron.core.datasets.utils.compile_helpers`` a no-op where ``helpers_cpp`` imports.
+
+    Why: start-up runs ``make`` in the package's folder, but the wheel ships ``helpers_cpp`` compiled and no
+    Makefile, so training from the wheel dies there, on GPUs as well. Not reached: a source checkout without
+    the compiled module, which keeps Megatron's own behaviour.
+    """
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    put(utils, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
+
+
+def fill_rope_slot(rotary: Callable) -> bool:
+    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing.
+
+    Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
+    ``--apply-rope-fusion`` is refused. It is read at each call. Packed sequences have a slot of their own.
+
+    Returns: Whether ``rotary`` is in the slot.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        put(rope_utils, "fused_apply_rotary_pos_emb", rotary, "the slot of Transformer Engine's kernel")
+    return rope_utils.fused_apply_rotary_pos_emb is rotary
+
+
+def fill_weight_gradient_slot(add_product: Callable) -> None:
+    """Put ``add_product`` where megatron-core calls apex's fused weight gradients. Idempotent.
+
+    Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused. Linear
+    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not reached:
+    Megatron FSDP, which takes Transformer Engine's.
+
+    Args:
+        add_product: called with ``(x, grad_output, main_grad)``, adds in place.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    name = "fused_weight_gradient_mlp_cuda"
+    module = ModuleType(name, "torch's GEMMs in place of apex's kernels")
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product
+    sys.modules[name] = layers.fused_weight_gradient_mlp_cuda = module
+    put(layers, "_grad_accum_fusion_available", True, "torch's GEMMs add to main_grad")
+
+
+def build_gpt2_from_its_files() -> None:
+    """Let ``--vocab-file`` and ``--merge-file`` alone make a ``GPT2BPETokenizer``.
+
+    Why: ``MegatronHFTokenizer`` reads the name ``gpt2`` from the hub even where it is given both files, and a
+    cluster's nodes reach no hub. Not reached: the tokenizer without files, and BERT's.
+    """
+    from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
+
+    def wrap(build):
+        def wrapper(self, tokenizer_path, vocab_file=None, merges_file=None, **others):
+            if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
+                return build(self, tokenizer_path, vocab_file, merges_file, **others)
+            # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
+            with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as folder:
+                _write(Path(folder), vocab_file, merges_file)
+                with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=folder):
+                    return build(self, tokenizer_path, vocab_file, merges_file, **others)
+
+        return wrapper
+
+    parameters = ("self", "tokenizer_path", "vocab_file", "merges_file")
+    replace(library.MegatronHFTokenizer, "__init__", parameters, wrap)
+
+
+def _write(folder: Path, vocab_file: str, merges_file: str) -> None:
+    """A GPT-2 tokenizer of these files, as the hub has one."""
+    for name, file in (("vocab.json", vocab_file), ("merges.txt", merges_file)):
+        shutil.copyfile(file, folder / name)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
 
 
 def on_master_copy(take: Callable[[Any], bool]) -> None:

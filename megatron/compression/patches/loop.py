@@ -1,11 +1,56 @@
-"""Megatron's training loop: its beginning and end, each iteration's log line, evaluations."""
+"""Megatron's command line, training loop and checkpoints: where a run's own parts are called."""
 
 import copy
 import inspect
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
 from megatron.compression.patches.symbols import PatchError, follow, put, replace
+
+_after_validating: list[Callable[[Namespace], None]] = []
+_adding: list[Callable[[ArgumentParser], ArgumentParser]] = []
+
+
+def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
+    """Call each ``after(args)`` behind ``validate_args``, in order; a function given again is called once.
+
+    Why: it is the one place that every entrypoint's arguments come through, before the tokenizer and the
+    configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its own.
+    """
+    from megatron.training import arguments
+
+    _after_validating.extend(one for one in after if one not in _after_validating)
+
+    def run(result: Any, given: dict) -> None:
+        for one in _after_validating:
+            one(given["args"])
+
+    follow(arguments, "validate_args", ("args",), run)
+
+
+def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> None:
+    """Have every ``parse_args`` call ``add(parser)`` too, behind the entrypoint's own provider.
+
+    ``add`` returns the parser. Why: an entrypoint that knows nothing of this project takes its flags as well.
+    """
+    from megatron.training import arguments
+
+    if add not in _adding:
+        _adding.append(add)
+
+    def wrap(parse_args):
+        def wrapper(extra_args_provider=None, *others, **named):
+            def provider(parser):
+                for one in (extra_args_provider, *_adding):
+                    parser = one(parser) if one is not None else parser
+                return parser
+
+            return parse_args(provider, *others, **named)
+
+        return wrapper
+
+    replace(arguments, "parse_args", ("extra_args_provider",), wrap)
 
 
 def on_training_log(after: Callable[[int, dict], None]) -> None:
@@ -178,3 +223,48 @@ def on_training_end(*after: Callable[[], None]) -> None:
             _at_the_end.pop(0)()
 
     follow(one_logger_utils, "finish", (), run)
+
+
+def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
+    """Call each ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
+
+    Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
+    ``--finetune`` and ``--pretrained-checkpoint``, which begin anew (see ``on_checkpoint_read``).
+    """
+    from megatron.training import checkpointing
+
+    def run(result: Any, given: dict) -> None:
+        for one in after:
+            one(given["checkpoint_args"])
+
+    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
+
+
+def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
+    """Call ``add(state_dict, is_loading)`` for each checkpoint that is put together to be saved or loaded.
+
+    Why: checkpoints have no place for the state of a run's own parts. Without "optimizer" in the state
+    (``--no-save-optim``, ``--no-load-optim``, ``--finetune``) the checkpoint holds weights alone: ``add`` has
+    to look.
+    """
+    from megatron.training import checkpointing
+
+    def run(state_dict: dict, given: dict) -> None:
+        add(state_dict, (given.get("optim_sd_kwargs") or {}).get("is_loading", False))
+
+    follow(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), run)
+
+
+def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> None:
+    """Call each ``after(state_dict, path)`` with what has been read of a checkpoint; None: there is none.
+
+    Why: it is the one place that every load comes through, ``--finetune`` too, before anything is checked.
+    The arguments alone are read first, then everything. Not reached: what reads files by itself.
+    """
+    from megatron.training import checkpointing
+
+    def run(result: tuple, given: dict) -> None:
+        for one in after:
+            one(result[0], result[1])
+
+    follow(checkpointing, "_load_base_checkpoint", ("rank0",), run)
