@@ -102,7 +102,7 @@ def parse_setting(text: str) -> Setting:
     """
     from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
     from megatron.compression.codecs.recipes import NAMED
-    from megatron.compression.tensor_parallel.by_site import parse_choices
+    from megatron.compression.tensor_parallel.config import parse_choices
 
     words = shlex.split(text)
     count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))

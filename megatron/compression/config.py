@@ -15,8 +15,7 @@ from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, TensorParallelConfig
-from megatron.compression.tensor_parallel.turns_checks import HALVES
+from megatron.compression.tensor_parallel.config import GATHERED_BY_MEGATRON, HALVES, TensorParallelConfig
 
 COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
 NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"

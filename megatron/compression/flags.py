@@ -12,7 +12,7 @@ from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
 from megatron.compression.errors import CompressionConfigError, InputError
-from megatron.compression.tensor_parallel.turns_checks import HALVES
+from megatron.compression.tensor_parallel.config import HALVES
 
 TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
 """``--compression taco-paper``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own

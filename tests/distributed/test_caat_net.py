@@ -133,7 +133,7 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
     """
     from megatron.compression.tensor_parallel.overlap import InputGradientExchange, WeightGradient
 
-    compute, take = WeightGradient.compute, InputGradientExchange.take
+    compute, take = WeightGradient.compute, InputGradientExchange.wait
 
     def watching(self):
         behind.append(self.exchange.work is not None and not self.exchange.work.done)
@@ -143,11 +143,11 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
         waiting.append(self.waiting)
         return take(self)
 
-    WeightGradient.compute, InputGradientExchange.take = watching, taking
+    WeightGradient.compute, InputGradientExchange.wait = watching, taking
     try:
         yield
     finally:
-        WeightGradient.compute, InputGradientExchange.take = compute, take
+        WeightGradient.compute, InputGradientExchange.wait = compute, take
 
 
 def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:

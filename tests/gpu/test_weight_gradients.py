@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
+from megatron.compression.tensor_parallel.functions import column_parallel_linear
 from megatron.compression.torch_native.weight_gradient import add_product
 from tests.unit.test_overlap import OneRankSite
 

@@ -17,8 +17,7 @@ from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import REMOVED, add_flags, resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.by_site import parse_layers
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig, parse_layers
 from tests.unit.megatron_args import parsed
 
 

@@ -7,10 +7,9 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.tensor_parallel import overlap
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
-from megatron.compression.tensor_parallel.overlap import Handover
-from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
+from megatron.compression.tensor_parallel.functions import column_parallel_linear, row_parallel_linear
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 
 
 class OneRankSite:
@@ -33,16 +32,16 @@ class OneRankSite:
         return Work(None, second if self.exchanges == 1 else first, self.exchanges)
 
 
-def mlp_loss(x, first, second, log, handover, exchanges: int = 2) -> torch.Tensor:
+def mlp_loss(x, first, second, log, deferred, exchanges: int = 2) -> torch.Tensor:
     """Loss of a two-layer block, through our layers."""
     fc1, fc2 = (OneRankSite(log, name, exchanges) for name in ("fc1", "fc2"))
-    inner = torch.nn.functional.gelu(column_parallel_linear(x, first, None, fc1, False, handover))
-    return row_parallel_linear(inner, second, fc2, False, handover).square().sum()
+    inner = torch.nn.functional.gelu(column_parallel_linear(x, first, None, fc1, False, deferred))
+    return row_parallel_linear(inner, second, fc2, False, deferred).square().sum()
 
 
-def mlp_gradients(x, first, second, log, handover) -> tuple[torch.Tensor, ...]:
+def mlp_gradients(x, first, second, log, deferred) -> tuple[torch.Tensor, ...]:
     """Gradients of the block."""
-    mlp_loss(x, first, second, log, handover).backward()
+    mlp_loss(x, first, second, log, deferred).backward()
     return x.grad, first.grad, second.grad
 
 
@@ -70,7 +69,7 @@ def test_both_weight_gradients_run_behind_the_exchange(exchanges: int, monkeypat
     row = torch.nn.Module()
     row.weight = torch.nn.Parameter(second.detach().clone())
     note_weight_gradients(log, monkeypatch)
-    loss = mlp_loss(x, first, row.weight, log, Handover(row), exchanges)
+    loss = mlp_loss(x, first, row.weight, log, DeferredWeightGradient(row), exchanges)
     expected = [
         "fc1 tp.backward start",
         "weight gradient (12, 8)",
@@ -98,7 +97,7 @@ def test_gradients_are_those_of_plain_layers() -> None:
         x, first, second = leaves()
         row = torch.nn.Module()
         row.weight = torch.nn.Parameter(second.detach().clone())
-        found = mlp_gradients(x, first, row.weight, [], Handover(row) if shared else None)
+        found = mlp_gradients(x, first, row.weight, [], DeferredWeightGradient(row) if shared else None)
         for mine, plain in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
 
@@ -109,12 +108,12 @@ def test_frozen_weights_and_inputs() -> None:
     x, first, second = leaves()
     row = torch.nn.Module()
     row.weight = torch.nn.Parameter(second.detach().clone(), requires_grad=False)
-    mlp_gradients(x, first.requires_grad_(False), row.weight, log, Handover(row))
+    mlp_gradients(x, first.requires_grad_(False), row.weight, log, DeferredWeightGradient(row))
     assert x.grad is not None and first.grad is None and row.weight.grad is None
     x, first, second = leaves()
     row.weight = torch.nn.Parameter(second.detach().clone())
     log.clear()
-    mlp_gradients(x.detach(), first, row.weight, log, Handover(row))
+    mlp_gradients(x.detach(), first, row.weight, log, DeferredWeightGradient(row))
     assert first.grad is not None and row.weight.grad is not None
     assert not any("tp.backward" in line for line in log), "nobody would take the sum"
 
@@ -154,7 +153,7 @@ def test_what_hides_nothing_is_said(setting: dict, overlaps: bool, said: str | N
             return SimpleNamespace(overlaps=overlaps)
 
     monkeypatch.setattr(hooks, "_attach_chunk", lambda *_: None)
-    monkeypatch.setattr(hooks.block, "attach", lambda *_: None)
+    monkeypatch.setattr(hooks.halves_block, "attach", lambda *_: None)
     monkeypatch.setattr(hooks, "sites_of", lambda chunk: [SimpleNamespace(group="tp")])
     config = TensorParallelConfig(compression="taco", **setting)
     lines: list[str] = []

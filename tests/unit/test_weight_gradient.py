@@ -14,9 +14,11 @@ host.install()
 from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
 
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
-from megatron.compression.tensor_parallel.overlap import Handover  # noqa: E402
-from megatron.compression.tensor_parallel.row_linear import row_parallel_linear  # noqa: E402
+from megatron.compression.tensor_parallel.functions import (  # noqa: E402
+    column_parallel_linear,
+    row_parallel_linear,
+)
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient  # noqa: E402
 from megatron.compression.torch_native import defaults, weight_gradient  # noqa: E402
 from megatron.compression.torch_native.weight_gradient import (  # noqa: E402
     add_product,
@@ -71,10 +73,10 @@ def test_layers_add_to_main_grad(dtype: torch.dtype, exchanges: int, shared: boo
         row = torch.nn.Module()
         column_weight, row.weight = as_ddp_has_it(first, main), as_ddp_has_it(second, main)
         row.gradient_accumulation_fusion = fusion
-        handover = Handover(row) if shared else None
+        deferred = DeferredWeightGradient(row) if shared else None
         fc1, fc2 = OneRankSite([], "fc1", exchanges), OneRankSite([], "fc2", exchanges)
-        inner = column_parallel_linear(x, column_weight, None, fc1, False, handover, fusion=fusion)
-        out = row_parallel_linear(inner, row.weight, fc2, False, handover, fusion=fusion)
+        inner = column_parallel_linear(x, column_weight, None, fc1, False, deferred, fusion=fusion)
+        out = row_parallel_linear(inner, row.weight, fc2, False, deferred, fusion=fusion)
         loss = out.float().square().sum()
         for _ in range(2):
             loss.backward(retain_graph=True)

@@ -21,7 +21,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
 )
-from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 
 _CLASSES = {
     CompressedRowParallelLinear: PartialRowParallelLinear,
@@ -55,7 +55,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
     mark_rank_local(chunk, config.enabled)
     if config.enabled:
         _check_layers(chunk)
-        _share_handovers(chunk)
+        _share_weight_gradients(chunk)
         sum_after_finalizing(chunk.config, ledger)
 
 
@@ -71,7 +71,7 @@ def _check_layers(chunk: torch.nn.Module) -> None:
                 )
 
 
-def _share_handovers(chunk: torch.nn.Module) -> None:
+def _share_weight_gradients(chunk: torch.nn.Module) -> None:
     """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2, next qkv.
 
     The latter pair is of two layers: they are not of one graph where layers are recomputed.
@@ -84,4 +84,4 @@ def _share_handovers(chunk: torch.nn.Module) -> None:
             for layer, following in itertools.pairwise(layers)
         ]
     for row, column in pairs:
-        row.next_weight = column.next_weight = Handover(column)
+        row.following = column.following = DeferredWeightGradient(column)

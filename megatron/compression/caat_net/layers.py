@@ -1,31 +1,218 @@
-"""The layers of a CAAT-Net."""
+"""The layers of a CAAT-Net: row-parallel ones synchronise only part of their output (arXiv 2506.19645).
+
+With k = int(p * h) shared channels, W ranks, and rank r's partial sum y_r = x_r A_r and stream z_r:
+
+    z_r[:k] = sum_j y_j[:k] + b[:k]                 shared: all-reduced, equal on all ranks
+    z_r[k:] = sqrt(W) * (y_r[k:] + b[k:])           private: one partial sum, at the variance of W of them
+
+Each rank carries its own residual stream from there on, so that the loss is a function of W streams. Every
+gradient of a stream is the loss's by that rank's stream alone; the adjoint of the formula is
+
+    dy_r[:k] = sum_j dz_j[:k],    dy_r[k:] = sqrt(W) * dz_r[k:]
+
+Column-parallel layers therefore reduce nothing: their input gradient already is that of their own stream. The
+streams begin as copies of one embedding, whose gradient is the sum over the ranks.
+"""
+
+import math
+from collections.abc import Callable
 
 import torch
 
-from megatron.compression.caat_net.streams import (
-    copy_to_streams,
-    linear_deferring,
-    partial_row_parallel_linear,
-)
+from megatron.compression.communication import Work
+from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
 )
-from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.overlap import (
+    DeferredWeightGradient,
+    InputGradientExchange,
+    WeightGradient,
+    arrival,
+    defer,
+    placeholder,
+)
+
+
+def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:
+    """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
+    if site.compresses(tensor.nbytes, traffic):
+        return site.all_reduce(tensor, traffic)
+    return site.all_reduce_uncompressed(tensor, traffic)
+
+
+class _PartialRowParallelLinear(torch.autograd.Function):
+    """The two blocks of the weight's rows are two GEMMs: an exchange overlaps with the private one.
+
+    Rows of the weight are channels of the output, so the shared channels come out contiguous, as one message.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, site, shared, exchange, gradient):
+        ctx.site, ctx.shared, ctx.has_bias = site, shared, bias is not None
+        ctx.exchange, ctx.gradient = exchange, gradient
+        ctx.save_for_backward(x, weight)
+        scale = math.sqrt(site.group.size())
+        rows = x.reshape(-1, x.shape[-1])
+        partial_sum = torch.matmul(rows, weight[:shared].t())
+        work = _sum_over_ranks(partial_sum, site, "tp.forward")
+        pieces = 2 if work.exchanges > 1 else 1
+        output = x.new_empty(rows.shape[0], weight.shape[0])
+        private = weight[shared:].t()
+        parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
+        for number, (part, destination) in enumerate(parts):
+            if number:
+                work.advance()
+            if bias is None:
+                torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
+            else:
+                torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
+        if bias is None:
+            output[:, :shared] = work.wait()
+        else:
+            torch.add(work.wait(), bias[:shared], out=output[:, :shared])
+        return output.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        shared, scale = ctx.shared, math.sqrt(ctx.site.group.size())
+        rows = x.reshape(-1, x.shape[-1])
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        shared_gradient = grad_output[:, :shared].clone(memory_format=torch.contiguous_format)
+        work = _sum_over_ranks(shared_gradient, ctx.site, "tp.backward")
+        private = grad_output[:, shared:]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            of_private = torch.matmul(private, weight[shared:])
+            ctx.exchange.work = work.then(
+                lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
+            )
+            grad_x = placeholder(x)
+        if work.exchanges > 1 and not ctx.exchange.waiting:
+            work.advance()
+        if ctx.needs_input_grad[1]:
+            full = torch.empty_like(weight)
+            torch.addmm(full[shared:], private.t(), rows, beta=0, alpha=scale, out=full[shared:])
+
+            def finish() -> torch.Tensor:
+                torch.matmul(work.wait().t(), rows, out=full[:shared])
+                return full
+
+            ctx.gradient.finish = finish
+            grad_weight = placeholder(weight)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            # This rank's stream alone: the ranks' are summed once an iteration (gradients.py).
+            grad_bias = grad_output.sum(dim=0)
+            grad_bias[shared:] *= scale
+        return grad_x, grad_weight, grad_bias, *(None,) * 4
+
+
+class _FinishedLater:
+    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived.
+
+    It is never added to main_grad here: no other backward of that weight does so, and DDP's hook adds it.
+    """
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], torch.Tensor] | None = None
+
+    def compute(self) -> torch.Tensor:
+        """Called when the engine comes to the weight's node."""
+        finish, self.finish = self.finish, None
+        return finish()
+
+
+class _LinearDeferring(torch.autograd.Function):
+    """``x @ weight.T + bias``; ``gradient`` computes the weight's, overlapped with another exchange."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, gradient):
+        ctx.save_for_backward(x, weight)
+        ctx.gradient, ctx.has_bias = gradient, bias is not None
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = torch.matmul(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        ctx.gradient.provide(lambda: (rows, x.reshape(-1, x.shape[-1])))
+        grad_bias = rows.sum(dim=0) if ctx.has_bias else None
+        return grad_input, placeholder(weight), grad_bias, None
+
+
+def partial_row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: CommSite,
+    shared_channels: int,
+    following: DeferredWeightGradient | None = None,
+) -> torch.Tensor:
+    """This rank's stream of a row-parallel linear layer whose first channels alone are summed (see above).
+
+    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. In the backward
+    its exchange overlaps with the private channels' GEMMs and the weight gradient ``following``; overlap.py
+    says how the autograd engine orders them.
+
+    Args:
+        x: ``[s, b, h_in / W]``.
+        weight: ``[h_out, h_in / W]``.
+        bias: ``[h_out]`` or None; its gradient is that of this rank's stream.
+        shared_channels: k, 1 to ``h_out``.
+        following: that of the column-parallel layer that comes next.
+    Returns: ``[s, b, h_out]``, bias included: the private channels are scaled with it.
+    """
+    exchange, gradient = InputGradientExchange(), _FinishedLater()
+    if following is not None:
+        following.use()  # what is left belongs to another graph
+    if torch.is_grad_enabled():
+        weight = defer(weight, gradient)
+        x = arrival(x, exchange)
+        if following is not None:
+            following.prepare(exchange)
+    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient)
+
+
+def linear_deferring(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient: WeightGradient
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` without communication.
+
+    Args:
+        x: ``[s, b, h]``.
+        weight: ``[h_out / W, h]``, as ``DeferredWeightGradient.use`` gives it.
+        bias: ``[h_out / W]`` or None.
+    """
+    return _LinearDeferring.apply(x, weight, bias, gradient)
+
+
+def copy_to_streams(x: torch.Tensor, site: CommSite) -> torch.Tensor:
+    """Begin every rank's stream with ``x``, equal on all of them; its gradient is summed over the ranks."""
+
+    def sum_over_streams(grad: torch.Tensor) -> torch.Tensor:
+        own = grad.clone(memory_format=torch.contiguous_format)
+        return _sum_over_ranks(own, site, "tp.backward").wait()
+
+    return WithBackward.apply(x, lambda x: x.view_as(x), sum_over_streams)
 
 
 class PartialRowParallelLinear(CompressedRowParallelLinear):
     """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward."""
 
     shared_channels: int
-    next_weight: Handover | None = None
-    """Shared with the column-parallel layer after this one: its weight gradient runs behind our exchange."""
+    following: DeferredWeightGradient | None = None
+    """That of the column-parallel layer after this one."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels."""
         output = partial_row_parallel_linear(
-            input_, self.weight, self.bias, self.site, self.shared_channels, self.next_weight, self.entry
+            input_, self.weight, self.bias, self.site, self.shared_channels, self.following
         )
         return output, None
 
@@ -33,20 +220,14 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
 class StreamColumnParallelLinear(CompressedColumnParallelLinear):
     """qkv, fc1 or the output layer of one rank's stream: nothing is communicated, forward or backward."""
 
-    next_weight: Handover | None = None
-    """Shared with the row-parallel layer before this one: brings our weight."""
+    following: DeferredWeightGradient | None = None
+    """This layer's, shared with the row-parallel layer before it."""
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        output = self._of_stream(input, weight, *args, **kwargs)
-        if self.entry is not None:
-            self.entry.behind()
-        return output
-
-    def _of_stream(self, input, weight, *args, **kwargs):
-        made = self.next_weight.take() if self.next_weight is not None else None
-        if made is None:
+        prepared = self.following.use() if self.following is not None else None
+        if prepared is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        weight, gradient = made
+        weight, gradient = prepared
         if not torch.is_grad_enabled():  # a region to be recomputed, inside a graph
             return super()._forward_impl(input, self.weight, *args, **kwargs)
         return linear_deferring(input, weight, kwargs["bias"], gradient)

@@ -1,16 +1,21 @@
-"""Settings of tensor parallelism: which codec, for which messages."""
+"""Settings of tensor parallelism: which codec, for which messages.
 
+Codecs by site and layer are one text: ``int6;fc2=int5;@0-1=int8;fc1@2-29,output=none``. The first part is for
+every site that no later one names. A later part is SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, with SITE one
+of SITES and LAYERS as in ``--tp-compression-layers``; of several that name a site the last counts.
+"""
+
+import functools
+import re
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Choice, Rule
+from megatron.compression.communication.policy import SITES, Choice, Rule
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import Dimension, refuse_flags, refuse_fp16
+from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel.by_site import parse_choices, parse_layers
-from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
 
 GATHERED_BY_MEGATRON = {
     "mtp_num_layers": "the input of each multi-token-prediction layer",
@@ -26,6 +31,25 @@ _NOT_COVERED = (
 
 
 _BACKWARD = "--tp-compression BACKWARD"
+HALVES = "--tp-compression-overlap halves"
+
+_OTHER_LAYERS = "has layers that are not halved"
+_FULLY_SHARDED = "gathers weights when a layer is called, and halves call its modules"
+_NOT_HALVED = {
+    "num_experts": "routes the tokens of a whole micro-batch",
+    "multi_latent_attention": "has attention whose input goes to several layers",
+    "mtp_num_layers": _OTHER_LAYERS,
+    "experimental_attention_variant": _OTHER_LAYERS,
+    "heterogeneous_layers_config_path": _OTHER_LAYERS,
+    "use_kitchen": _OTHER_LAYERS,
+    "distribute_saved_activations": "keeps a part of one tensor, where there are two",
+    "use_megatron_fsdp": _FULLY_SHARDED,
+    "use_torch_fsdp2": _FULLY_SHARDED,
+}
+"""What halves of a micro-batch cannot be combined with: Megatron's argument -> why."""
+
+NAMED_LAYERS = ("embedding", "output")
+"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones."""
 
 Overlap = Literal["weights", "halves"]
 
@@ -53,7 +77,7 @@ class TensorParallelConfig(Dimension):
     the layers outside. The others go uncompressed."""
 
     overlap: Overlap = "weights"
-    """What runs behind exchanges: weights = weight gradients, in the backward; halves = also the other half
+    """What overlaps with exchanges: weights = weight gradients, in the backward; halves = also the other half
     of the micro-batch, forward and backward, compressed or not. Torch-native layers."""
 
     def __post_init__(self) -> None:
@@ -73,7 +97,7 @@ class TensorParallelConfig(Dimension):
 
     @property
     def halves(self) -> bool:
-        """Whether halves of a micro-batch take turns, be they compressed or not."""
+        """Whether halves of a micro-batch are interleaved, compressed or not."""
         return self.overlap == "halves"
 
     def idle_reason(self, ranks: int) -> str | None:
@@ -173,14 +197,101 @@ class TensorParallelConfig(Dimension):
     def describe(self) -> str:
         """For the log: what travels how."""
         if not self.enabled:
-            return "tensor parallelism has halves of a micro-batch in turn, uncompressed"
+            return "tensor parallelism interleaves halves of a micro-batch, uncompressed"
         line = (
             f"tensor parallelism uses {self.compression}, messages of at least {self.min_bytes / 2**20:g} MiB"
         )
         if self.backward is not None:
             line += f", gradients {self.backward}"
         if self.halves:
-            line += ", halves of a micro-batch in turn"
+            line += ", halves of a micro-batch interleaved"
         if self.layers != "all":
             line += f", layers {self.layers}"
         return line
+
+
+@functools.cache
+def parse_layers(text: str, flag: str = "--tp-compression-layers") -> frozenset[int | str] | None:
+    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
+
+    Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.
+    """
+    if text == "all":
+        return None
+    layers: set[int | str] = set()
+    for part in text.split(","):
+        part = part.strip()
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
+        if part in NAMED_LAYERS:
+            layers.add(part)
+        elif found and int(found[1]) <= int(found[2] or found[1]):
+            layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        else:
+            raise CompressionConfigError(
+                f"{flag} {text}: {part!r} is not a layer; give numbers from 0, ranges such as 2-29, "
+                "embedding and output, separated by commas, or all"
+            )
+    return frozenset(layers)
+
+
+@functools.cache
+def parse_choices(text: str, flag: str) -> tuple[Codec | None, tuple[Choice, ...]]:
+    """The codec of all sites, and those of some, last first.
+
+    Raises: CompressionConfigError: a part that is none; the message names the flag.
+    """
+    first, *others = text.split(";")
+    choices = []
+    for part in others:
+        where, equals, spec = part.strip().partition("=")
+        site, at, layers = where.partition("@")
+        if not equals or (not site and not at) or (site and site not in SITES):
+            raise CompressionConfigError(
+                f"{flag} {text}: {part.strip()!r} must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE "
+                f"one of {', '.join(SITES)}"
+            )
+        codec = codec_of(spec, flag)
+        choices.append(Choice(codec, site or None, parse_layers(layers, flag) if at else None))
+    return codec_of(first.strip(), flag), tuple(reversed(choices))
+
+
+def check_halves(args: Namespace) -> None:
+    """Refuse what halves of a micro-batch cannot have.
+
+    Args:
+        args: Megatron's, or a ``TransformerConfig``, which has those that would give a wrong gradient.
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    implementation = args.transformer_impl
+    if implementation != "local":
+        raise CompressionConfigError(
+            f"{HALVES} needs --transformer-impl local: layers of {implementation} wait for a sum before they "
+            "return it; give local or drop the flag"
+        )
+    refuse_flags(args, _NOT_HALVED, f"drop it or {HALVES}")
+    if args.cuda_graph_impl != "none":
+        raise CompressionConfigError(
+            f"{HALVES} orders kernels on the host, which a replayed graph leaves out; drop it or "
+            "--cuda-graph-impl"
+        )
+    modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
+    if args.recompute_granularity == "selective" and modules:
+        raise CompressionConfigError(
+            f"--recompute-modules {modules} has a backward for each half, so that a weight's gradient would "
+            f"count as complete after one of two; recompute core_attn alone or drop {HALVES}"
+        )
+    for name in ("mlp_chunks_for_training", "context_parallel_size"):
+        if (getattr(args, name, None) or 1) > 1:
+            raise CompressionConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} is not supported with {HALVES}; "
+                "drop one of the two"
+            )
+    if getattr(args, "micro_batch_size", 2) < 2:
+        raise CompressionConfigError(
+            f"--micro-batch-size {args.micro_batch_size} has no two halves; give 2 or more, or drop {HALVES}"
+        )
+    if args.attention_dropout > 0:
+        raise CompressionConfigError(
+            f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
+            f"halves would drop other scores than the whole; give 0 or drop {HALVES}"
+        )

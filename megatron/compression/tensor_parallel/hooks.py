@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
@@ -20,16 +19,16 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.run import Run
 from megatron.compression.communication.site import CommSite, layer_name, site_name
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tensor_parallel import block
-from megatron.compression.tensor_parallel.attention import CompressedSelfAttention
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from megatron.compression.tensor_parallel import halves_block
+from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
+    CompressedSelfAttention,
     CompressedVocabParallelEmbedding,
 )
-from megatron.compression.tensor_parallel.overlap import Handover
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 from megatron.compression.torch_native.latent_attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
@@ -70,39 +69,18 @@ def attach(
     engine = engine or TransformerEngineLayers(run)
     for chunk in model:
         _attach_chunk(chunk, config, run, broadcasts_batch, engine)
-        schedule(chunk, config)
+        if config.halves and any(True for _ in sites_of(chunk)):
+            halves_block.attach(chunk)
     if config.enabled:
         groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
         for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
             say(f"compression: {line}")
         if config.halves and not all(run.transports.transport(group).overlaps for group in groups):
             say(
-                "compression: --tp-compression-overlap halves makes messages smaller and hides none: over "
-                "symmetric memory a collective fills the device; drop it"
+                f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric memory "
+                "a collective fills the device; drop it"
             )
     return model
-
-
-def schedule(
-    chunk: torch.nn.Module,
-    config: TensorParallelConfig,
-    halves: type[block.HalvesBlock] = block.HalvesBlock,
-) -> None:
-    """From the next iteration on, hide an attached chunk's messages as ``overlap`` says.
-
-    Args:
-        halves: what the chunk's transformer block becomes for ``overlap`` halves.
-    Raises: CompressionConfigError: a layer that cannot take turns.
-    """
-    if not any(True for _ in sites_of(chunk)):
-        return
-    if config.halves and halves is block.TriedHalvesBlock:
-        # Checked before the try: by now DDP's hooks, which gather a module's own weights, are on layers.
-        patches.change_class(chunk.decoder, halves)
-    elif config.halves:
-        block.attach(chunk, halves)
-    elif isinstance(getattr(chunk, "decoder", None), block.HalvesBlock):
-        patches.change_class(chunk.decoder, TransformerBlock)
 
 
 def why_not_attachable(model: list[torch.nn.Module]) -> str | None:
@@ -176,7 +154,7 @@ def _attach_chunk(
         name, layer = names(path)
         module.site = CommSite(name, module.tp_group, run, layer)
     for module in chunk.modules():
-        _share_handover(module)
+        _share_weight_gradient(module)
     chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)
 
 
@@ -194,8 +172,8 @@ def _compressed_class(cls: type, base: type) -> type | None:
     return type(f"Compressed{cls.__name__}", (ours, cls), {"__module__": cls.__module__})
 
 
-def _share_handover(module: torch.nn.Module) -> None:
-    """Pair a column-parallel layer with the row-parallel one that takes its output."""
+def _share_weight_gradient(module: torch.nn.Module) -> None:
+    """Let a column-parallel layer defer the weight gradient of the row-parallel one that takes its output."""
     for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
         column, row = getattr(module, first, None), getattr(module, second, None)
         ours = (
@@ -203,7 +181,7 @@ def _share_handover(module: torch.nn.Module) -> None:
             isinstance(row, CompressedRowParallelLinear),
         )
         if all(ours) and column.site is not None and row.site is not None:
-            column.handover = row.handover = Handover(row)
+            column.deferred = row.deferred = DeferredWeightGradient(row)
 
 
 def _communicates(module: torch.nn.Module) -> bool:

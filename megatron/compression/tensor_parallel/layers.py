@@ -14,18 +14,18 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.core.transformer.attention import SelfAttention
 
-from megatron.compression.communication import Work
-from megatron.compression.communication.site import CommSite, Packed
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
-from megatron.compression.tensor_parallel.mappings import (
+from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel.functions import (
+    column_parallel_linear,
+    gather_columns,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    row_parallel_linear,
     scatter_to_sequence_parallel_region,
 )
-from megatron.compression.tensor_parallel.overlap import Handover
-from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
-from megatron.compression.tensor_parallel.turns import Entry
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
@@ -36,10 +36,8 @@ class CompressedRowParallelLinear(RowParallelLinear):
     """
 
     site: CommSite | None = None
-    handover: Handover | None = None
-    """Shared with the column-parallel layer before this one."""
-    entry: Entry | None = None
-    """Where blocks take turns, that of the block under way."""
+    deferred: DeferredWeightGradient | None = None
+    """This layer's, shared with the column-parallel layer before it."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
@@ -52,20 +50,16 @@ class CompressedRowParallelLinear(RowParallelLinear):
         if self.site is None:
             return super().forward(input_)
         nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        site = self.site
-        if not _compresses_reduction(site, self.sequence_parallel, nbytes):
-            if self.entry is None:  # else ours leaves an uncompressed sum under way as well
-                _count_reduction(site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
-                return super().forward(input_)
-            site = site.uncompressed(nbytes)
+        if not _compresses_reduction(self.site, self.sequence_parallel, nbytes):
+            _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
+            return super().forward(input_)
         output = row_parallel_linear(
             input_,
             self.weight,
-            site,
+            self.site,
             self.sequence_parallel,
-            self.handover,
+            self.deferred,
             self.gradient_accumulation_fusion,
-            self.entry,
         )
         if self.skip_bias_add:
             return output, self.bias
@@ -80,38 +74,20 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     """
 
     site: CommSite | None = None
-    handover: Handover | None = None
-    """Shared with the row-parallel layer that takes this one's output."""
-    entry: Entry | None = None
-    """Where blocks take turns, that of the block under way."""
-
-    def start_gather(self, x: torch.Tensor) -> tuple[Packed, Work] | None:
-        """Begin to gather this layer's next input ``[s / W, b, h]``, where sequence parallelism needs it."""
-        return start_gather(x, self._site_for(x)) if self.sequence_parallel and self.site else None
-
-    def _site_for(self, x: torch.Tensor) -> CommSite:
-        """The site, or one that compresses nothing where messages of an input ``x`` are to go so."""
-        nbytes = x.nbytes * (self.site.group.size() if self.sequence_parallel else 1)
-        traffic = ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.backward",)
-        return self.site if self.site.compresses(nbytes, *traffic) else self.site.uncompressed(nbytes)
+    deferred: DeferredWeightGradient | None = None
+    """That of the row-parallel layer that takes this one's output."""
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        sequence_parallel, site = kwargs["sequence_parallel"], self._site_for(input)
-        if site is self.site or self.entry is not None:
-            return column_parallel_linear(
-                input,
-                weight,
-                kwargs["bias"],
-                site,
-                sequence_parallel,
-                self.handover,
-                kwargs["gradient_accumulation_fusion"],
-                self.entry,
-            )
+        sequence_parallel = kwargs["sequence_parallel"]
         nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
+        if self.site.compresses(nbytes, *column_traffic(sequence_parallel)):
+            fusion = kwargs["gradient_accumulation_fusion"]
+            return column_parallel_linear(
+                input, weight, kwargs["bias"], self.site, sequence_parallel, self.deferred, fusion
+            )
         if sequence_parallel:
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
         if has_backward(input, weight):
@@ -175,6 +151,69 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
         embeddings = scatter_to_sequence_parallel_region(embeddings, self.site)
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
+
+
+class CompressedSelfAttention(SelfAttention):
+    """Self-attention of fewer query groups than tensor-parallel ranks.
+
+    Then several ranks share a group's keys and values, and megatron-core gathers the output of ``linear_qkv``
+    over all ranks in every layer.
+
+    Compressed: that all-gather, and the reduce-scatter of its gradient. Without a site, or where messages go
+    uncompressed, megatron-core does it, and it is counted.
+    """
+
+    site: CommSite | None = None
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple:
+        """Queries ``[s, b, heads / W, d]`` and this rank's group's keys and values ``[s, b, 1, d]``.
+
+        Args:
+            hidden_states: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
+            split_qkv: False for the group's columns as they are, and the sizes of their three parts.
+        """
+        inherited = super().get_query_key_value_tensors
+        if self.site is None or output_gate:
+            return inherited(hidden_states, key_value_states, output_gate, split_qkv)
+        ranks = self.site.group.size()
+        tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
+        nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
+        if not self.site.compresses(nbytes, "tp.forward", "tp.backward"):
+            self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
+            result = inherited(hidden_states, key_value_states, output_gate, split_qkv)
+            if result[0].requires_grad:
+                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes)
+            return result
+        sharers = ranks // self.config.num_query_groups
+        position = self.site.group.rank() % sharers
+        own, _ = self.linear_qkv(hidden_states)
+        head = self.hidden_size_per_attention_head
+        heads = self.config.num_attention_heads // self.config.num_query_groups
+        sizes = [heads * head, head, head]
+        columns = gather_columns(own, self.site, self.site.group.rank() - position, sharers).unsqueeze(2)
+        if not split_qkv:
+            return columns, sizes
+        query, key, value = columns.split(sizes, dim=-1)
+        query = query.unflatten(-1, (heads, head)).flatten(2, 3)
+        query = query.tensor_split(sharers, dim=2)[position]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        if self.config.test_mode:
+            self.run_realtime_tests()
+        return query, key, value
+
+
+def column_traffic(sequence_parallel: bool) -> tuple[str, ...]:
+    """The traffic classes of a column-parallel layer's messages."""
+    return ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
 
 
 def _compresses_reduction(site: CommSite, sequence_parallel: bool, nbytes: int) -> bool:

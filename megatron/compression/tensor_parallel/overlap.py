@@ -1,9 +1,9 @@
-"""Weight gradients that run behind the exchange of an input gradient.
+"""Weight gradients that overlap with the exchange of an input gradient.
 
 A column-parallel layer's backward sums its input gradient over the ranks, and nothing further down can start
 before the sum has arrived. What can run meanwhile are weight gradients: its own, and that of the row-parallel
-layer before it in the backward (fc2's behind fc1's exchange, the attention projection's behind qkv's), which
-is deferred until then. The autograd engine does the ordering: of the nodes that are ready it runs the one
+layer before it in the backward (fc2's with fc1's exchange, the attention projection's with qkv's), which is
+deferred until then. The autograd engine does the ordering: of the nodes that are ready it runs the one
 that was made last in the forward. So a column-parallel layer's forward makes, in this order,
 
 1. the *arrival* of its input gradient (an identity whose backward waits for the exchange),
@@ -25,32 +25,24 @@ from megatron.compression.torch_native.weight_gradient import accumulate, droppe
 
 
 class InputGradientExchange:
-    """The exchange of one column-parallel layer's input gradient, and the weight gradients behind it.
+    """The exchange of one column-parallel layer's input gradient, and the weight gradients that overlap with
+    it."""
 
-    Args:
-        shared: another block runs behind it as well (turns.py), before anybody waits for it.
-        again: the weights' gradients come from another half of the micro-batch, too, which tells DDP.
-    """
-
-    def __init__(self, shared: bool = False, again: bool = False) -> None:
-        self.shared, self.again = shared, again
+    def __init__(self) -> None:
         self.work: Work | None = None
         self.waiting = 0
-        """Weight gradients that are still to run behind it."""
+        """Weight gradients that are still to be computed."""
 
     def advance(self) -> None:
-        """Take what has arrived and send what follows from it, if an exchange is under way.
+        """Finish the exchange in flight and start the next one, if there is any.
 
-        The last one is left in flight for as long as there is something to run behind it. A shared one moves
-        on behind the last weight gradient, in the middle of what it has.
+        The last one stays in flight for as long as there is a weight gradient to compute.
         """
-        if self.work is None or (self.shared and self.waiting):
-            return
-        if self.work.exchanges > (1 if self.shared else min(self.waiting, 1)):
+        if self.work is not None and self.work.exchanges > min(self.waiting, 1):
             self.work.advance()
 
-    def take(self) -> torch.Tensor:
-        """Wait for the summed gradient."""
+    def wait(self) -> torch.Tensor:
+        """The summed gradient."""
         work, self.work = self.work, None
         return work.wait()
 
@@ -71,27 +63,24 @@ class WeightGradient:
         self.exchange.waiting += 1  # in each backward anew, where a graph is kept for several
 
     def compute(self) -> torch.Tensor | None:
-        """``grad_output.T @ input``, in two halves where the exchange has two parts and nothing else runs."""
+        """``grad_output.T @ input``, in two parts where the exchange has two and nothing else overlaps."""
         inputs, self._inputs = self._inputs, None
         grad_output, x = inputs()
         self.exchange.waiting -= 1
         work = self.exchange.work
-        alone = not (self.exchange.waiting or self.exchange.shared)
-        halves = 2 if work is not None and work.exchanges > 1 and alone else 1
+        in_parts = work is not None and work.exchanges > 1 and not self.exchange.waiting
         fused = has_main_grad(self.weight, self.fusion)
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
         parts: Iterable = ((grad_output, gradient),)
-        if halves > 1:
-            parts = zip(grad_output.chunk(halves, dim=1), gradient.chunk(halves), strict=True)
+        if in_parts:
+            parts = zip(grad_output.chunk(2, dim=1), gradient.chunk(2), strict=True)
         for part, destination in parts:
             if fused:
                 accumulate(x, part, destination)
             else:
                 torch.matmul(part.t(), x, out=destination)
             self.exchange.advance()
-        if fused:  # autograd would add what two halves return, weight by weight, for DDP to drop it
-            return None if self.exchange.again else dropped_gradient(self.weight)
-        return gradient
+        return dropped_gradient(self.weight) if fused else gradient
 
 
 def _view(x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +89,7 @@ def _view(x: torch.Tensor) -> torch.Tensor:
 
 def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
     """``x``, whose gradient is the exchange's result."""
-    return WithBackward.apply(x, _view, lambda _: exchange.take())
+    return WithBackward.apply(x, _view, lambda _: exchange.wait())
 
 
 def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
@@ -120,27 +109,30 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-class Handover:
-    """Lets a layer that exchanges an input gradient make the weight-gradient node of the one after it: a
-    column-parallel layer that of the row-parallel one; in CAAT-Net, where those exchange, the other way.
+class DeferredWeightGradient:
+    """The weight gradient of one layer that another layer's exchange overlaps with; shared by the two.
 
-    Shared by the two. Plain Python, so that neither layer becomes the other's submodule.
+    The exchanging layer makes the node of the weight: a column-parallel layer that of the row-parallel one
+    after it; in CAAT-Net, where row-parallel layers exchange, the other way.
+
+    Args:
+        layer: whose weight it is; kept in plain Python, so that neither layer is the other's submodule.
     """
 
-    def __init__(self, row: torch.nn.Module) -> None:
-        self._row = row
-        self._made: tuple[torch.Tensor, WeightGradient] | None = None
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self._prepared: tuple[torch.Tensor, WeightGradient] | None = None
 
-    def make(self, exchange: InputGradientExchange) -> None:
-        """Called in the column-parallel layer's forward."""
-        weight = self._row.weight
-        self._made = None
+    def prepare(self, exchange: InputGradientExchange) -> None:
+        """Make the node; called in the forward of the layer that exchanges."""
+        weight = self._layer.weight
+        self._prepared = None
         if weight.requires_grad:
-            fusion = getattr(self._row, "gradient_accumulation_fusion", False)
+            fusion = getattr(self._layer, "gradient_accumulation_fusion", False)
             gradient = WeightGradient(exchange, weight, fusion)
-            self._made = defer(weight, gradient), gradient
+            self._prepared = defer(weight, gradient), gradient
 
-    def take(self) -> tuple[torch.Tensor, WeightGradient] | None:
-        """Called in the row-parallel layer's forward: its weight and who computes its gradient."""
-        made, self._made = self._made, None
-        return made
+    def use(self) -> tuple[torch.Tensor, WeightGradient] | None:
+        """The weight and what computes its gradient, once; called in the forward of the layer itself."""
+        prepared, self._prepared = self._prepared, None
+        return prepared

@@ -60,11 +60,13 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     Its values are undefined, but zero for a weight that embedding and output layer of one stage share
     (``zero_out_wgrad``): autograd adds the embedding's gradient, and the hook adds the sum to main_grad.
 
-    Returns: A tensor like ``weight``, ``grad_added_to_main_grad`` being set; None where no DDP asks for it.
+    Returns: A tensor like ``weight``, ``grad_added_to_main_grad`` being set. None where no DDP asks for it,
+        and for a second use of the weight in one backward: DDP's hook runs once a backward.
     """
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    backward = torch._C._current_graph_task_id()
+    if not hasattr(weight, "grad_added_to_main_grad") or getattr(weight, "reported_in", -1) == backward >= 0:
         return None
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad, weight.reported_in = True, backward
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight)
 

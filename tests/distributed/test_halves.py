@@ -1,4 +1,4 @@
-"""Halves of a micro-batch in turn: what they compute, in fp64, and what they send."""
+"""Interleaved halves of a micro-batch: what they compute, in fp64, and what they send."""
 
 import gc
 import time
@@ -93,9 +93,9 @@ def _is_sharded(parameter: torch.nn.Parameter) -> bool:
 
 
 def _in_halves(model: torch.nn.Module) -> None:
-    from megatron.compression.tensor_parallel import block
+    from megatron.compression.tensor_parallel import halves_block
 
-    block.attach(model)
+    halves_block.attach(model)
 
 
 def _changed_layers() -> dict:
@@ -115,47 +115,40 @@ def _changed_layers() -> dict:
 def _refused(rank: int, world_size: int) -> dict[str, str | None]:
     """What is said of each."""
     from megatron.compression.errors import CompressionConfigError
-    from megatron.compression.tensor_parallel import block
+    from megatron.compression.tensor_parallel import halves_block
 
     said: dict[str, str | None] = {}
     for words, change in _changed_layers().items():
         model = build_tiny_gpt(rank, world_size, run_with())
         change(model.decoder.layers[1])
         try:
-            block.check_layers(model)
-            said[words] = None
+            halves_block.attach(model)
         except CompressionConfigError as error:
             said[words] = str(error)
     wrapper = torch.nn.Module()
     wrapper.config = model.config
     try:
-        block.check_layers(wrapper)
+        halves_block.attach(wrapper)
     except CompressionConfigError as error:
         said["not NoneType"] = str(error)
     return said
 
 
 def _decoders(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Outputs with angles of each sequence's own (mrope), whole and in halves, and as auto tries
-    them: with what halves refuse."""
+    """Outputs with angles of each sequence's own (mrope), whole and in halves."""
     from megatron.compression.errors import InputError
-    from megatron.compression.tensor_parallel import block, hooks
-    from megatron.compression.tensor_parallel.config import TensorParallelConfig
+    from megatron.compression.tensor_parallel import halves_block
 
     model = build_tiny_gpt(rank, world_size, run_with("identity"), torch.float64, positions="rope", **LLAMA)
     hidden = torch.randn(SEQUENCE, SEQUENCES, HIDDEN, dtype=torch.float64)
     angles = torch.rand(SEQUENCE, SEQUENCES, 1, HIDDEN // 4)
     decoder = lambda **more: model.decoder(hidden, None, rotary_pos_emb=angles, **more)  # noqa: E731
     found = [decoder()]
-    block.attach(model)
+    halves_block.attach(model)
     found.append(decoder())
     with pytest.raises(InputError, match="extract_layer_indices is not halved; drop --tp-compression"):
         decoder(extract_layer_indices={0})
-    for module in model.modules():  # as DDP's of --overlap-param-gather, which come after auto's check
-        module.register_forward_pre_hook(lambda *_: None)
-    hooks.schedule(model, TensorParallelConfig(overlap="halves"), block.TriedHalvesBlock)
-    assert type(model.decoder) is block.TriedHalvesBlock
-    return [*found, decoder(), decoder(extract_layer_indices={0})[0]]
+    return found
 
 
 def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]:
@@ -273,10 +266,8 @@ def test_what_generates_text_is_not_halved(results: list[dict]) -> None:
 
 
 def test_angles_of_each_sequence_go_with_it(results: list[dict]) -> None:
-    """And where auto tries halves, what they refuse is computed whole."""
-    for whole, *others in (rank["decoders"] for rank in results):
-        for other in others:
-            torch.testing.assert_close(other, whole, rtol=1e-12, atol=1e-12)
+    for whole, halves in (rank["decoders"] for rank in results):
+        torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_replicas_agree(results: list[dict]) -> None:

@@ -10,10 +10,12 @@ from megatron.compression.communication.site import Packed
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel import overlap
-from megatron.compression.tensor_parallel.column_linear import column_parallel_linear, start_gather
-from megatron.compression.tensor_parallel.overlap import Handover
-from megatron.compression.tensor_parallel.row_linear import row_parallel_linear
-from megatron.compression.tensor_parallel.turns import Block, in_turns
+from megatron.compression.tensor_parallel.functions import (
+    column_parallel_linear,
+    row_parallel_linear,
+)
+from megatron.compression.tensor_parallel.halves import Block, interleave
+from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
@@ -28,6 +30,9 @@ class _Site(OneRankSite):
     def __init__(self, log: list[str], name: str) -> None:
         super().__init__(log, name)
         self.group = SimpleNamespace(size=lambda: 1)
+
+    def compresses(self, nbytes: int, *traffic: str) -> bool:
+        return True
 
     def _start(self, what: str, traffic: str, tensor: torch.Tensor) -> Work:
         self.log.append(f"{self.name} {what} {traffic} start")
@@ -52,46 +57,50 @@ class _Site(OneRankSite):
 
 
 class _Linear(torch.nn.Module):
-    """What turns see of a tensor-parallel layer."""
+    """A tensor-parallel layer on one rank, by our functions."""
 
-    entry = None
-
-    def __init__(self, generator: torch.Generator, sequence_parallel: bool) -> None:
+    def __init__(self, function, weight: torch.nn.Parameter, site: _Site, sequence_parallel: bool) -> None:
         super().__init__()
-        values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
-        self.weight = torch.nn.Parameter(values)
-        self.sequence_parallel, self.site = sequence_parallel, None
+        self.weight, self.function, self.site = weight, function, site
+        self.sequence_parallel, self.deferred = sequence_parallel, None
 
-    def start_gather(self, x: torch.Tensor):
-        return start_gather(x, self.site) if self.sequence_parallel else None
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.site.compresses(x.nbytes, "tp.forward", "tp.backward")
+        bias = (None,) if self.function is column_parallel_linear else ()
+        return self.function(x, self.weight, *bias, self.site, self.sequence_parallel, self.deferred)
 
 
 class _Mlp(torch.nn.Module):
-    """fc1, a nonlinearity and fc2 through our functions; ``log`` gets what happens when."""
+    """fc1, a nonlinearity and fc2 as one half runs them; ``log`` gets what happens when."""
 
-    def __init__(self, name: str, log: list[str], sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, name: str, log: list[str], weights: "_Weights", sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(len(name))
-        self.first, self.second = (_Linear(generator, sequence_parallel) for _ in range(2))
-        self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.norm, site = weights.norm, _Site(log, name)
+        self.first = _Linear(column_parallel_linear, weights.first, site, sequence_parallel)
+        self.second = _Linear(row_parallel_linear, weights.second, site, sequence_parallel)
+        self.first.deferred = self.second.deferred = DeferredWeightGradient(self.second)
         self.name, self.log = name, log
-        self.first.site = _Site(log, name)
-        self.handover = Handover(self.second)
 
-    def forward(self, x: torch.Tensor, lane: str = "") -> tuple[torch.Tensor, None]:
-        label, split = self.name + lane, self.first.sequence_parallel
-        self.log.append(f"{label} computes")
-        site = _Site(self.log, label)
-        inner = column_parallel_linear(
-            x, self.first.weight, None, site, split, self.handover, entry=self.first.entry
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        self.log.append(f"{self.name} computes")
+        inner = self.first(x)
+        inner.register_hook(lambda grad: self.log.append(f"{self.name} back"))
+        return self.second(inner.tanh()), None
+
+
+class _Weights(torch.nn.Module):
+    """Of a block, for both halves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first, self.second = (
+            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH)
+            for _ in range(2)
         )
-        inner.register_hook(lambda grad: self.log.append(f"{label} back"))
-        return row_parallel_linear(
-            inner.tanh(), self.second.weight, site, split, self.handover, entry=self.second.entry
-        ), None
-
-    def block(self, **arguments) -> Block:
-        return Block(self, self.norm, self.first, self.second, arguments=arguments)
+        self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -104,25 +113,27 @@ def _inputs() -> list[torch.Tensor]:
 def _run(sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
     """What is logged forward and backward, and gradients of inputs and weights."""
     log: list[str] = []
-    blocks = [_Mlp(name, log, sequence_parallel) for name in ("A", "MM")]
-    inputs = _inputs()
-    outputs = in_turns([one.block(lane=lane) for one in blocks for lane in "12"], inputs)
+    inputs, weights = _inputs(), torch.nn.ModuleList(_Weights(seed) for seed in (1, 2))
+    mlps = [
+        _Mlp(name + half, log, of_block, sequence_parallel)
+        for name, of_block in zip(("A", "MM"), weights, strict=True)
+        for half in "12"
+    ]
+    outputs = interleave([Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in mlps], inputs)
     forward, log[:] = list(log), []
     sum(one.square().sum() for one in outputs).backward()
-    leaves = [*inputs, *torch.nn.ModuleList(blocks).parameters()]
-    return forward, log, [leaf.grad for leaf in leaves]
+    return forward, log, [leaf.grad for leaf in [*inputs, *weights.parameters()]]
 
 
 def _plain() -> list[torch.Tensor]:
     """The gradients by plain torch."""
-    blocks = [_Mlp(name, []) for name in ("A", "MM")]
-    inputs, total = _inputs(), 0
+    inputs, weights, total = _inputs(), torch.nn.ModuleList(_Weights(seed) for seed in (1, 2)), 0
     for x in inputs:
-        for block in blocks:
-            x = x + (block.norm(x) @ block.first.weight.t()).tanh() @ block.second.weight.t()
+        for block in weights:
+            x = x + (block.norm(x) @ block.first.t()).tanh() @ block.second.t()
         total = total + x.square().sum()
     total.backward()
-    return [leaf.grad for leaf in [*inputs, *torch.nn.ModuleList(blocks).parameters()]]
+    return [leaf.grad for leaf in [*inputs, *weights.parameters()]]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -205,12 +216,12 @@ def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
     ]
     assert forward[forward.index("A2 computes") :][:7] == [
         "A2 computes",
-        "A input tp.forward arrived",
+        "A2 input tp.forward arrived",
         "A1 scatter tp.forward arrived",
-        "MM input tp.forward start",
+        "MM1 input tp.forward start",
         "A2 scatter tp.forward start",
         "MM1 computes",
-        "MM input tp.forward arrived",
+        "MM1 input tp.forward arrived",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A transformer block whose attentions and MLPs take turns (turns.py), for halves of a micro-batch."""
+"""The transformer block that runs the halves of a micro-batch interleaved (halves.py)."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,17 +18,17 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.compression import patches
 from megatron.compression.errors import CompressionConfigError, InputError
-from megatron.compression.tensor_parallel.turns import Block, Linear, in_turns
-from megatron.compression.tensor_parallel.turns_checks import HALVES, check_halves
+from megatron.compression.tensor_parallel.config import HALVES, check_halves
+from megatron.compression.tensor_parallel.halves import Block, Linear, interleave
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
-"""What attention is given whatever the lane."""
+"""What attention is given in both halves."""
 _OF_INFERENCE = ("inference_context", "inference_params")
-_NOT_TAKEN = ("context", *_OF_INFERENCE, "packed_seq_params", "attention_bias", "extract_layer_indices")
+_NOT_HALVED = ("context", *_OF_INFERENCE, "packed_seq_params", "attention_bias", "extract_layer_indices")
 
 
 class Dropout:
-    """The dropout of one block's output, drawn once for the whole micro-batch, whoever takes which rows.
+    """The dropout of one block's output, drawn once for the whole micro-batch.
 
     Args:
         sizes: sequences of each half; the first half comes first.
@@ -39,7 +39,7 @@ class Dropout:
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, total: torch.Tensor) -> Linear | None:
-        """The next lane's part of it; ``total`` is that lane's ``[s, b, h]``."""
+        """The next half's part of it; ``total`` is that half's ``[s, b, h]``."""
         if self.probability == 0:
             return None
         if not self._kept:
@@ -67,7 +67,7 @@ def blocks_of(layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence
 
 
 class HalvesBlock(TransformerBlock):
-    """Two halves of the micro-batch: one computes while the other's sums travel (turns.py).
+    """Two halves of the micro-batch: one computes while the other's sums are under way.
 
     The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
     differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
@@ -79,9 +79,9 @@ class HalvesBlock(TransformerBlock):
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """``[s, b, h] -> [s, b, h]``; takes what training and evaluation pass to megatron-core's.
 
-        Raises: InputError: an argument that halves do not take.
+        Raises: InputError: an argument that halves do not support.
         """
-        # megatron-core's inference engine hands the tensor over in a wrapper
+        # megatron-core's inference engine passes a wrapper of the tensor
         whole = not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE)
         if not whole and not torch.is_grad_enabled():
             whole = self._received(hidden_states).shape[1] < 2
@@ -89,17 +89,17 @@ class HalvesBlock(TransformerBlock):
             return super().forward(hidden_states, attention_mask, **options)
         received = self._received(hidden_states)
         if reason := self._refusal(received, options):
-            return self._refused(reason, hidden_states, attention_mask, options)
+            raise InputError(f"{reason}; drop {HALVES}")
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
         of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
         with of_ranks() if self.config.sequence_parallel else nullcontext():
             stream = hidden_states.float() if self.config.fp32_residual_connection else hidden_states
             batch = stream.shape[1]
-            lanes = [lane.contiguous() for lane in stream.split([batch - batch // 2, batch // 2], 1)]
+            halves = [half.contiguous() for half in stream.split([batch - batch // 2, batch // 2], 1)]
             for layers, recomputed in self._recomputed_parts():
-                lanes = self._run(layers, arguments, lanes, recomputed)
-        hidden_states = torch.cat(lanes, 1)
+                halves = self._run(layers, arguments, halves, recomputed)
+        hidden_states = torch.cat(halves, 1)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
@@ -108,21 +108,18 @@ class HalvesBlock(TransformerBlock):
         """What this stage computes with: its argument, or what the stage before has sent."""
         return hidden_states if self.pre_process else self.input_tensor
 
-    def _refused(self, reason: str, hidden_states, attention_mask, options) -> torch.Tensor:
-        raise InputError(f"{reason}; drop {HALVES}")
-
     def _refusal(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> str | None:
         """Why halves cannot compute this; None: they can."""
         if hidden_states.shape[1] < 2:
             return "a micro-batch of one sequence has no two halves"
-        return next((f"{one} is not halved" for one in _NOT_TAKEN if options.get(one) is not None), None)
+        return next((f"{one} is not halved" for one in _NOT_HALVED if options.get(one) is not None), None)
 
-    def _run(self, layers, arguments, lanes, recomputed: bool) -> Sequence[torch.Tensor]:
+    def _run(self, layers, arguments, halves, recomputed: bool) -> Sequence[torch.Tensor]:
         # Both halves in one checkpoint: its backward has one graph of them, as all of this needs.
-        def run(*lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return in_turns(self._blocks(layers, arguments, [lane.shape[1] for lane in lanes]), lanes)
+        def run(*halves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return interleave(self._blocks(layers, arguments, [half.shape[1] for half in halves]), halves)
 
-        return tensor_parallel.checkpoint(run, False, *lanes) if recomputed else run(*lanes)
+        return tensor_parallel.checkpoint(run, False, *halves) if recomputed else run(*halves)
 
     def _blocks(self, layers, arguments: dict[str, Any], sizes: Sequence[int]) -> list[Block]:
         """Of these layers, in the order in which they run.
@@ -132,18 +129,17 @@ class HalvesBlock(TransformerBlock):
             sizes: sequences of each half.
         """
         mask, angles = arguments["attention_mask"], arguments["rotary_pos_emb"]
-        by_lane = [arguments, arguments]
+        by_half = [arguments, arguments]
         if mask is not None and mask.shape[0] == sum(sizes):
-            by_lane = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
+            by_half = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
         if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(sizes):  # each sequence's (mrope)
-            parts = zip(by_lane, angles.split(sizes, 1), strict=True)
-            by_lane = [one | {"rotary_pos_emb": part} for one, part in parts]
+            parts = zip(by_half, angles.split(sizes, 1), strict=True)
+            by_half = [one | {"rotary_pos_emb": part} for one, part in parts]
         blocks = []
         for layer in layers:
             probability = layer.hidden_dropout if self.training else 0.0
             draws = [Dropout(probability, sizes) for _ in range(2)]
-            for pair in zip(*(blocks_of(layer, of_lane, draws) for of_lane in by_lane), strict=True):
-                pair[1].again = True
+            for pair in zip(*(blocks_of(layer, of_half, draws) for of_half in by_half), strict=True):
                 blocks += pair
         return blocks
 
@@ -158,15 +154,8 @@ class HalvesBlock(TransformerBlock):
         return [([layer], True) for layer in layers[:count]] + [(layers[count:], False)]
 
 
-class TriedHalvesBlock(HalvesBlock):
-    """The same where ``--compression auto`` tries it: what halves cannot compute is computed whole."""
-
-    def _refused(self, reason, hidden_states, attention_mask, options):
-        return TransformerBlock.forward(self, hidden_states, attention_mask, **options)
-
-
-def check_layers(chunk: torch.nn.Module) -> None:
-    """Refuse a model chunk whose transformer block cannot run in halves.
+def attach(chunk: torch.nn.Module) -> None:
+    """Make a model chunk's transformer block a ``HalvesBlock``.
 
     Raises: CompressionConfigError: a layer that halves do not cover, or a setting.
     """
@@ -178,14 +167,15 @@ def check_layers(chunk: torch.nn.Module) -> None:
             "drop the flag"
         )
     for path, layer in decoder.layers.named_children():
-        if reason := _why_not_in_turns(layer):
+        if reason := _why_not_halved(layer):
             raise CompressionConfigError(
                 f"{HALVES} covers layers of one self-attention and one dense MLP, but layer {path} "
                 f"{reason}; drop the flag"
             )
+    patches.change_class(decoder, HalvesBlock)
 
 
-def _why_not_in_turns(layer: torch.nn.Module) -> str | None:
+def _why_not_halved(layer: torch.nn.Module) -> str | None:
     """What of a layer would not be computed where its modules are called in its place."""
     if type(layer) is not TransformerLayer:
         return f"is a {type(layer).__name__}"
@@ -199,12 +189,9 @@ def _why_not_in_turns(layer: torch.nn.Module) -> str | None:
         return "has cross attention"
     if any(one is not get_bias_dropout_add for one in (layer.self_attn_bda, layer.mlp_bda)):
         return "adds to the residual stream in a way of its own"
+    linear = attention.linear_qkv, attention.linear_proj, layer.mlp.linear_fc1, layer.mlp.linear_fc2
+    if any(getattr(one, "site", None) is None for one in linear):
+        return "has linear layers of another kind"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return "has hooks"
     return None
-
-
-def attach(chunk: torch.nn.Module, cls: type[HalvesBlock] = HalvesBlock) -> None:
-    """Run a model chunk's transformer block in halves; raises what ``check_layers`` raises."""
-    check_layers(chunk)
-    patches.change_class(chunk.decoder, cls)

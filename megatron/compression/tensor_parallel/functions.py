@@ -1,0 +1,200 @@
+"""The autograd functions of tensor-parallel layers: linear layers and mappings whose collectives go through a
+site.
+
+megatron-core communicates inside its linear's autograd function (all-gather of the input under sequence
+parallelism, all-reduce or reduce-scatter of the input gradient), so linear layers are functions of our own.
+Mappings are as in megatron-core's tensor_parallel/mappings.py: a reduce in the forward is a copy in the
+backward, a reduce-scatter an all-gather, a split an all-gather.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel.overlap import (
+    DeferredWeightGradient,
+    InputGradientExchange,
+    WeightGradient,
+    arrival,
+    defer,
+    placeholder,
+)
+from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient):
+        ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
+        ctx.exchange, ctx.gradient, ctx.x_shape = exchange, gradient, x.shape
+        if sequence_parallel:
+            # The payload is half of the input or less, and it is what the backward gathers again.
+            packed = site.pack(x, "tp.forward")
+            x = site.gather(packed, "tp.forward").wait()
+            ctx.save_for_backward(packed.payload, weight)
+            ctx.packed = packed._replace(payload=None)
+        else:
+            ctx.save_for_backward(x, weight)
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        saved, weight = ctx.saved_tensors
+        site, gathered = ctx.site, None
+        if ctx.sequence_parallel and ctx.gradient is not None:
+            gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
+        placeholder_of_sum = None
+        if ctx.needs_input_grad[0]:
+            start = site.reduce_scatter if ctx.sequence_parallel else site.all_reduce
+            ctx.exchange.work = start(torch.matmul(grad_output, weight), "tp.backward")
+            placeholder_of_sum = placeholder(weight, ctx.x_shape)
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        if ctx.gradient is not None:
+
+            def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+                x = saved if gathered is None else gathered.wait()
+                return grad_output, x.reshape(-1, x.shape[-1])
+
+            ctx.gradient.provide(inputs)
+        grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
+        grad_weight = None if ctx.gradient is None else placeholder(weight)
+        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 4
+
+
+def column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    site: CommSite,
+    sequence_parallel: bool,
+    deferred: DeferredWeightGradient | None = None,
+    fusion: bool = False,
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` with this rank's rows of the weight.
+
+    The input gradient is summed over the ranks through the site's codec while weight gradients are computed:
+    this layer's and, with ``deferred``, that of the row-parallel layer that follows. With sequence
+    parallelism the input is gathered and the gradient scattered along the first dimension; the input's
+    payload is kept for the backward instead of the input itself.
+
+    Args:
+        x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
+        weight: ``[h_out / W, h]``; no gradient is made for a frozen one.
+        bias: ``[h_out / W]`` or None.
+        sequence_parallel: whether ``x`` is a slice of the sequence.
+        deferred: that of the row-parallel layer that takes this layer's output.
+        fusion: add the weight gradient to ``weight.main_grad``.
+    Returns: ``[s, b, h_out / W]``.
+    """
+    exchange, gradient = InputGradientExchange(), None
+    if torch.is_grad_enabled():
+        x = arrival(x, exchange)
+        if deferred is not None:
+            deferred.prepare(exchange)
+        if weight.requires_grad:
+            gradient = WeightGradient(exchange, weight, fusion)
+            weight = defer(weight, gradient)
+    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient)
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, site, sequence_parallel, gradient, fusion):
+        ctx.save_for_backward(x, weight)
+        ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
+        start = site.reduce_scatter if sequence_parallel else site.all_reduce
+        return start(torch.matmul(x, weight.t()), "tp.forward").wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
+        grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+            if ctx.gradient is not None:
+                ctx.gradient.provide(lambda: rows)
+                grad_weight = placeholder(weight)
+            elif has_main_grad(weight, ctx.fusion):
+                accumulate(rows[1], rows[0], weight.main_grad)
+                grad_weight = dropped_gradient(weight)
+            else:
+                grad_weight = torch.matmul(rows[0].t(), rows[1])
+        return grad_input, grad_weight, *(None,) * 4
+
+
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    site: CommSite,
+    sequence_parallel: bool,
+    deferred: DeferredWeightGradient | None = None,
+    fusion: bool = False,
+) -> torch.Tensor:
+    """``x @ weight.T`` summed over the ranks.
+
+    Args:
+        x: ``[s, b, h_in / W]``.
+        weight: ``[h_out, h_in / W]``.
+        sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
+        deferred: this weight's gradient, which the column-parallel layer before this one has deferred.
+        fusion: add the weight gradient to ``weight.main_grad``.
+    Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
+    """
+    prepared = deferred.use() if deferred is not None else None
+    gradient = None
+    if prepared is not None:
+        weight, gradient = prepared
+    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, gradient, fusion)
+
+
+def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
+    """Sum the ranks' partial sums through the site's codec; the gradient passes unchanged."""
+    return WithBackward.apply(
+        partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad
+    )
+
+
+def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
+    """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
+    return WithBackward.apply(
+        partial_sum,
+        lambda x: site.reduce_scatter(x, "tp.forward").wait(),
+        lambda grad: site.all_gather(grad, "tp.backward").wait(),
+    )
+
+
+def scatter_to_sequence_parallel_region(x: torch.Tensor, site: CommSite) -> torch.Tensor:
+    """Keep this rank's ``[s / W, ...]`` of ``[s, ...]``; the gradient is gathered, compressed."""
+
+    def own_slice(x: torch.Tensor) -> torch.Tensor:
+        # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
+        return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
+
+    return WithBackward.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
+
+
+def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
+    """``[s, b, n]`` of ranks ``first`` to ``first + count`` side by side, ``[s, b, count * n]``.
+
+    Everybody's is gathered, and the gradient of everybody's is reduce-scattered; both compressed.
+    """
+    ranks = site.group.size()
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        gathered = site.all_gather(x, "tp.forward").wait().view(ranks, *x.shape)
+        return torch.cat(gathered[first : first + count].unbind(), dim=-1)
+
+    def scatter(grad: torch.Tensor) -> torch.Tensor:
+        parts = torch.stack(grad.chunk(count, dim=-1))
+        full = parts.new_zeros(ranks, *parts.shape[1:])
+        full[first : first + count] = parts
+        return site.reduce_scatter(full.flatten(0, 1), "tp.backward").wait()
+
+    return WithBackward.apply(x, gather, scatter)
