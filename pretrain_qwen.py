@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """All flags that are not Megatron's."""
-    from megatron.compression.huggingface.flags import add_qwen_arguments
+    from megatron.compression.huggingface.models import add_qwen_arguments
     from megatron.compression.setup import add_arguments as add_compression_arguments
 
     return add_qwen_arguments(add_compression_arguments(parser))
@@ -22,7 +22,7 @@ def main() -> None:
 
     preflight.prepare()  # before megatron.training is imported
 
-    from megatron.compression.huggingface.flags import expand
+    from megatron.compression.huggingface.models import expand
     from megatron.compression.startup import entrypoint
 
     with one_line_errors():

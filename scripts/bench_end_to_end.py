@@ -34,8 +34,7 @@ from pathlib import Path
 import _bench
 from _launch import SETTINGS_HELP
 
-from megatron.compression.huggingface.flags import as_arguments
-from megatron.compression.huggingface.models import MODELS, megatron_flags
+from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
 
 SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"

@@ -10,7 +10,7 @@ from megatron.compression import preflight
 preflight.prepare()
 
 for name in (
-    *("megatron.compression.startup.entrypoint", "megatron.compression.huggingface.session"),
+    *("megatron.compression.startup.entrypoint", "megatron.compression.huggingface.weights"),
     # what Megatron and torch load while a run goes on
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",

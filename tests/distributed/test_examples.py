@@ -77,7 +77,7 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.compression.flags import resolve
-    from megatron.compression.huggingface.flags import add_qwen_arguments, expand
+    from megatron.compression.huggingface.models import add_qwen_arguments, expand
     from megatron.compression.setup import adapt_arguments, add_arguments
 
     results = {}

@@ -32,14 +32,13 @@ def known_flags() -> set[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron.compression.flags import REMOVED
-    from megatron.compression.huggingface.flags import SWITCHES, add_qwen_arguments
+    from megatron.compression.huggingface.models import add_qwen_arguments
     from megatron.compression.setup import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
     for add in (add_megatron_arguments, add_arguments, add_qwen_arguments):
         add(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    flags |= {f"--no-{name}" for name in SWITCHES}
     for folder in ("scripts", "taco_kernels", "megatron/compression/auto", "tests/kernels"):
         for source in (REPO / folder).rglob("*.py"):
             flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)', source.read_text()))

@@ -1,4 +1,4 @@
-"""The table of dense models, and `--qwen-model` as Megatron flags."""
+"""Hugging Face models: the table, `--qwen-model` as Megatron flags, and the tensors of a parameter."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import save_file
 
 from megatron import host
 
@@ -16,18 +16,20 @@ host.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from megatron.compression.huggingface import session  # noqa: E402
-from megatron.compression.huggingface.config import config_from_model, model_from_config  # noqa: E402
-from megatron.compression.huggingface.flags import SWITCHES, add_qwen_arguments, expand, find_model  # noqa: E402
-from megatron.compression.huggingface.mapping import hugging_face_names  # noqa: E402
+from megatron.compression.huggingface import weights  # noqa: E402
 from megatron.compression.huggingface.models import (  # noqa: E402
+    LLAMA3_ROPE,
     MODELS,
+    DenseModel,
     ModelError,
+    add_qwen_arguments,
+    expand,
+    find_model,
     megatron_flags,
-    model_from_args,
-    padded_vocabulary,
+    model_from_config,
 )
-from megatron.compression.huggingface.session import newest_iteration  # noqa: E402
+
+DENSE = {name: model for name, model in MODELS.items() if not model.experts}
 
 # Parameters of the published weights, tied embeddings counted once.
 PUBLISHED_PARAMETERS = {
@@ -59,6 +61,20 @@ def parser() -> argparse.ArgumentParser:
     return add_qwen_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
+def config_of(model: DenseModel) -> dict:
+    """The config.json of a model, as of transformers 4."""
+    config = {"model_type": model.family, "hidden_size": model.hidden, "intermediate_size": model.ffn}
+    config |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
+    config |= {"num_key_value_heads": model.groups, "max_position_embeddings": model.positions}
+    config |= {"rms_norm_eps": model.norm_epsilon, "vocab_size": model.vocabulary, "hidden_act": "silu"}
+    config |= {"rope_theta": model.rotary_base, "tie_word_embeddings": model.tied}
+    if model.family != "qwen2":
+        config["head_dim"] = model.head_dim
+    if model.rope_factor:
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": model.rope_factor, **LLAMA3_ROPE}
+    return config
+
+
 # In a process of its own: `megatron.host` replaces the tensor factories that the meta device needs.
 COUNT = """
 import json, sys, torch, transformers
@@ -80,49 +96,44 @@ json.dump(found, sys.stdout)
 @pytest.fixture(scope="module")
 def hugging_face_parameters() -> dict[str, list[dict[str, int]]]:
     """For each model, the parameters and their sizes of transformers' own class with 2 and with 3 layers."""
-    configs = {name: config_from_model(model, "bfloat16") for name, model in MODELS.items()}
     done = subprocess.run(
-        [sys.executable, "-c", COUNT], input=json.dumps(configs), capture_output=True, text=True, check=True
+        [sys.executable, "-c", COUNT],
+        input=json.dumps({name: config_of(model) for name, model in DENSE.items()}),
+        **dict(capture_output=True, text=True, check=True),
     )
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DENSE)
 def test_parameters_are_the_published_ones(name, hugging_face_parameters) -> None:
-    """Hugging Face's own classes, built from our numbers, have the published number of parameters."""
-    two, three = (sum(sizes.values()) for sizes in hugging_face_parameters[name])
-    assert two + (MODELS[name].layers - 2) * (three - two) == PUBLISHED_PARAMETERS[name]
+    """Hugging Face's classes, built from our numbers, have the published parameters and our names."""
+    two, three = hugging_face_parameters[name]
+    one_layer = sum(three.values()) - sum(two.values())
+    assert sum(two.values()) + (DENSE[name].layers - 2) * one_layer == PUBLISHED_PARAMETERS[name]
+    ours = weights.sources(dataclasses.replace(DENSE[name], layers=3))
+    assert {tensor for tensors in ours.values() for tensor in tensors} == set(three)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tensor_names_are_hugging_faces(name, hugging_face_parameters) -> None:
-    for layers, sizes in enumerate(hugging_face_parameters[name], start=2):
-        assert set(hugging_face_names(dataclasses.replace(MODELS[name], layers=layers))) == set(sizes)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_flags_and_config_describe_the_same_model(name, parser) -> None:
-    expanded, _ = expand(["--qwen-model", name])
-    assert model_from_args(parser.parse_args(expanded)) == MODELS[name]
-    assert model_from_config(config_from_model(MODELS[name], "bfloat16")) == MODELS[name]
-
-
-def test_transformers_reads_and_writes_the_config(tmp_path) -> None:
-    for name in ("2.5-7b", "3-4b", "llama-3-8b", "llama-3.1-8b"):
-        (tmp_path / "config.json").write_text(json.dumps(config_from_model(MODELS[name], "bfloat16")))
-        config = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert config.rope_parameters["rope_theta"] == MODELS[name].rotary_base
-        assert config.dtype == torch.bfloat16
-        config.save_pretrained(tmp_path)
-        assert find_model(str(tmp_path)) == MODELS[name]
-
-
-def test_every_tensor_parallel_size_in_use_divides_the_vocabularies() -> None:
-    for model in MODELS.values():
-        for tensor_parallel in (1, 2, 4, 8, 16):
-            assert padded_vocabulary(model, tensor_parallel) == model.vocabulary
-    assert padded_vocabulary(MODELS["3-8b"], 3) % 3 == 0
+def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> None:
+    model = MODELS[name]
+    args = parser.parse_args(expand(["--qwen-model", name])[0])
+    found = (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads)
+    assert found == (model.layers, model.hidden, model.ffn, model.heads)
+    assert (args.num_query_groups, args.kv_channels or model.hidden // model.heads) == (
+        model.groups,
+        model.head_dim,
+    )
+    assert args.padded_vocab_size == args.vocab_size == model.vocabulary
+    assert args.untie_embeddings_and_output_weights != model.tied
+    assert (args.add_qkv_bias, args.qk_layernorm) == (model.family == "qwen2", model.family == "qwen3")
+    assert args.use_rope_scaling == (model.rope_factor is not None) and args.num_experts == (
+        model.experts or None
+    )
+    if not model.experts:
+        (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
+        assert find_model(str(tmp_path)) == model == find_model(f"qwen{name}")
 
 
 def test_the_users_flags_win(parser) -> None:
@@ -135,24 +146,16 @@ def test_the_users_flags_win(parser) -> None:
     assert (args.hidden_size, args.qk_layernorm, args.add_qkv_bias) == (4096, True, False)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_each_switch_can_be_left_out(switch, parser) -> None:
-    name = {"qk-layernorm": "3-8b", "use-rope-scaling": "llama-3.1-8b"}.get(switch, "2.5-7b")
-    with_it, _ = expand(["--qwen-model", name])
-    without, added = expand(["--qwen-model", name, f"--no-{switch}"])
-    assert f"--{switch}" in with_it and f"--{switch}" not in added
-    destination = parser._option_string_actions[f"--{switch}"].dest
-    values = [getattr(parser.parse_args(arguments), destination) for arguments in (with_it, without)]
-    assert values[0] != values[1]
-
-
-def test_a_vocabulary_of_the_users_own_is_padded_by_megatron() -> None:
+def test_the_vocabulary_is_padded_to_the_ranks_or_by_megatron() -> None:
     for flag in ("--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"):
         _, added = expand(["--qwen-model", "2.5-7b", flag, "512"])
         assert "--padded-vocab-size" not in added
-    _, added = expand(["--qwen-model", "2.5-7b", "--tensor-model-parallel-size", "5"])
-    assert added[added.index("--padded-vocab-size") + 1] == "152065"
-    assert added[added.index("--vocab-size") + 1] == "152064"
+    for words in (["--tensor-model-parallel-size", "5"], ["--tensor-model-parallel-size=5"]):
+        _, added = expand(["--qwen-model", "2.5-7b", *words])
+        assert added[added.index("--padded-vocab-size") + 1] == "152065"
+        assert added[added.index("--vocab-size") + 1] == "152064"
+    for model in MODELS.values():
+        assert megatron_flags(model, 16)["--padded-vocab-size"] == str(model.vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,6 @@ def test_a_vocabulary_of_the_users_own_is_padded_by_megatron() -> None:
     [
         (["--num-layers", "2"], "--qwen-model is missing"),
         (["--qwen-model", "2.5-8b"], "--qwen-model 2.5-8b is unknown; choose one of 2.5-0.5b"),
-        (["--qwen-model", "2.5-7b", "--no-qk-layernorm"], "--no-qk-layernorm.*does not set"),
         (["--qwen-model", "."], "config.json is missing"),
     ],
 )
@@ -185,66 +187,85 @@ def test_errors_name_the_flag(arguments, message) -> None:
     ],
 )
 def test_configs_that_are_not_covered_are_refused(change, message) -> None:
-    config = config_from_model(MODELS["2.5-7b"], "bfloat16") | change
+    config = config_of(MODELS["2.5-7b"]) | change
     with pytest.raises(ModelError, match=message):
         model_from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--normalization", "LayerNorm"], "--normalization RMSNorm"),
-        (["--add-qkv-bias"], "--add-qkv-bias .*, --qk-layernorm"),
-        (["--use-rope-scaling"], "--use-rope-scaling"),
-        (["--rotary-percent", "0.5"], "--rotary-percent"),
-        (["--apply-layernorm-1p"], "--apply-layernorm-1p"),
-    ],
-)
-def test_arguments_of_another_model_are_refused(change, message, parser) -> None:
-    arguments = expand(["--qwen-model", "3-8b", *change])[0]
-    with pytest.raises(ModelError, match=message):
-        model_from_args(parser.parse_args(arguments))
+HEADS, GROUPS, HEAD_DIM, HIDDEN = 6, 2, 4, 10
 
 
-@pytest.mark.parametrize(
-    ("sizes", "vocabulary"),
-    [((512, 640), 512), ((151936, 151680), 151680), ((None, 640), 640), ((512, None), 512)],
-)
-def test_vocabulary_of_trained_arguments(sizes, vocabulary, parser) -> None:
-    args = parser.parse_args(expand(["--qwen-model", "3-8b"])[0])
-    args.vocab_size, args.padded_vocab_size = sizes
-    assert model_from_args(args).vocabulary == vocabulary
+def tiny(family: str, tied: bool = False) -> DenseModel:
+    """Sizes that divide nothing by accident."""
+    sizes = dict(layers=3, hidden=HIDDEN, ffn=14, heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM)
+    return DenseModel(family=family, tied=tied, vocabulary=11, positions=64, **sizes)
 
 
-def test_a_caat_net_is_no_qwen_model(parser) -> None:
-    """It is another function of the same weights: no export to a format that cannot say so."""
-    args = parser.parse_args(expand(["--qwen-model", "3-8b"])[0])
-    args.caat_net_sync_fraction = 0.5
-    with pytest.raises(ModelError, match="--caat-net-sync-fraction"):
-        model_from_args(args)
+def test_qkv_rows_go_by_query_group() -> None:
+    parts = []
+    for base, heads in ((100, HEADS), (200, GROUPS), (300, GROUPS)):
+        numbers = torch.arange(heads).repeat_interleave(HEAD_DIM) + base
+        parts.append(numbers[:, None].expand(-1, HIDDEN).clone())
+    merged = weights.merge(parts, tiny("llama"))
+    assert merged.shape == ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN)
+    assert merged[::HEAD_DIM, 0].tolist() == [100, 101, 102, 200, 300, 103, 104, 105, 201, 301]
 
 
-def test_newest_iteration_of_a_checkpoint(tmp_path) -> None:
-    with pytest.raises(ModelError, match=r"there is no Megatron checkpoint"):
-        newest_iteration(str(tmp_path))
-    for written, folder in (("release", "release"), ("120", "iter_0000120")):
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{written}\n")
-        (tmp_path / folder).mkdir()
-        with pytest.raises(ModelError, match=r"save with --ckpt-format torch_dist"):
-            newest_iteration(str(tmp_path))
-        (tmp_path / folder / "metadata.json").write_text("{}")
-        assert newest_iteration(str(tmp_path)) == tmp_path / folder
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("width", [(HIDDEN,), ()])
+def test_split_undoes_merge(count, width) -> None:
+    rows = [HEADS * HEAD_DIM, GROUPS * HEAD_DIM, GROUPS * HEAD_DIM] if count == 3 else [14] * count
+    parts = [torch.randn(n, *width) for n in rows]
+    model = tiny("qwen2")
+    for got, want in zip(weights.split(weights.merge(parts, model), count, model), parts, strict=True):
+        assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("given", [["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size=3"]])
-def test_a_conversion_pads_for_its_tensor_parallel_size(given) -> None:
-    """Three ranks do not divide the vocabulary, however the size is written."""
-    flags = session._command_line(MODELS["2.5-0.5b"], torch.bfloat16, given)
-    rows = int(flags[flags.index("--padded-vocab-size") + 1])
-    assert rows % 3 == 0 and 0 < rows - MODELS["2.5-0.5b"].vocabulary < 3
+class Chunk(torch.nn.Module):
+    """Parameters of a model, its vocabulary padded, under Megatron's names."""
+
+    def __init__(self, model: DenseModel) -> None:
+        super().__init__()
+        rows = {
+            "linear_qkv": (HEADS + 2 * GROUPS) * HEAD_DIM,
+            "linear_fc1": 28,
+            "word_emb": 12,
+            "output_l": 12,
+        }
+        for name in weights.sources(model):
+            module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            first = next((size for key, size in rows.items() if key in name), 10)
+            shape = (first, HIDDEN) if last == "weight" and "norm" not in name else (first,)
+            module.register_parameter(last, torch.nn.Parameter(torch.randn(shape)))
 
 
-def test_flags_are_strings_with_or_without_value() -> None:
-    flags = megatron_flags(MODELS["2.5-7b"])
-    assert flags["--num-layers"] == "28" and flags["--swiglu"] is None and "--kv-channels" not in flags
-    assert megatron_flags(MODELS["3-8b"])["--kv-channels"] == "128"
+@pytest.mark.parametrize(("file_bytes", "files"), [(10**9, 1), (2000, 4)])
+def test_files_round_trip(file_bytes, files, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(weights, "FILE_BYTES", file_bytes)
+    model = tiny("qwen2")
+    chunk, other = Chunk(model), Chunk(model)
+    weights.write(chunk, model, tmp_path, torch.float32)
+    assert len(list(tmp_path.glob("*.safetensors"))) >= files and (tmp_path / weights.INDEX).is_file()
+    index = json.loads((tmp_path / weights.INDEX).read_text())
+    assert len(index["weight_map"]) == 2 + 3 * 12 + 1
+    weights.read(other, model, tmp_path)
+    for (name, got), want in zip(other.named_parameters(), chunk.parameters(), strict=True):
+        rows = 11 if len(want) == 12 else len(want)
+        assert torch.equal(got[:rows], want[:rows]) and not got[rows:].any(), name
+
+
+def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ModelError, match=weights.SINGLE):
+        weights.read(Chunk(model), model, tmp_path)
+    save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE)
+    with pytest.raises(ModelError, match="a llama model differ in their tensors: a, lm_head"):
+        weights.read(Chunk(model), model, tmp_path)
+    weights.write(Chunk(model), model, tmp_path, torch.bfloat16)
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight gives"):
+        weights.read(Chunk(dataclasses.replace(model)), dataclasses.replace(model, vocabulary=9), tmp_path)

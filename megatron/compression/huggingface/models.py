@@ -1,13 +1,15 @@
-"""Models of Hugging Face (Qwen2.5, Qwen3, Llama 3 base models), and a model as Megatron flags.
+"""Models of Hugging Face (Qwen2.5, Qwen3, Llama 3 base models) as Megatron flags, by name or config.json.
 
 Numbers from each model's config.json (Qwen/Qwen2.5-*, Qwen/Qwen3-*, meta-llama/*). The norm's epsilon of
 Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B and 4B tie
 their embeddings, 8B and up do not.
 """
 
-from argparse import Namespace
+import argparse
+import json
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
 from megatron.compression.errors import InputError
 
@@ -18,10 +20,10 @@ class ModelError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseModel:
-    """What the Megatron flags and the Hugging Face config of a dense model have in common."""
+    """What the Megatron flags and the Hugging Face config of a model have in common."""
 
-    family: Literal["qwen2", "qwen3", "llama"]
-    """Hugging Face's model_type. qwen2 (Qwen2 and Qwen2.5): bias on q, k and v. qwen3: norm of q and k."""
+    family: str
+    """Hugging Face's model_type: qwen2 (bias on q, k and v), qwen3 (norm of q and k) or llama."""
     layers: int
     hidden: int
     ffn: int
@@ -40,6 +42,12 @@ class DenseModel:
     positions: int
     """Longest sequence."""
     init_std: float = 0.02
+    experts: int = 0
+    """Of a mixture in every layer; 0: a dense model."""
+    chosen: int = 0
+    """Experts of a token, whose weights sum to one."""
+    expert_ffn: int = 0
+    """Width of one expert."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -48,19 +56,6 @@ class DenseModel:
             )
         if self.rope_factor is not None and self.family != "llama":
             raise ModelError(f"--use-rope-scaling is Llama 3.1's: a {self.family} model has none; drop it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertModel(DenseModel):
-    """A mixture of experts in every layer, for training from scratch: its weights are not converted."""
-
-    experts: int
-    chosen: int
-    """Experts of a token, whose weights sum to one."""
-    expert_ffn: int
-    """Width of one expert."""
-    balance: float = 0.001
-    """Factor of the auxiliary loss that balances their loads."""
 
 
 def _model(layers, hidden, ffn, heads, groups=8, *, tied=False, **others) -> DenseModel:
@@ -103,18 +98,9 @@ MODELS: dict[str, DenseModel] = {
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64, rope_factor=8.0),
     "llama-3.2-1b": _llama3(16, 2048, 8192, 32, tied=True, rope_factor=32.0),
     "llama-3.2-3b": _llama3(28, 3072, 8192, 24, tied=True, rope_factor=32.0),
+    "3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, experts=128, chosen=8, expert_ffn=768),
 }
-
-EXPERT_MODELS: dict[str, ExpertModel] = {
-    "3-30b-a3b": ExpertModel(
-        **{**vars(_qwen3(48, 2048, 6144, 32, 4)), "experts": 128, "chosen": 8, "expert_ffn": 768}
-    ),
-}
-
-
-def padded_vocabulary(model: DenseModel, tensor_parallel: int) -> int:
-    """Rows of the embedding in Megatron: the next multiple of the tensor-parallel size."""
-    return -(-model.vocabulary // tensor_parallel) * tensor_parallel
+"""The last is for training from scratch: its weights are not converted."""
 
 
 def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str | None]:
@@ -144,16 +130,16 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
         # The tokenizer has fewer tokens than the embedding has rows: without the padded size, Megatron would
         # pad from the tokenizer's and the weights would not fit.
         "--vocab-size": model.vocabulary,
-        "--padded-vocab-size": padded_vocabulary(model, tensor_parallel),
+        "--padded-vocab-size": -(-model.vocabulary // tensor_parallel) * tensor_parallel,
     }
     if own := {"qwen2": "--add-qkv-bias", "qwen3": "--qk-layernorm"}.get(model.family):
         flags[own] = None
     if model.rope_factor is not None:
         flags |= {"--use-rope-scaling": None, "--rope-scaling-factor": model.rope_factor}
-    if isinstance(model, ExpertModel):
+    if model.experts:
         flags |= {"--num-experts": model.experts, "--moe-router-topk": model.chosen}
         flags["--moe-ffn-hidden-size"] = model.expert_ffn
-        flags |= {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": model.balance}
+        flags |= {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0.001}
     if not model.tied:
         flags["--untie-embeddings-and-output-weights"] = None
     if model.family != "qwen3" and model.head_dim * model.heads == model.hidden:
@@ -161,49 +147,119 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
     return {flag: None if value is None else str(value) for flag, value in flags.items()}
 
 
-# What a model must have been trained with to be one of these: argument -> (value, flag).
-_REQUIRED = {
-    "normalization": ("RMSNorm", "--normalization RMSNorm"),
-    "swiglu": (True, "--swiglu"),
-    "add_bias_linear": (False, "--disable-bias-linear"),
-    "position_embedding_type": ("rope", "--position-embedding-type rope"),
-    "rotary_percent": (1.0, "--rotary-percent 1.0"),
-    "rotary_interleaved": (False, "no --rotary-interleaved"),
-    "rotary_seq_len_interpolation_factor": (None, "no --rotary-seq-len-interpolation-factor"),
-    "layernorm_zero_centered_gamma": (False, "no --apply-layernorm-1p"),
-    "attention_output_gate": (False, "no --attention-output-gate"),
-    "window_size": (None, "no --window-size"),
-    "num_experts": (None, "no --num-experts"),
-    "multi_latent_attention": (False, "no --multi-latent-attention"),
-    "caat_net_sync_fraction": (1.0, "one residual stream (no --caat-net-sync-fraction below 1)"),
-}
+def as_arguments(flags: dict[str, str | None]) -> list[str]:
+    """Flags with their values, None for one that takes none, as a command line."""
+    return [word for pair in flags.items() for word in pair if word is not None]
 
 
-def model_from_args(args: Namespace) -> DenseModel:
-    """The model that Megatron's arguments describe, those saved in a checkpoint for example.
+def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--qwen-model`` (an ``extra_args_provider``)."""
+    parser.add_argument_group("qwen").add_argument(
+        "--qwen-model",
+        metavar="MODEL",
+        help=f"One of {', '.join(MODELS)} (a qwen in front may be), or a folder with a Hugging Face "
+        "config.json. Expands to Megatron's flags, each of which can be overridden by giving it.",
+    )
+    return parser
 
-    Raises: ModelError: it is none of these families, and which argument says so.
+
+def find_model(name: str) -> DenseModel:
+    """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder.
+
+    Raises: ModelError: neither.
     """
-    for name, (wanted, flag) in _REQUIRED.items():
-        found = getattr(args, name, wanted)
-        if found != wanted:
-            raise ModelError(f"a Qwen or Llama model has {flag}, this one has {name} = {found}")
-    if args.add_qkv_bias and args.qk_layernorm:
-        raise ModelError("a model has --add-qkv-bias (Qwen2.5), --qk-layernorm (Qwen3) or neither (Llama)")
+    if (known := name.removeprefix("qwen")) in MODELS:
+        return MODELS[known]
+    if Path(name).is_dir():
+        return model_from_config(read_config(name))
+    raise ModelError(
+        f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with a "
+        "Hugging Face config.json"
+    )
+
+
+def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Put the flags of ``--qwen-model`` before the user's own.
+
+    A flag that the user gives is left out of the expansion. So is ``--padded-vocab-size`` where the user
+    gives ``--vocab-size`` or ``--make-vocab-size-divisible-by``: Megatron then pads as it always does.
+
+    Returns: The whole command line without the program's name, and the part that was added.
+    Raises: ModelError: no model, or an unknown one.
+    """
+    reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    reader.add_argument("--qwen-model")
+    reader.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    known, _ = reader.parse_known_args(arguments)
+    if known.qwen_model is None:
+        raise ModelError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
+    flags = megatron_flags(find_model(known.qwen_model), known.tensor_model_parallel_size)
+    given = {argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")}
+    if given.intersection(("--vocab-size", "--make-vocab-size-divisible-by")):
+        flags.pop("--padded-vocab-size", None)
+    added = as_arguments({flag: value for flag, value in flags.items() if flag not in given})
+    return added + arguments, added
+
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of Llama 3.1's scaling of low frequencies; megatron-core has them as constants."""
+_KEYS = {
+    **{"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size"},
+    **{"heads": "num_attention_heads", "positions": "max_position_embeddings"},
+    **{"norm_epsilon": "rms_norm_eps", "vocabulary": "vocab_size"},
+}
+"""Fields of a model that every config.json has under one key."""
+_FIXED = {
+    **{"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "quantization_config": None},
+    "attention_bias": False,  # would put a bias on the output projection as well
+}
+"""Keys with one value that Megatron's flags can express."""
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder.
+
+    Raises: ModelError: there is none.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: is {folder} a folder with a Hugging Face model?")
+    return json.loads(path.read_text())
+
+
+def model_from_config(config: dict[str, Any]) -> DenseModel:
+    """Read the keys of a config.json, of transformers 4 or 5.
+
+    Raises: ModelError: another model type, or a setting that the model here does not have; names the key.
+    """
+    family = config.get("model_type")
+    if family not in ("qwen2", "qwen3", "llama"):
+        raise ModelError(
+            f"config.json: model_type {family!r} is not covered; it may be qwen2, qwen3 or llama"
+        )
+    for key, wanted in _FIXED.items():
+        if config.get(key, wanted) != wanted:
+            raise ModelError(f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise ModelError("config.json: layer_types other than full_attention are not covered")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaled = family == "llama" and kind == "llama3" and LLAMA3_ROPE.items() <= rope.items()
+    if kind != "default" and not scaled:
+        raise ModelError(
+            f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and Llama 3.1's"
+        )
+    base = rope.get("rope_theta", config.get("rope_theta", 10000 if family == "llama" else None))
+    if base is None or base != int(base):
+        raise ModelError(f"config.json: rope_theta must be a whole number (--rotary-base), not {base}")
+    heads = config["num_attention_heads"]
     return DenseModel(
-        family="qwen2" if args.add_qkv_bias else "qwen3" if args.qk_layernorm else "llama",
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size,
-        heads=args.num_attention_heads,
-        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        # Padded from a tokenizer with fewer tokens than --vocab-size says, the padded size is the smaller.
-        vocabulary=min(size for size in (args.vocab_size, args.padded_vocab_size) if size),
-        tied=not args.untie_embeddings_and_output_weights,
-        norm_epsilon=args.layernorm_epsilon,
-        rotary_base=int(args.rotary_base),
-        rope_factor=args.rope_scaling_factor if args.use_rope_scaling else None,
-        positions=args.max_position_embeddings,
-        init_std=args.init_method_std,
+        family=family,
+        **{name: config[key] for name, key in _KEYS.items()},
+        groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        tied=config.get("tie_word_embeddings", False),
+        rotary_base=int(base),
+        rope_factor=float(rope["factor"]) if scaled else None,
+        init_std=config.get("initializer_range", 0.02),
     )
