@@ -10,24 +10,25 @@ from megatron.core.transformer import TransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_without_mark
 
 _MARK = "sees_rank_local_data"
-_OF_OWN_HEADS = ("q_layernorm", "k_layernorm", "softmax_offset")
 
 
 def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
     """Mark the replicated parameters of a GPT model's transformer block, final norm included.
 
     Those are norms and the biases of row-parallel layers. The embeddings come before the streams begin, and
-    the output layer is sharded. What works on a rank's own heads does so in every model: megatron-core sums
-    the gradients of the norms of queries and keys, and each rank has its own offsets of the softmax.
+    the output layer is sharded. What is cut without Megatron's mark (the softmax's offsets) is no replica,
+    and megatron-core sums the gradients of the norms of queries and keys itself.
 
     Args:
         rank_local: False takes the mark back.
     """
+    cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
-        sharded = getattr(parameter, "tensor_model_parallel", False)
-        if not sharded and not any(part in name for part in _OF_OWN_HEADS):
+        sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
+        if not sharded and not any(part in name for part in QUERY_KEY_NORMS):
             setattr(parameter, _MARK, rank_local)
 
 

@@ -95,11 +95,13 @@ def on_replicated_gradient_sync(
 
 
 def _replicated_gradient_bytes(model: list, config) -> int:
+    from megatron.compression.replicated_parameters import QUERY_KEY_NORMS
+
     total = 0
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
-            summed |= config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+            summed |= config.qk_layernorm and any(part in name for part in QUERY_KEY_NORMS)
             summed |= getattr(parameter, "average_gradients_across_tp_domain", False)
             if parameter.requires_grad and summed:
                 total += getattr(parameter, "main_grad", parameter).nbytes
