@@ -1,10 +1,10 @@
 """Sparse tensors as their values end to end and a bitmap: the fewest bytes to where they are added up.
 
-Beside ``taco_kernels.count_sketch``, whose sketches can be added on the way.
+``taco_kernels.count_sketch`` has sketches of sparse tensors, which can be added on the way.
 """
 
 from taco_kernels.bitmap_sparse import reference
-from taco_kernels.bitmap_sparse.layout import BitmapLayout
+from taco_kernels.bitmap_sparse.reference import BitmapLayout
 from taco_kernels.common.dispatch import dispatched
 
 __all__ = ["BitmapLayout", "decode_sum", "encode"]

@@ -1,8 +1,19 @@
-"""Packing and adding up sparse tensors in plain torch: the definition that the kernels are tested against."""
+"""A sparse tensor that is not added up on the way: its wire, encoding and adding up in plain torch.
+
+A shard of ``numel`` values is rows of 1024. Its wire is::
+
+    values, capacity of 8 or 16 bits, in order | bitmap, one bit a value
+    | an int32 start every 4 rows: how many values come before these | a uint8 exponent a row
+
+each part padded with zeros to a multiple of 64 bytes, and the values to their capacity. Values are integers
+on their row's power-of-two grid. The kernels in launch.py are tested against these functions.
+"""
+
+import math
+from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.bitmap_sparse.layout import TILE_ROWS, WIDTH, BitmapLayout
 from taco_kernels.common.magnitudes import (
     EXPONENT_FLOOR,
     NON_FINITE,
@@ -11,6 +22,92 @@ from taco_kernels.common.magnitudes import (
     power_of_two,
     threshold_bits,
 )
+from taco_kernels.common.sizes import aligned, ceil_div, check_choice, described
+
+ALIGNMENT = 64
+WIDTH = 1024
+TILE_ROWS = 4
+"""Rows a start: what comes before a row of them is counted in the bitmap of at most three."""
+
+
+@dataclass(frozen=True)
+class BitmapLayout:
+    """Sizes of a shard's wire. Validated on construction (ValueError)."""
+
+    numel: int
+    share: float
+    """Largest share of the values that is sent, in (0, 1]."""
+    bits: int = 16
+    """Bits of a value: 8 or 16."""
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ValueError(f"numel={self.numel} must be at least 1")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share} must lie in (0, 1]")
+        if self.capacity >= 2**31 - 2**20:
+            raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^20 cannot be counted")
+        check_choice("bits", self.bits, (8, 16))
+
+    @property
+    def capacity(self) -> int:
+        """Most values sent."""
+        return math.ceil(self.share * self.numel)
+
+    @property
+    def rows(self) -> int:
+        """Rows, the last one padded."""
+        return ceil_div(self.numel, WIDTH)
+
+    @property
+    def words(self) -> int:
+        """int32 words of the bitmap."""
+        return self.rows * (WIDTH // 32)
+
+    @property
+    def words_at(self) -> int:
+        """Byte where the bitmap begins."""
+        return aligned(self.capacity * self.bits // 8, ALIGNMENT)
+
+    @property
+    def tiles(self) -> int:
+        """Starts, the last one perhaps of fewer rows."""
+        return ceil_div(self.rows, TILE_ROWS)
+
+    @property
+    def starts_at(self) -> int:
+        """Byte where the starts begin."""
+        return self.words_at + aligned(4 * self.words, ALIGNMENT)
+
+    @property
+    def exponents_at(self) -> int:
+        """Byte where the exponents begin."""
+        return self.starts_at + aligned(4 * self.tiles, ALIGNMENT)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Exact bytes of one wire."""
+        return self.exponents_at + aligned(self.rows, ALIGNMENT)
+
+    def check_values(self, x: torch.Tensor, remainder: torch.Tensor | None) -> None:
+        """Raise ValueError unless both are fp32 [S, numel] with contiguous rows, and there is a shard."""
+        if x.dim() != 2 or x.shape[1] != self.numel or x.dtype != torch.float32 or x.stride(1) != 1:
+            raise ValueError(f"x is {described(x)}; this layout needs float32[*, {self.numel}]")
+        if not len(x):
+            raise ValueError("x has no shard to pack")
+        if remainder is None:
+            return
+        if remainder.shape != x.shape or remainder.dtype != torch.float32 or remainder.stride(1) != 1:
+            raise ValueError(
+                f"remainder is {described(remainder)}; it must be float32{list(x.shape)} with contiguous rows"
+            )
+
+    def check_wires(self, wires: torch.Tensor) -> None:
+        """Raise ValueError unless ``wires`` is uint8 [W, wire_bytes] of at least one sender."""
+        shape = wires.shape
+        if len(shape) != 2 or not shape[0] or shape[1] != self.wire_bytes or wires.dtype != torch.uint8:
+            raise ValueError(f"wires is {described(wires)}; this layout needs uint8[*, {self.wire_bytes}]")
+
 
 _CODES = {8: torch.int8, 16: torch.int16}
 
@@ -38,10 +135,8 @@ def encode(
     """
     layout.check_values(x, remainder)
     shards, width = len(x), layout.rows * WIDTH
-    bits = torch.nn.functional.pad(magnitude_bits(x), (0, width - layout.numel)).view(
-        shards, layout.rows, WIDTH
-    )
     values = torch.nn.functional.pad(x, (0, width - layout.numel)).view(shards, layout.rows, WIDTH)
+    bits = magnitude_bits(values)
     exponents = bits.amax(2) >> 23
     keep = (bits >= threshold_bits(thresholds)[:, None, None]) & (exponents != NON_FINITE)[..., None]
     e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)[..., None]
@@ -54,10 +149,8 @@ def encode(
     position = keep.cumsum(1) - 1
     keep = keep & (position < layout.capacity)
     if remainder is not None:
-        rest = torch.where(
-            keep, values.view(shards, width) - sent.view(shards, width), values.view(shards, width)
-        )
-        remainder.copy_(rest[:, : layout.numel])
+        rest = values - torch.where(keep.view_as(values), sent, 0.0)
+        remainder.copy_(rest.view(shards, width)[:, : layout.numel])
     packed = codes.new_zeros(shards, layout.capacity)
     shard, at = keep.nonzero(as_tuple=True)
     packed[shard, position[shard, at]] = codes.view(shards, width)[shard, at]
@@ -86,12 +179,12 @@ def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
     layout.check_wires(wires)
     dtype, device = _CODES[layout.bits], wires.device
     total = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)
-    lanes = torch.arange(32, dtype=torch.int32, device=device)
+    bits = torch.arange(32, dtype=torch.int32, device=device)
     for wire in wires:
         codes = wire[: layout.capacity * layout.bits // 8].clone().view(dtype)
         words = wire[layout.words_at : layout.words_at + 4 * layout.words].clone().view(torch.int32)
         exponents = wire[layout.exponents_at : layout.exponents_at + layout.rows].int()
-        member = (words[:, None] >> lanes & 1).bool().view(-1)
+        member = (words[:, None] >> bits & 1).bool().view(-1)
         values = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)
         values[member] = codes[: int(member.sum())].float()
         values = values.view(layout.rows, WIDTH)

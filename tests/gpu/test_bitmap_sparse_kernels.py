@@ -13,12 +13,8 @@ from taco_kernels.count_sketch.selection import share_threshold
     [
         (3_000_000, 0.2, 16, 4, 0.198),
         (1_000_003, 0.2, 16, 3, 0.198),
-        (70_001, 0.02, 16, 16, 0.02),
-        (2_000_000, 0.4, 8, 4, 0.396),
         (500_000, 1.0, 16, 2, 0.99),
-        (700_003, 0.3, 16, 8, 0.5),  # more than there is room for
-        (800_001, 0.1, 8, 3, 0.6),
-        (900_002, 0.05, 8, 2, 0.4),
+        (800_001, 0.1, 8, 16, 0.6),  # more than there is room for
         (1_500, 0.3, 16, 2, 0.2),  # fewer rows than a start
         (17_000_002, 0.2, 16, 2, 0.198),  # rows enough for a running sum of several blocks
     ],

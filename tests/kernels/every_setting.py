@@ -220,16 +220,16 @@ def of_tah_quant() -> Iterator[Setting]:
 def of_gradients() -> Iterator[Setting]:
     """Sparse values, and what was left behind."""
 
-    def packed(bits, senders, remembered) -> None:
+    def packed(bits, remembered) -> None:
         x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, bits)
         bitmap_sparse.encode(x, x[:, 0], layout, x if remembered else None)
-        bitmap_sparse.decode_sum(zeros(senders, layout.wire_bytes), layout)
+        bitmap_sparse.decode_sum(zeros(4, layout.wire_bytes), layout)
 
     def remember(keep, decoded) -> None:
         x = zeros(3, NUMEL, dtype=torch.float32)
         error_feedback.remember(x[0], x[1], x[2] if decoded else None, keep, 1.0)
 
-    for values in itertools.product((8, 16), (1, *SENDERS), (False, True)):
+    for values in itertools.product((8, 16), (False, True)):
         yield Setting("bitmap_sparse", text(*values), partial(packed, *values), True)
     for values in itertools.product((0.0, 0.9), (False, True)):
         yield Setting("error_feedback", text(*values), partial(remember, *values), True)
