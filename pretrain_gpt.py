@@ -5,10 +5,10 @@
 
 def main() -> None:
     """Parse the command line, then train. Bad input ends the run with one line."""
-    from megatron.compression import preflight
+    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
-    preflight.prepare()  # before megatron.training is imported
+    startup.prepare()  # before megatron.training is imported
 
     from megatron.compression.startup import entrypoint
 

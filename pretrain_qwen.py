@@ -17,10 +17,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def main() -> None:
     """Expand `--qwen-model`, parse the command line, then train. Bad input ends the run with one line."""
-    from megatron.compression import preflight
+    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
-    preflight.prepare()  # before megatron.training is imported
+    startup.prepare()  # before megatron.training is imported
 
     from megatron.compression.huggingface.models import expand
     from megatron.compression.startup import entrypoint

@@ -164,17 +164,16 @@ def train(change: Callable) -> None:
         change: called with Megatron's arguments, what ``compression.enable`` returned, and the model's
             config, before ``pretrain``.
     """
-    from megatron.compression import preflight
+    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
-    preflight.prepare()  # before megatron.training is imported
+    startup.prepare()  # before megatron.training is imported
 
     from megatron.core.enums import ModelType
     from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron.compression import setup
-    from megatron.compression.exits import train_to_the_end
     from megatron.compression.startup import entrypoint
 
     with one_line_errors():
@@ -183,4 +182,4 @@ def train(change: Callable) -> None:
         change(args, setup.enable(args, model_config), model_config)
         container = pretrain_cfg_container_from_args(args, model_config)
         parts = entrypoint.train_valid_test_datasets, ModelType.encoder_or_decoder, entrypoint.forward_step
-        train_to_the_end(lambda: training.pretrain(container, *parts))
+        entrypoint.train_to_the_end(lambda: training.pretrain(container, *parts))

@@ -19,10 +19,10 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only moves bytes: host memory holds larger models
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.compression import preflight
+from megatron.compression import startup
 from megatron.compression.errors import one_line_errors
 
-preflight.prepare()  # before megatron.training is imported
+startup.prepare()  # before megatron.training is imported
 
 import torch  # noqa: E402
 from megatron.core.dist_checkpointing import load_common_state_dict  # noqa: E402

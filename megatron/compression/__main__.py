@@ -13,10 +13,10 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print("usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]", file=sys.stderr)
         raise SystemExit(2)
-    from megatron.compression import preflight
+    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
-    preflight.prepare()  # before megatron.training is imported
+    startup.prepare()  # before megatron.training is imported
 
     from megatron.training import get_args
 

@@ -143,6 +143,12 @@ class CompressionConfig:
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args)
+        last = train_iterations(args)
+        if last and self.start_iteration is not None and self.start_iteration >= last:
+            raise CompressionConfigError(
+                f"--compression-start-iteration {self.start_iteration} is not before the last of {last} "
+                "iterations, so nothing would be compressed; lower it"
+            )
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
@@ -191,6 +197,15 @@ class CompressionConfig:
         if self.caat_net.enabled:
             lines.append(self.caat_net.describe(args))
         return lines
+
+
+def train_iterations(args: Namespace) -> int | None:
+    """How long the run is; None where Megatron's flags leave it open."""
+    iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
+    growing = getattr(args, "step_batch_size_schedule", None)  # global_batch_size is another one then
+    if iterations or not samples or not args.global_batch_size or growing:
+        return iterations
+    return samples // args.global_batch_size
 
 
 def _is_percent(value: float | None) -> bool:

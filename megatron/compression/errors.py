@@ -3,10 +3,9 @@
 import argparse
 import contextlib
 import difflib
-import errno
 import importlib.util
+import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -16,13 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-FULL_BELOW_BYTES = 4 * 2**20  # what a write that ran out of space leaves free at most
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_CHECKS_OF_MEGATRON = ("validate_args", "core_transformer_config_from_args")
-_SAVING = "save_checkpoint_and_time"
-
 PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
+
+# gloo has one type for everything: a peer that is gone, and one that does not answer.
+_LOST = "lost the connection to another rank: it died or was stopped; its own log says why"
+_LOST_PEER = {
+    "Connection closed by peer": _LOST,
+    "Connection reset by peer": _LOST,
+    "Timed out waiting": "another rank did not answer within --distributed-timeout-minutes: it hangs, or is "
+    "that slow",
+}
+
+Explanation = Callable[[BaseException, Namespace | None], str | None]
+
+_EXPLANATIONS: dict[str, Explanation] = {}
+"""Function -> what explains an exception that comes through it."""
 
 
 class InputError(ValueError):
@@ -65,24 +72,24 @@ def require_extra(module: str, extra: str, needed_by: str) -> None:
         raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
 
 
-def require_folder(path: Path, flag: str) -> None:
-    """Raises: InputError: the folder that a flag's file goes to does not exist."""
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{flag} {path}: its folder does not exist; make it first")
-
-
 def fail(message: str) -> None:
     """Print `error: message` and end this process with status 2, without a trace.
 
-    Every rank usually finds the same problem. The launcher kills the others as soon as one has ended, so the
-    others wait for rank 0 to speak; one that is still alive after that found something rank 0 did not see.
+    torchrun prints the line last, from the file that it names for this. Every rank usually finds the same
+    problem. The launcher kills the others as soon as one has ended, so the others wait for rank 0 to speak;
+    one that is still alive after that found something rank 0 did not see.
     """
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(PEER_GRACE_SECONDS)
         message = f"rank {rank}: {message}"
+    line = f"error: {message}"
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)
     os._exit(2)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
@@ -100,59 +107,35 @@ def _one_line(show: Callable, kind: type[BaseException], error: BaseException, t
     show(kind, error, trace)
 
 
-def came_through(error: BaseException, function: str) -> bool:
-    """Whether the exception passed through a function of this name."""
-    return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
+def explains(*functions: str) -> Callable[[Explanation], Explanation]:
+    """Have the decorated ``explanation(error, args)`` give the line for exceptions that come through one of
+    these functions, or None; ``args`` is the parsed command line, None where parsing itself failed."""
+
+    def register(explanation: Explanation) -> Explanation:
+        _EXPLANATIONS.update(dict.fromkeys(functions, explanation))
+        return explanation
+
+    return register
 
 
 def explain(error: BaseException, args: Namespace | None = None) -> str | None:
-    """One line for an exception that the command line, a full disk or a lost peer caused, else None.
-
-    Args:
-        args: the parsed command line, None where parsing itself failed.
-    """
+    """One line for an exception that the command line, a full disk or a lost peer caused, else None."""
     if isinstance(error, InputError):
         return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
-    refused = isinstance(error, AssertionError | ValueError | RuntimeError)
-    text = str(error)
-    if refused and any(came_through(error, name) for name in _CHECKS_OF_MEGATRON):
-        return first_line(error)
-    if refused and "current global batch size (" in text:  # of a schedule, as it comes
-        return first_line(error)
-    if refused and "without also enabling sequence parallelism" in text:  # in an expert layer's first forward
-        return (
-            "--num-experts at --tensor-model-parallel-size 2 or more trains with --sequence-parallel: add it"
-        )
-    if isinstance(error, TypeError) and args is not None and not args.save and came_through(error, _SAVING):
-        return (
-            "a loss is NaN or infinite, as the lines above say, and Megatron saves before it stops: add "
-            "--save DIR, or go on with --no-check-for-nan-in-loss-and-grad"
-        )
-    folder = args.save if args is not None else None
-    if _disk_is_full(error, folder):
-        where = f"--save {folder}" if folder else "the output folder"
-        return f"{where}: no space left: make room there, or name another folder"
-    if came_through(error, "load_checkpoint") and args is not None:
-        from megatron.compression.startup.other_checkpoint import checkpoint_mismatch
-
-        return checkpoint_mismatch(error, args)
-    if text.startswith("no sample to consume"):
-        return "a share of the data has no sample: give it more of --split, or 0 with --eval-iters 0"
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        port = os.environ.get("MASTER_PORT", "29500")
-        return f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to another"
-    if "expected, but not set" in text and "rendezvous" in text:
-        return "this process was not started by torchrun: torchrun --nproc-per-node N SCRIPT ..."
-    if "Connection closed by peer" in text or "Connection reset by peer" in text:
-        return "lost the connection to another rank: it died or was stopped; its own log says why"
-    if "Timed out waiting" in text:
-        return "another rank did not answer within --distributed-timeout-minutes: it hangs, or is that slow"
+    for frame in traceback.extract_tb(error.__traceback__):
+        explanation = _EXPLANATIONS.get(frame.name)
+        if explanation is not None and (line := explanation(error, args)):
+            return line
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install {str(error.name).replace('_', '-')}"
+    if isinstance(error, RuntimeError):
+        return next((line for text, line in _LOST_PEER.items() if text in str(error)), None)
     return None
 
 
-def without_fix(error: InputError) -> str:
-    """What is wrong, for who has not asked for it: the message up to its last part, the fix."""
-    return str(error).rpartition("; ")[0] or str(error)
+def came_through(error: BaseException, function: str) -> bool:
+    """Whether the exception passed through a function of this name."""
+    return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
 
 
 def first_line(error: BaseException) -> str:
@@ -164,23 +147,8 @@ def first_line(error: BaseException) -> str:
     return f"required: {line.removeprefix('assert ')}"
 
 
-def _disk_is_full(error: BaseException, folder: str | None) -> bool:
-    """Whether the system said so, or saving to `folder` failed and next to nothing is free there.
-
-    torch reports a full disk from its writers as an "iostream error", or as a failure of no rank.
-    """
-    one: BaseException | None = error
-    while one is not None:
-        if getattr(one, "errno", None) in _FULL or any(os.strerror(code) in str(one) for code in _FULL):
-            return True
-        one = one.__cause__ or one.__context__
-    if folder is None or not os.path.isdir(folder) or not came_through(error, "save_checkpoint"):
-        return False
-    return shutil.disk_usage(folder).free < FULL_BELOW_BYTES
-
-
 @contextlib.contextmanager
-def one_line_errors():
+def one_line_errors() -> Iterator[None]:
     """Run an entrypoint's body so that bad input ends it with one line and a non-zero status."""
     try:
         yield

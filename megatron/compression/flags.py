@@ -220,15 +220,6 @@ def _from_environment(name: str) -> int | None:
     return int(text)
 
 
-def train_iterations(args: Namespace) -> int | None:
-    """How long the run is; None where Megatron's flags leave it open."""
-    iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
-    growing = getattr(args, "step_batch_size_schedule", None)  # global_batch_size is another one then
-    if iterations or not samples or not args.global_batch_size or growing:
-        return iterations
-    return samples // args.global_batch_size
-
-
 def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
     spec = given["compression"]
     if args.taco is None:

@@ -16,17 +16,20 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
 
 from megatron import host
-from megatron.compression import flags, patches, preflight, repetition
+from megatron.compression import flags, patches, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
-from megatron.compression.config import changed_settings
+from megatron.compression.config import changed_settings, train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
-from megatron.compression.model_function import OtherWeights, check_checkpoint
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
-from megatron.compression.startup.data_checks import check_vocabulary
-from megatron.compression.startup.extensions import missing_extension_overrides
-from megatron.compression.startup.implementation import default_implementation, describe
+from megatron.compression.startup import checks
+from megatron.compression.startup.checkpoints import check_checkpoint, other_weights
+from megatron.compression.startup.implementation import (
+    default_implementation,
+    describe,
+    missing_extension_overrides,
+)
 from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
 from megatron.compression.torch_native.spec import block_spec, is_covered, is_covered_local
 
@@ -51,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser = flags.add_flags(add_native_defaults(parser))
     parser.set_defaults(transformer_impl=default_implementation(), tokenizer_type="GPT2BPETokenizer")
     patches.build_gpt2_from_its_files()
-    patches.after_validating_arguments(preflight.check_arguments, adapt_arguments)
+    patches.after_validating_arguments(checks.check_arguments, adapt_arguments)
     return parser
 
 
@@ -64,7 +67,7 @@ def adapt_arguments(args: Namespace) -> None:
             "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "
             "start: --step-batch-size-schedule in place of both lets it grow"
         )
-    preflight.check_local_layers(args)
+    checks.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     for line in lines:
         print_rank_0(line)
@@ -81,8 +84,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     Raises: CompressionConfigError: a setting that cannot be honoured.
     """
     config = flags.resolve(args)
-    preflight.check_evaluation(args)
-    check_vocabulary(args, get_tokenizer().vocab_size)
+    checks.check_evaluation(args)
+    checks.check_vocabulary(args, get_tokenizer().vocab_size)
     check_report_directory(config.report, args.load is not None)
     patches.use_shipped_helpers()
     patches.make_torch_adam_resumable()
@@ -90,7 +93,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     compression = Compression(
         config,
         iteration=partial(current_iteration, args),
-        train_iters=flags.train_iterations(args),
+        train_iters=train_iterations(args),
         say=print_rank_0,
         broadcasts_batch=True,
     )
@@ -170,10 +173,14 @@ def _follow(
         if "optimizer" in state_dict:
             compression.gradients.add_state(state_dict, is_loading)
 
-    resumed = False
+    resumed, warned = False, False
 
     def on_resume(state_dict: dict | None, path: str | None) -> None:
-        nonlocal resumed  # what is read first, the arguments, has it as well
+        nonlocal resumed, warned  # what is read first, the arguments, has it as well
+        begun_from = (state_dict or {}).get("args")
+        if begun_from is not None and not warned and (warning := other_weights(begun_from, args)):
+            warned = True
+            print_rank_0(warning)
         saved = (state_dict or {}).get(STATE)
         if saved and not args.finetune and not resumed:
             resumed = True
@@ -184,7 +191,6 @@ def _follow(
     patches.around_checkpoint_state(add_state)
     patches.on_checkpoint_args(partial(check_checkpoint, args=args))
     patches.on_checkpoint_read(
-        OtherWeights(args, print_rank_0).on_checkpoint_read,
         on_resume,
         lambda state_dict, _: compression.gradients.state_read(state_dict),
     )

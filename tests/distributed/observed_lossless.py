@@ -17,9 +17,9 @@ import torch
 
 
 def main() -> None:
-    from megatron.compression import preflight
+    from megatron.compression import startup
 
-    preflight.prepare()
+    startup.prepare()
 
     from megatron.training import get_args
 

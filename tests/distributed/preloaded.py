@@ -5,9 +5,9 @@ import functools
 import gc
 import importlib
 
-from megatron.compression import preflight
+from megatron.compression import startup
 
-preflight.prepare()
+startup.prepare()
 
 for name in (
     *("megatron.compression.startup.entrypoint", "megatron.compression.huggingface.weights"),

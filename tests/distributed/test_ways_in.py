@@ -107,8 +107,8 @@ def test_two_lines(runs: Runs) -> None:
 
 PREPARED = """
 import runpy, sys
-from megatron.compression import preflight
-preflight.prepare()
+from megatron.compression import startup
+startup.prepare()
 sys.path.insert(0, {folder!r})
 runpy.run_path({folder!r} + "/two_lines.py", run_name="__main__")
 """

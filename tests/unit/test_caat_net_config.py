@@ -75,7 +75,7 @@ def test_what_it_is_refused_with(megatron, reason) -> None:
 )
 def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     """Another function of the same weights is refused; ordinary checkpoints stay free."""
-    from megatron.compression.model_function import check_checkpoint
+    from megatron.compression.startup.checkpoints import check_checkpoint
 
     def args(fraction, ranks):
         flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}
@@ -99,17 +99,14 @@ def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     ],
 )
 def test_finetune_says_what_the_weights_were(saved, ours, finetune, said) -> None:
-    """Once, though the arguments are read twice; nothing where the function is the same."""
-    from megatron.compression.model_function import OtherWeights
+    """Nothing where the function is the same, or where it is refused."""
+    from megatron.compression.startup.checkpoints import other_weights
 
     def args(fraction, ranks):
         return SimpleNamespace(
             tensor_model_parallel_size=ranks, caat_net_sync_fraction=fraction, finetune=finetune
         )
 
-    lines = []
-    other = OtherWeights(args(*ours), lines.append)
-    for state in (None, {"args": args(*saved)}, {"args": args(*saved), "model": {}}):
-        other.on_checkpoint_read(state, "path")
-    assert len(lines) == (said is not None)
-    assert said is None or re.search(said, lines[0])
+    line = other_weights(args(*saved), args(*ours))
+    assert (line is None) == (said is None)
+    assert line is None or re.search(said, line)

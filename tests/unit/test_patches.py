@@ -104,8 +104,8 @@ def test_patches_load_nothing_heavy() -> None:
 # own: the patches stay.
 ENTRYPOINT = """
 import argparse, json, sys
-from megatron.compression import patches, preflight
-preflight.prepare()
+from megatron.compression import patches, startup
+startup.prepare()
 from megatron.training import arguments, one_logger_utils, training
 
 seen = {}

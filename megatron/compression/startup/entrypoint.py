@@ -1,9 +1,10 @@
-"""What an entrypoint hands to `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
+"""What our entrypoints give `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
 
-Import it after `preflight.prepare()`: it loads megatron.training.
+Import it after `startup.prepare()`: it loads megatron.training.
 """
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +23,9 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron.compression import patches, preflight, setup
-from megatron.compression.exits import train_to_the_end
+from megatron.compression import patches, setup
+from megatron.compression.errors import came_through
+from megatron.compression.startup.checks import check_supported_data
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -36,7 +38,7 @@ def parse_arguments(
     Raises: InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
     Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
-    patches.after_validating_arguments(preflight.check_supported_data)
+    patches.after_validating_arguments(check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
 
 
@@ -166,6 +168,28 @@ def forward_step(data_iterator, model):
         loss_mask=batch["loss_mask"],
     )
     return output, partial(loss_func, batch["loss_mask"])
+
+
+def train_to_the_end(pretrain: Callable[[], None]) -> None:
+    """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and leave.
+
+    Only the exit's status is kept: the exception's traceback would keep frames alive and with them the data
+    loaders' workers. With --exit-signal-handler these ignore the signal that ends them when the interpreter
+    does: the process would wait for them forever.
+
+    Raises: SystemExit: where Megatron leaves early on every rank, with the same status.
+    """
+    left_early, status = False, None
+    try:
+        pretrain()
+    except SystemExit as exit_:
+        if not came_through(exit_, "train"):  # one rank alone may leave during set-up
+            raise
+        left_early, status = True, exit_.code
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if left_early:
+        sys.exit(status)
 
 
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:

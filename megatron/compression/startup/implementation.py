@@ -91,3 +91,29 @@ def describe(args: Namespace, command_line: Sequence[str]) -> str:
         return f"layers: torch-native ({_FLAG} local)"
     why = f"{engine.missing}; {SET_UP}" if torch.cuda.is_available() else _NO_CUDA
     return f"layers: torch-native (Transformer Engine {why})"
+
+
+_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
+_FUSIONS = {
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion", _SOFTMAX),
+    "apply_rope_fusion": (False, "--no-rope-fusion", "transformer_engine"),
+    "no_persist_layer_norm": (True, "--no-persist-layer-norm", "apex"),
+}
+"""Argument -> its value without the extension, the flag that says the same, the module that it needs."""
+
+
+def missing_extension_overrides(args: Namespace) -> list[str]:
+    """Switch off in ``args`` what ``--transformer-impl local`` cannot run on this machine.
+
+    Call it after validation and before the configs are built.
+
+    Returns: One line for each value that changed, for the log.
+    """
+    if args.transformer_impl != "local":
+        return []
+    said = []
+    for name, (value, flag, module) in _FUSIONS.items():
+        if getattr(args, name) != value and importlib.util.find_spec(module) is None:
+            setattr(args, name, value)
+            said.append(f"{module} is not installed: {flag}")
+    return said
