@@ -1,11 +1,11 @@
 # What the launch scripts share: sourced first, it finds the repository and sets the sizes of TINY=1; then
 # `train_gpt` or `train_qwen` starts the run, with what the variables say and with its arguments.
 #
-# TINY=1 is a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed.
+# A run asks for its data. MOCK=1 is its full size with mock data and random weights, and saves no checkpoints;
+# TINY=1 a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed.
 # Environment:
 #   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
-#   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py); unset: mock data, which the
-#                    papers' runs take only with MOCK=1 (with random weights, no checkpoints)
+#   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py)
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
@@ -22,7 +22,12 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 # The user's own; scripts set COMPRESSION below where it is not given.
 GIVEN_COMPRESSION=${COMPRESSION+${COMPRESSION:-none}}
-: "${TINY:=0}" "${USE_TE:=0}" "${PRECISION:=bf16}"
+: "${TINY:=0}" "${MOCK:=0}" "${USE_TE:=0}" "${PRECISION:=bf16}"
+if [ "$MOCK" = 1 ]; then
+    export MOCK
+    unset DATA_PATH HF_DIR PRETRAINED
+    CHECKPOINT_PATH=
+fi
 if [ "$TINY" = 1 ]; then
     : "${NNODES:=1}" "${GPUS_PER_NODE:=2}" "${TP:=2}" "${PP:=1}"
     : "${NUM_LAYERS:=2}" "${HIDDEN_SIZE:=64}" "${FFN_HIDDEN_SIZE:=192}" "${NUM_HEADS:=4}" "${NUM_GROUPS:=2}"
@@ -39,6 +44,14 @@ refuse() { # the name of a variable, its choices
     echo "error: $1=${!1} is unknown; use $2" >&2
     exit 2
 }
+
+need() { # a variable, what it is; MOCK=1 and TINY=1 do without
+    [[ -z "${!1:-}" && $MOCK != 1 && $TINY != 1 ]] || return 0
+    echo "error: $1 is not set: give $2, or MOCK=1 to try the full size on mock data and random weights," \
+        "TINY=1 a tiny one on a laptop" >&2
+    exit 2
+}
+need DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py), and TOKENIZER_MODEL"
 
 # Layers as Llama's.
 LLAMA_ARGS=(

@@ -2,8 +2,8 @@
 # Pretrains DeepSeek-V2-Lite (multi-latent attention, 64 experts, 6 for a token, 2 shared), tokens in 8 bits.
 # One node of 8 GPUs: expert and data parallel 8.
 #
-#   examples/experts/train_deepseek_v2_lite.sh
-#   COMPRESSION= examples/experts/train_deepseek_v2_lite.sh    the same run uncompressed
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_deepseek_v2_lite.sh
+#   COMPRESSION= ... examples/experts/train_deepseek_v2_lite.sh    the same run uncompressed
 #   TINY=1 examples/experts/train_deepseek_v2_lite.sh
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

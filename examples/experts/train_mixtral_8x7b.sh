@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pretrains Mixtral 8x7B, tokens travelling to their experts and back in 8 bits.
+# Pretrains Mixtral 8x7B, tokens sent to their experts and back in 8 bits.
 # Two nodes of 8 GPUs: pipeline parallel 2, and in each stage expert and data parallel 8.
 #
-#   examples/experts/train_mixtral_8x7b.sh
-#   COMPRESSION= examples/experts/train_mixtral_8x7b.sh    the same run uncompressed
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_mixtral_8x7b.sh
+#   COMPRESSION= ... examples/experts/train_mixtral_8x7b.sh    the same run uncompressed
 #   TINY=1 examples/experts/train_mixtral_8x7b.sh
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pretrains Qwen3 30B-A3B (128 experts, 8 for a token), tokens travelling to their experts and back in 8 bits.
+# Pretrains Qwen3 30B-A3B (128 experts, 8 for a token), tokens sent to their experts and back in 8 bits.
 # One node of 8 GPUs of 141 GB: expert and data parallel 8.
 #
-#   examples/experts/train_qwen3_30b_a3b.sh
-#   COMPRESSION= examples/experts/train_qwen3_30b_a3b.sh    the same run uncompressed
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_qwen3_30b_a3b.sh
+#   COMPRESSION= ... examples/experts/train_qwen3_30b_a3b.sh    the same run uncompressed
 #   TINY=1 examples/experts/train_qwen3_30b_a3b.sh
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

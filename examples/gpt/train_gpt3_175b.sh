@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Pretrains GPT-3 175B: 128 nodes of 8 GPUs, tensor parallel 8, pipeline parallel 16.
 #
-#   examples/gpt/train_gpt3_175b.sh                     one call on every node, NODE_RANK set on each
-#   examples/gpt/train_gpt3_175b.sh --taco              the same run with compressed tensor parallelism
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_gpt3_175b.sh   one call on every node, NODE_RANK set on each
+#   ... examples/gpt/train_gpt3_175b.sh --taco          the same run with compressed tensor parallelism
 #   TINY=1 examples/gpt/train_gpt3_175b.sh --taco --compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:
 #                                                       seconds on a laptop, no GPU needed

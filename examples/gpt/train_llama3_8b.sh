@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Pretrains Llama 3 8B: one node of 8 GPUs, tensor parallel 4, data parallel 2.
 #
-#   examples/gpt/train_llama3_8b.sh
-#   examples/gpt/train_llama3_8b.sh --taco              the same run with compressed tensor parallelism
-#   sbatch --nodes 4 examples/slurm.sbatch gpt/train_llama3_8b.sh
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_llama3_8b.sh
+#   ... examples/gpt/train_llama3_8b.sh --taco          the same run with compressed tensor parallelism
+#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 4 examples/slurm.sbatch gpt/train_llama3_8b.sh
 #                                                       on several nodes, under SLURM
 #   TINY=1 examples/gpt/train_llama3_8b.sh --taco --compression-min-mb 0
 #                                                       a model of 2 layers on 2 processes with mock data:

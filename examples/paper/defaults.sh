@@ -1,18 +1,5 @@
-# What the papers' launch scripts share, sourced behind ../common.sh and the script's own sizes.
+# What the papers' launch scripts share, sourced after ../common.sh and the script's own sizes.
 # shellcheck shell=bash disable=SC2034
-
-# MOCK=1 takes mock data and random weights, and saves no checkpoints: to try a run's full size on its GPUs.
-if [ "${MOCK:=0}" = 1 ]; then
-    unset DATA_PATH HF_DIR PRETRAINED
-    CHECKPOINT_PATH=
-fi
-published() { # a variable that the published run needs, what it is; TINY=1 does without
-    [[ -z "${!1:-}" && $MOCK != 1 && $TINY != 1 ]] || return 0
-    echo "error: $1 is not set: give $2, or MOCK=1 to try its full size on mock data and random weights," \
-        "TINY=1 a tiny one on a laptop" >&2
-    exit 2
-}
-published DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py), and TOKENIZER_MODEL"
 
 : "${TP:=1}" "${PP:=1}"
 # A folder of its own for what may not go on from another run's checkpoint: flags given in place of a VARIANT's,
@@ -26,7 +13,7 @@ RUN+=_tp${TP}pp$PP
 : "${CHECKPOINT_PATH=checkpoints/$RUN}" "${TENSORBOARD_LOGS_PATH=tensorboard/$RUN}"
 
 train_published_qwen() { # MODEL by name, with these settings; further arguments
-    published HF_DIR "the Hugging Face folder of the weights to begin with"
+    need HF_DIR "the Hugging Face folder of the weights to begin with"
     export QWEN_MODEL=${MODEL#qwen} TP PP SEQ_LENGTH MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE TRAIN_ITERS LR MIN_LR SPLIT
     export COMPRESSION CHECKPOINT_PATH TENSORBOARD_LOGS_PATH LOG_INTERVAL EVAL_INTERVAL EVAL_ITERS PRECISION
     export SAVE_INTERVAL WEIGHT_DECAY ADAM_BETA2 # the latter two where they are set

@@ -27,6 +27,7 @@
 set -euo pipefail
 # Shards need data-parallel ranks.
 [ "${TINY:-0}" != 1 ] || : "${TP:=1}"
+[ "${SPEED:-0}" != 1 ] || MOCK=1
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 : "${MODEL:=125m}" "${VARIANT:=all}" "${SPEED:=0}"
@@ -45,7 +46,6 @@ if [ "$SPEED" = 1 ]; then
     : "${NNODES:=1}" "${GPUS_PER_NODE:=8}" "${TP:=${SHAPE[6]}}" "${TRAIN_ITERS:=200}" "${LOG_INTERVAL:=1}"
     : "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=$((NNODES * GPUS_PER_NODE / TP))}"
     : "${EVAL_ITERS:=0}"
-    MOCK=1
 fi
 [[ $MODEL != 13b && $MODEL != 18b ]] || : "${TP:=8}" # The losses' sizes end at 6.7b.
 : "${NUM_LAYERS:=${SHAPE[0]}}" "${HIDDEN_SIZE:=${SHAPE[1]}}" "${NUM_HEADS:=${SHAPE[2]}}" "${SEQ_LENGTH:=2048}"

@@ -52,7 +52,7 @@ RUN=tah_quant_${MODEL}_${VARIANT}_$PRECISION
 source "$REPO/examples/paper/defaults.sh"
 
 if [ "$MODEL" = gpt2-xl ]; then
-    published PRETRAINED "a Megatron checkpoint of this shape to begin with"
+    need PRETRAINED "a Megatron checkpoint of this shape to begin with"
     train_gpt ${PRETRAINED:+--pretrained-checkpoint "$PRETRAINED"} "$@"
 else
     train_published_qwen --lr-warmup-fraction 0 "$@"

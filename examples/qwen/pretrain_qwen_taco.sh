@@ -3,9 +3,9 @@
 # pretrain_qwen.py knows the models by name. The default is Qwen2.5 7B on one node of 8 GPUs: tensor parallel 4
 # with sequence parallelism, data parallel 2.
 #
-#   examples/qwen/pretrain_qwen_taco.sh
+#   DATA_PATH=... TOKENIZER_MODEL=... examples/qwen/pretrain_qwen_taco.sh
 #   QWEN_MODEL=3-32b TP=8 PP=2 NNODES=4 ... examples/qwen/pretrain_qwen_taco.sh
-#   COMPRESSION= examples/qwen/pretrain_qwen_taco.sh            the same run uncompressed
+#   COMPRESSION= ... examples/qwen/pretrain_qwen_taco.sh            the same run uncompressed
 #   COMPRESSION='--compression taco-paper' TP=2 PP=2 examples/qwen/pretrain_qwen_taco.sh
 #                                                               TP 2, PP 2, DP 2, all of them compressed
 #   HF_DIR=Qwen2.5-7B examples/qwen/pretrain_qwen_taco.sh       from the weights in that folder, with its tokenizer

@@ -18,15 +18,24 @@ REPO = Path(__file__).parents[2]
 
 GPT3 = "gpt/train_gpt3_175b.sh"
 LLAMA3 = "gpt/train_llama3_8b.sh"
+QWEN = "qwen/pretrain_qwen_taco.sh"
+MIXTRAL = "experts/train_mixtral_8x7b.sh"
 SLURM = REPO / "examples" / "slurm.sbatch"
-SCRIPTS = (GPT3, LLAMA3)
+SCRIPTS = sorted(str(path.relative_to(REPO / "examples")) for path in (REPO / "examples").glob("*/*.sh"))
+SCRIPTS.remove("paper/defaults.sh")
 ITERATIONS = 12
 SHORT = {"TINY": "1", "TRAIN_ITERS": str(ITERATIONS), "EVAL_INTERVAL": str(ITERATIONS)}
+DATA = {"DATA_PATH": "pile", "TOKENIZER_MODEL": "pile"}
 
-# script, environment -> parameters of the published model, padded vocabulary aside
+# script -> parameters of the published model, padded vocabulary aside; layers; tensor and expert parallelism;
+# experts, those of a token; codec of tensor parallelism
 FULL_SIZE = {
-    "gpt3-175b": (GPT3, {}, 174.6e9),
-    "llama3-8b": (LLAMA3, {}, 8.03e9),
+    GPT3: (174.6e9, 96, 8, 1, (None, 2), "none"),
+    LLAMA3: (8.03e9, 32, 4, 1, (None, 2), "none"),
+    QWEN: (7.616e9, 28, 4, 1, (None, 2), "taco"),
+    MIXTRAL: (46.70e9, 32, 1, 8, (8, 2), "none"),
+    "experts/train_qwen3_30b_a3b.sh": (30.53e9, 48, 1, 8, (128, 8), "none"),
+    "experts/train_deepseek_v2_lite.sh": (15.71e9, 27, 1, 8, (64, 6), "none"),
 }
 
 
@@ -159,49 +168,73 @@ def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> 
 
 
 @pytest.fixture(scope="module")
-def validated(tmp_path_factory) -> dict[str, dict]:
+def validated(tmp_path_factory) -> dict:
     """What Megatron makes of every full-size and every TINY command line."""
-    directory = tmp_path_factory.mktemp("validated")
+    folder = tmp_path_factory.mktemp("validated")
     lines = {
-        name: command_line(directory, script, **variables)
-        for name, (script, variables, _) in FULL_SIZE.items()
+        (script, size): command_line(folder, script, **{size: "1"})
+        for script in FULL_SIZE
+        for size in ("MOCK", "TINY")
     }
-    lines |= {f"tiny {script}": command_line(directory, script, TINY="1") for script in SCRIPTS}
-    lines["taco appended"] = command_line(directory, LLAMA3, "--taco")
     return spawn(validate, 1, lines)[0]
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_full_size_flags_describe_the_published_model(validated, name):
-    assert validated[name]["parameters"] == pytest.approx(FULL_SIZE[name][2], rel=0.01)
-    assert validated[name]["implementation"] == "local"
-    assert validated[name]["tp"] > 1, "a project about tensor parallelism"
-    assert validated[name]["specs"] == ["none"] * 4
+@pytest.mark.parametrize("script", FULL_SIZE)
+def test_flags_describe_the_published_model_or_a_tiny_one(validated, script):
+    full, tiny = validated[script, "MOCK"], validated[script, "TINY"]
+    size, *more, spec = FULL_SIZE[script]
+    assert full["parameters"] == pytest.approx(size, rel=0.01)
+    assert [full[key] for key in ("layers", "tp", "ep", "experts")] == more
+    assert (full["implementation"], full["specs"]) == ("local", [spec, *["none"] * 3])
+    assert tiny["parameters"] < 1e6 and (tiny["layers"], tiny["train_iters"]) == (2, 20)
+    assert (tiny["tp"], tiny["ep"]) == ((1, 2) if "experts" in script else (2, 1))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_tiny_flags(validated, script):
-    tiny = validated[f"tiny {script}"]
-    assert tiny["parameters"] < 1e6
-    assert (tiny["layers"], tiny["tp"], tiny["dp"], tiny["train_iters"]) == (2, 2, 1, 20)
+def test_a_run_asks_for_its_data(tmp_path, script):
+    """Nothing starts without; SLURM hands the script's error on."""
+    for words in ([REPO / "examples" / script], ["bash", SLURM, script]):
+        env = slurm(tmp_path)
+        fake(tmp_path, "torchrun", "echo started")
+        done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2 and "started" not in done.stdout
+        assert done.stderr.startswith("error: DATA_PATH is not set: give the prefix of an indexed dataset (")
+    tried = command_line(tmp_path, script, MOCK="1", CHECKPOINT_PATH="real", **DATA)
+    assert "--mock-data" in tried and not {"--save", "--load", "--data-path"} & set(tried)
 
 
-def test_compression_comes_from_the_command_line(validated):
-    assert validated["taco appended"]["specs"][0] == "taco"
+def test_transformer_engine_gets_its_flags(tmp_path):
+    for script, flag in ((GPT3, "--sequence-parallel"), (MIXTRAL, "--moe-grouped-gemm")):
+        local = command_line(tmp_path, script, MOCK="1")
+        engine = command_line(tmp_path, script, MOCK="1", USE_TE="1")
+        assert not {"transformer_engine", flag} & set(local) and {"transformer_engine", flag} <= set(engine)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_only_transformer_engine_gets_its_flags(tmp_path, script):
-    local = command_line(tmp_path, script)
-    engine = command_line(tmp_path, script, USE_TE="1")
-    assert "transformer_engine" not in local
-    assert ("--sequence-parallel" in local) == (script == LLAMA3)
-    assert {"--sequence-parallel", "transformer_engine"} <= set(engine)
-
-
-def test_context_parallelism_is_a_variable(tmp_path):
-    words = command_line(tmp_path, LLAMA3, "--cp-compression", "int8", CP="2")
+def test_compression_and_context_parallelism_are_variables(tmp_path):
+    words = command_line(tmp_path, LLAMA3, "--cp-compression", "int8", CP="2", **DATA)
     assert words[words.index("--context-parallel-size") + 1] == "2" and "transformer_engine" not in words
+    for script, given, flags in (
+        (QWEN, {}, {"--taco"}),
+        (QWEN, {"COMPRESSION": ""}, set()),
+        (QWEN, {"COMPRESSION": "--compression taco-paper"}, {"--compression"}),
+        (QWEN, {"TINY": "1"}, {"--taco", "--compression-min-mb"}),
+        (MIXTRAL, {}, {"--ep-compression"}),
+        (MIXTRAL, {"COMPRESSION": ""}, set()),
+    ):
+        words = command_line(tmp_path, script, **DATA, **given)
+        assert {word for word in words if "compression" in word or word == "--taco"} == flags
+
+
+def test_a_qwen_is_a_variable_or_a_folder(tmp_path):
+    words = command_line(tmp_path, QWEN, "--lr", "2e-4", QWEN_MODEL="3-8b", **DATA)
+    assert words[words.index("--qwen-model") + 1] == "3-8b" and words[-2:] == ["--lr", "2e-4"]
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == "checkpoints/qwen3-8b"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")  # converted before
+    given = {"HF_DIR": "Qwen2.5-7B", "DATA_PATH": "pile", "CHECKPOINT_PATH": str(tmp_path)}
+    words = command_line(tmp_path, QWEN, **given)
+    assert (
+        words[words.index("--qwen-model") + 1] == words[words.index("--tokenizer-model") + 1] == "Qwen2.5-7B"
+    )
 
 
 def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
@@ -274,8 +307,6 @@ def directives(script: Path) -> set[str]:
     [
         ("gpt/train_llama3_8b.sh", "pretrain_gpt.py"),
         ("qwen/pretrain_qwen_taco.sh", "pretrain_qwen.py"),
-        ("experts/train_qwen3_30b_a3b.sh", "pretrain_qwen.py"),
-        ("paper/taco.sh", "pretrain_gpt.py"),
     ],
 )
 def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
@@ -387,11 +418,6 @@ def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
     return run.output
 
 
-def one_and_thorough(first, *others) -> list:
-    """Parameters of a test of which one long run is enough, but with ``./scripts/test.sh --all``."""
-    return [first, *(pytest.param(*other, marks=pytest.mark.thorough) for other in others)]
-
-
 def check_training(output: str, iterations: int = ITERATIONS) -> None:
     """All iterations ran, none was skipped, losses are finite, training lowered them, bytes are counted."""
     assert "that the ledger does not know" not in output
@@ -414,7 +440,18 @@ def test_gpt3_trains_on_real_text(dataset):
     check_training(train_under_torchrun(GPT3, **dataset))
 
 
-def test_llama3_trains_with_compressed_tensor_parallelism(tmp_path):
-    output = train(tmp_path, LLAMA3, "--taco", "--compression-min-mb", "0")
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("script", "flags", "dimension", "least"),
+    [
+        (LLAMA3, ("--taco", "--compression-min-mb", "0"), "tensor", 1.3),
+        (QWEN, (), "tensor", 1.8),
+        *((script, (), "expert", 1.7) for script in FULL_SIZE if "experts" in script),
+    ],
+)
+def test_a_tiny_run_compresses_and_learns(tmp_path, script, flags, dimension, least):
+    output = train(tmp_path, script, *flags)
     check_training(output)
-    assert re.search(rf"communication +{ITERATIONS}/ +{ITERATIONS} \|.*tp\.forward", output)
+    line = rf"communication +{ITERATIONS}/ +{ITERATIONS} .*{dimension}-parallel ratio: (\S+)"
+    (ratio,) = re.findall(line, output)
+    assert float(ratio) > least
