@@ -8,8 +8,8 @@ from taco_kernels.count_sketch.selection import candidates, choose
 from taco_kernels.count_sketch.sketch import (
     EXACT_LOAD,
     Decoded,
-    Layout,
     SketchConfig,
+    SketchLayout,
     combine,
     decode,
     encode,
@@ -20,8 +20,8 @@ from taco_kernels.count_sketch.sketch import (
 __all__ = [
     "EXACT_LOAD",
     "Decoded",
-    "Layout",
     "SketchConfig",
+    "SketchLayout",
     "candidates",
     "choose",
     "combine",

@@ -79,7 +79,7 @@ class SketchConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SketchLayout:
     """A SketchConfig applied to shards of ``numel`` values."""
 
     config: SketchConfig
@@ -178,7 +178,7 @@ def philox(counter: list[torch.Tensor], key: int) -> list[torch.Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def row_hashes(
-    layout: Layout, seed: int, device: torch.device | str = "cpu"
+    layout: SketchLayout, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where rows go, the same on every rank and never sent: (sketch rows, column masks, signs).
 
@@ -210,13 +210,13 @@ def row_hashes(
     return places.to(device), masks.to(device), signs.int().to(device)
 
 
-def _as_rows(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _as_rows(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
     """[S, numel] -> [S, rows, width], zero padded."""
     padded = torch.nn.functional.pad(x, (0, layout.rows * layout.width - layout.numel))
     return padded.view(x.shape[0], layout.rows, layout.width)
 
 
-def row_exponents(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
     """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``.
 
     0 for zeros, 255 where a NaN or an infinity is. All senders encode with the maximum of theirs.
@@ -236,7 +236,7 @@ def encode(
     x: torch.Tensor,
     thresholds: torch.Tensor,
     exponents: torch.Tensor,
-    layout: Layout,
+    layout: SketchLayout,
     senders: int,
     seed: int,
     remainder: torch.Tensor | None = None,
@@ -281,7 +281,7 @@ def encode(
     return pack(cells.flatten(1), bitmap_words((q != 0).flatten(1)), layout)
 
 
-def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the cells of ``wires`` uint8 ``[W, wire_bytes]`` and OR their bitmaps.
 
     Returns:
@@ -295,7 +295,7 @@ def combine(wires: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
     return cells.sum(0, dtype=torch.int32), functools.reduce(torch.bitwise_or, words)
 
 
-def pack(cells: torch.Tensor, words: torch.Tensor, layout: Layout) -> torch.Tensor:
+def pack(cells: torch.Tensor, words: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
     """Wires uint8 ``[..., wire_bytes]`` of cells int32 ``[..., cells]`` and words int32 ``[..., words]``."""
     if layout.config.cell_bits == 16:
         cells = _wrap16(cells).to(torch.int16)
@@ -309,7 +309,12 @@ def _wrap16(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(
-    cells: torch.Tensor, words: torch.Tensor, exponents: torch.Tensor, layout: Layout, senders: int, seed: int
+    cells: torch.Tensor,
+    words: torch.Tensor,
+    exponents: torch.Tensor,
+    layout: SketchLayout,
+    senders: int,
+    seed: int,
 ) -> Decoded:
     """Peel the sum of sketches.
 

@@ -41,7 +41,7 @@ class SymmetricMemoryError(RuntimeError):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Exchange(Constants):
+class ChannelShape(Constants):
     """Compile-time shape of a channel."""
 
     W: tl.constexpr
@@ -201,16 +201,16 @@ def slot_bytes() -> int:
 
 
 @lru_cache
-def exchange(world_size: int, programs: int) -> Exchange:
+def channel_shape(world_size: int, programs: int) -> ChannelShape:
     """Compile-time constants of a channel for ``programs`` programs."""
     slot, flags = slot_bytes(), 2 * world_size * programs * 8
     sizes = dict(SLOT=slot, SLOTS_AT=aligned(flags, 1024), AREA=programs * DEPTH * world_size * slot)
-    return Exchange.of(W=world_size, PROGRAMS=programs, DEPTH=DEPTH, **sizes)
+    return ChannelShape.of(W=world_size, PROGRAMS=programs, DEPTH=DEPTH, **sizes)
 
 
 def channel_bytes(world_size: int, programs: int) -> int:
     """Bytes of a channel's memory on each rank."""
-    shape = exchange(world_size, programs)
+    shape = channel_shape(world_size, programs)
     return shape.SLOTS_AT.value + 2 * shape.AREA.value
 
 

@@ -10,7 +10,7 @@ from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.symmetric_memory.channel import WARPS, Channel, exchange, tile_bytes, tile_of
+from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.kernels import (
     all_gather_kernel,
     all_reduce_kernel,
@@ -35,7 +35,7 @@ def _check_no_lists(*configs: CodecConfig) -> None:
         raise ValueError("outliers: collectives over symmetric memory carry no lists; use taco_kernels.taco")
 
 
-class Plan(NamedTuple):
+class CollectivePlan(NamedTuple):
     """What is to be done for all calls on a channel that differ in addresses alone."""
 
     launch: fast_launch.Launch
@@ -69,7 +69,7 @@ def all_reduce(
     return _plan(channel, _plan_all_reduce, config, config_out, *like)(x, out)
 
 
-def _plan_all_reduce(channel, config, config_out, numel, dtype, layout) -> Plan:
+def _plan_all_reduce(channel, config, config_out, numel, dtype, layout) -> CollectivePlan:
     config_out = config_out or config
     check_same_groups(config, config_out)
     _check_no_lists(config, config_out)
@@ -124,7 +124,7 @@ def all_gather_encoded(
     return _plan(channel, _plan_shards, all_gather_kernel, config, numel, dtype, None)(wire, out)
 
 
-def _plan_shards(channel, kernel, config, shard, dtype, layout) -> Plan:
+def _plan_shards(channel, kernel, config, shard, dtype, layout) -> CollectivePlan:
     """Of the two whose pieces are slices of ``shard`` values."""
     _check_no_lists(config)
     groups = config.chunk_numel(shard) // config.group_size
@@ -152,7 +152,7 @@ def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, 
     return out
 
 
-def _plan(channel: Channel, make: Callable[..., Plan], *arguments) -> Plan:
+def _plan(channel: Channel, make: Callable[..., CollectivePlan], *arguments) -> CollectivePlan:
     """``make(channel, *arguments)``, made once."""
     key = (make, *arguments)
     plan = channel.plans.get(key)
@@ -163,7 +163,7 @@ def _plan(channel: Channel, make: Callable[..., Plan], *arguments) -> Plan:
     return plan
 
 
-def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_out=None) -> Plan:
+def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_out=None) -> CollectivePlan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * channel.world_size)
     walkable = rows is not None
@@ -182,7 +182,7 @@ def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_
         channel.timeout_ns,
     )
     fixed = to_wire, from_wire, *own, *message, *rows[:4]
-    return Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
+    return CollectivePlan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
 
 @lru_cache(maxsize=1024)
@@ -196,7 +196,7 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail):
     tile = tile_of(config, own)
     full = spec(config, tile)
     constants = dict(FLAGS=make_flags(strided, tail, 1), OUT_FLAGS=make_flags(False, tail, 1))
-    constants |= dict(C=full, E=exchange(*shape), **OPTIONS)
+    constants |= dict(C=full, E=channel_shape(*shape), **OPTIONS)
     if kernel is all_reduce_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)

@@ -2,9 +2,9 @@
 
 from taco_kernels.common.dispatch import dispatched
 from taco_kernels.tah_quant import reference
-from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, Layout, TahConfig, layout_of
+from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES, TahConfig, TahLayout, layout_of
 
-__all__ = ["ALLOCATIONS", "TILE_SIZES", "Layout", "TahConfig", "decode", "encode", "layout_of"]
+__all__ = ["ALLOCATIONS", "TILE_SIZES", "TahConfig", "TahLayout", "decode", "encode", "layout_of"]
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)

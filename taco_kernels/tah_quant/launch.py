@@ -24,7 +24,7 @@ from taco_kernels.common.hadamard import odd, sylvester, transform
 from taco_kernels.common.planes import load_plane, pack, store_plane, unpack
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.tah_quant import reference
-from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
+from taco_kernels.tah_quant.layout import TahConfig, TahLayout, layout_of
 
 HELD_BYTES = 8192
 """What a program holds of the tensor: in bf16 64 tiles of 64, as many rows as the tensor cores take."""
@@ -36,7 +36,7 @@ LARGEST_SUM = tl.constexpr(reference.LARGEST_SUM)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Spec(Constants):
+class TahSpec(Constants):
     """Constants of the kernels as one argument; hadamard.py and planes.py read some of them."""
 
     R: tl.constexpr
@@ -62,12 +62,12 @@ class Spec(Constants):
 
 
 @lru_cache
-def spec_of(config: TahConfig, itemsize: int, padded: bool, interpret: bool) -> Spec:
+def spec_of(config: TahConfig, itemsize: int, padded: bool, interpret: bool) -> TahSpec:
     """The kernels' constants, cached."""
     size = config.tile_size
     values = dict(G=size, POINT=size, BLOCKS=1, ROW=0, LOW=config.low_bits, EXTRA=config.extra_bits)
     tiles = HELD_BYTES // (size * itemsize)
-    return Spec.of(R=tiles, LEVELS=config.levels, PADDED=padded, INTERPRET=interpret, **values)
+    return TahSpec.of(R=tiles, LEVELS=config.levels, PADDED=padded, INTERPRET=interpret, **values)
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def decode_kernel(
         tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)
 
 
-def _start(kernel, layout: Layout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
+def _start(kernel, layout: TahLayout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
     """Start a kernel on the tiles of ``layout``."""
     if layout.tiles >= 2**30:  # kernels number tiles with 32 bits
         raise ValueError(f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages")
@@ -228,7 +228,7 @@ def _start(kernel, layout: Layout, tensors: Sequence[torch.Tensor], numbers: tup
     start(kernel, (programs,), tensors, numbers, C=spec, num_warps=WARPS, enable_fp_fusion=False)
 
 
-def _scales_and_pivots(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales_and_pivots(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Both sections of the wire, scales as int32."""
     scales, pivots = (reference.section(wire, name, layout) for name in ("scales", "pivots"))
     return scales.view(torch.int32), pivots

@@ -71,7 +71,7 @@ class TahConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TahLayout:
     """Counts and places for one shape; see the module's text."""
 
     config: TahConfig
@@ -181,6 +181,6 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def layout_of(config: TahConfig, shape: tuple[int, ...]) -> Layout:
+def layout_of(config: TahConfig, shape: tuple[int, ...]) -> TahLayout:
     """The layout of a tensor of ``shape``, cached."""
-    return Layout(config, tuple(shape))
+    return TahLayout(config, tuple(shape))

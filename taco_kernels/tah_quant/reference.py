@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from taco_kernels.common.reference import hadamard, pack, unpack
-from taco_kernels.tah_quant.layout import Layout, TahConfig, layout_of
+from taco_kernels.tah_quant.layout import TahConfig, TahLayout, layout_of
 
 LARGEST_SUM = 2.0**100
 """Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
@@ -37,7 +37,7 @@ SMALLEST_SUM = 2.0**-100
 """Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
 
 
-def to_tiles(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def to_tiles(x: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """fp32[tiles, tile_size] of x, rows padded with zeros."""
     rows = x.reshape(layout.rows, layout.channels).float()
     missing = layout.tiles_per_row * layout.config.tile_size - layout.channels
@@ -79,7 +79,7 @@ def transform_tiles(
     return y, torch.where(chosen, pivot + 128, 0).to(torch.uint8)
 
 
-def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: Layout) -> torch.Tensor:
+def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or not finite.
 
     Args:
@@ -93,7 +93,7 @@ def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: Layout) -> to
     return torch.where(meaningful, divisor.log2() - weighted / divisor, 0.0)
 
 
-def choose_high(entropies: torch.Tensor, layout: Layout) -> torch.Tensor:
+def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """bool[populations, population]: the units of the largest entropy, of equal ones the first."""
     if layout.by_token:
         values = entropies.view(layout.population, layout.populations).t()
@@ -107,7 +107,7 @@ def choose_high(entropies: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, places < counts)
 
 
-def tile_slots(high: torch.Tensor, layout: Layout) -> torch.Tensor:
+def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others."""
     first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
     slots = torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles)
@@ -117,7 +117,7 @@ def tile_slots(high: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tiles.reshape(-1).clamp(max=layout.high_tiles)
 
 
-def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: Layout) -> None:
+def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: TahLayout) -> None:
     """Choose the high units, write their widths and extra bits.
 
     Args:
@@ -136,19 +136,19 @@ def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor,
     section(wire, "extra", layout).copy_(compact[:-1].view(torch.uint8).flatten())
 
 
-def slots_on(wire: torch.Tensor, layout: Layout) -> torch.Tensor:
+def slots_on(wire: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """``tile_slots`` by the widths on the wire: unit i of a population is bit i % 8 of its byte i // 8."""
     widths = section(wire, "widths", layout)
     bits = widths[:, None] >> torch.arange(8, device=widths.device).to(torch.uint8) & 1
     return tile_slots(bits.view(layout.populations, -1)[:, : layout.population].bool(), layout)
 
 
-def section(wire: torch.Tensor, name: str, layout: Layout) -> torch.Tensor:
+def section(wire: torch.Tensor, name: str, layout: TahLayout) -> torch.Tensor:
     """View of a section of the wire, uint8."""
     return wire.narrow(0, layout.offsets[name], layout.sizes[name])
 
 
-def scales_of(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_of(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Steps and zero points, fp32[tiles] each."""
     pairs = section(wire, "scales", layout).clone().view(torch.float16).float()
     return pairs[::2], pairs[1::2]
@@ -186,7 +186,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     return wire
 
 
-def code_values(wire: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes fp32[tiles, T], those of low tiles with zeros for the dropped bits, and which tiles are low."""
     size, extra_bits = layout.config.tile_size, layout.config.extra_bits
 
@@ -227,7 +227,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     return rows.reshape(tuple(shape)).to(dtype)
 
 
-def check_wire(wire: torch.Tensor, layout: Layout) -> None:
+def check_wire(wire: torch.Tensor, layout: TahLayout) -> None:
     """Raise ValueError unless ``wire`` is uint8[wire_bytes]."""
     if wire.dtype != torch.uint8 or tuple(wire.shape) != (layout.wire_bytes,):
         raise ValueError(

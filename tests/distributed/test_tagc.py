@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.audit import BackendAudit
-from taco_kernels.count_sketch import Layout, SketchConfig
+from taco_kernels.count_sketch import SketchConfig, SketchLayout
 from tests.distributed.forked import pretrain
 from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
@@ -190,7 +190,7 @@ def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
             kinds[row["kind"]] += row["sent_bytes"]
     assert sum(kinds.values()) == sum(sent)
     wires = sum(
-        Layout(settings_of().sketch, share.compressed_numel).wire_bytes
+        SketchLayout(settings_of().sketch, share.compressed_numel).wire_bytes
         for owner, share in enumerate(sync.shares)
         if owner != rank and share.compressed
     )

@@ -8,7 +8,7 @@ from taco_kernels import count_sketch as sketch
 
 @pytest.mark.parametrize(("numel", "cell_bits", "load"), [(3_000_001, 16, 0.97), (1_000_000, 32, 1.3)])
 def test_a_gpu_and_a_cpu_agree(numel: int, cell_bits: int, load: float) -> None:
-    layout, senders = sketch.Layout(sketch.SketchConfig(cell_bits=cell_bits), numel), 4
+    layout, senders = sketch.SketchLayout(sketch.SketchConfig(cell_bits=cell_bits), numel), 4
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
     share = 1 - (1 - load * layout.exact_density) ** (1 / senders)

@@ -26,17 +26,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     ("world_size", "config", "shape", "dtype"),
     [
         (4, CodecConfig("fp8-e4m3"), (516, 1003), torch.bfloat16),
-        (4, CodecConfig("int8"), (512, 1024), torch.bfloat16),
         (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),
-        (4, CodecConfig("fp8-e5m2"), (256, 1000), torch.float32),
         (2, CodecConfig("int4", 256), (64, 4096), torch.float16),
-        (4, CodecConfig("int5", 32, "single"), (64, 1000), torch.bfloat16),
-        (4, CodecConfig("int8", hadamard=False), (64, 1000), torch.bfloat16),
+        (4, CodecConfig("int5", 32, "single"), (64, 1000), torch.float32),
+        (4, CodecConfig("int8", hadamard=False), (4, 5), torch.bfloat16),  # less than a tile
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
-        (2, CodecConfig("int5", 32, "signed"), (130, 640), torch.float16),
-        (4, CodecConfig("int5", scales="signed"), (132, 640), torch.bfloat16),
-        (2, CodecConfig("int8", 256), (400, 777), torch.float16),
-        (4, CodecConfig("int8"), (4, 5), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
     ],
 )
@@ -70,65 +64,40 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
 @pytest.mark.parametrize(
     ("config", "config_out"),
     [
-        (CodecConfig("int6", scales="single"), CodecConfig("int6", scales="single")),
         (CodecConfig("int4", scales="single"), CodecConfig("int8", scales="single")),
         (CodecConfig("fp8-e4m3"), CodecConfig("int5", scales="single")),
         (CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed")),
-        (CodecConfig("int5", scales="signed"), CodecConfig("int6", scales="signed")),
     ],
 )
 def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
-    """The second encode has a format and scales of its own."""
+    """The second encode has a format of its own; rows of a wider tensor are read where they lie."""
     from taco_kernels.symmetric_memory import collectives
 
-    generator = torch.Generator("cuda").manual_seed(0)
-    xs = [torch.randn(130, 640, generator=generator, device="cuda").bfloat16() for _ in range(4)]
+    xs = [torch.randn(512, 1280, device="cuda").bfloat16()[:, :1024] for _ in range(4)]
     channels = ranks.simulated_channels(4, programs=24)
     expected = ranks.expected_all_reduce(xs, config, config_out)
-    results = ranks.on_all_ranks(
+    for result in ranks.on_all_ranks(
         channels, lambda r, channel: collectives.all_reduce(channel, xs[r], config, config_out=config_out)
-    )
-    for result in results:
+    ):
         assert torch.equal(bits(result), bits(expected))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (4, CodecConfig("fp8-e4m3", scales="single")),
-        (4, CodecConfig("int6")),
-        (2, CodecConfig("int8")),
-    ],
-)
-def test_many_steps_have_the_bits_of_the_codec_kernels(world_size, config) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_steps_have_the_bits_of_the_codec_kernels(world_size: int) -> None:
     """From one step a program to ten."""
     from taco_kernels.symmetric_memory import collectives
 
-    channels = ranks.simulated_channels(world_size, programs=24)
+    config, channels = CodecConfig("int6"), ranks.simulated_channels(world_size, programs=24)
     base = [torch.randn(world_size * 240 * 8192, device="cuda").bfloat16() for _ in range(world_size)]
-    for tiles in (3, 24, 30, 70, 240):
+    for tiles in (3, 24, 30, 240):
         xs = [x[: world_size * tiles * 8192 - 1000] for x in base]
         expected = ranks.expected_all_reduce(xs, config)
         for _ in range(2):
-            results = ranks.on_all_ranks(
-                channels,
-                lambda r, channel, xs=xs: collectives.all_reduce(channel, xs[r], config),
-            )
-            for result in results:
+            for result in ranks.on_all_ranks(
+                channels, lambda r, channel, xs=xs: collectives.all_reduce(channel, xs[r], config)
+            ):
                 assert torch.equal(bits(result), bits(expected)), tiles
     channels[0].check()
-
-
-def test_strided_input() -> None:
-    """Rows of a wider tensor are read where they lie."""
-    from taco_kernels.symmetric_memory import collectives
-
-    config = CodecConfig("int8")
-    xs = [torch.randn(512, 1280, device="cuda").bfloat16()[:, :1024] for _ in range(2)]
-    channels = ranks.simulated_channels(2, programs=24)
-    results = ranks.on_all_ranks(channels, lambda r, channel: collectives.all_reduce(channel, xs[r], config))
-    assert torch.equal(results[0], ranks.expected_all_reduce(xs, config))
-    assert torch.equal(results[0], results[1])
 
 
 def needs(devices: int):

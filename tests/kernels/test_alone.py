@@ -48,7 +48,7 @@ layout = channel_norm.ChannelNormLayout(8, 64, taco.CodecConfig("int8", 64, hada
 near(channel_norm.decode(channel_norm.encode(x, layout), layout, x.dtype), x, 0.02)
 sparse = bitmap_sparse.BitmapLayout(64, 1.0, 16)
 near(bitmap_sparse.decode_sum(bitmap_sparse.encode(x, torch.zeros(8), sparse), sparse), x.sum(0), 0.01)
-sketch = count_sketch.Layout(count_sketch.SketchConfig(ratio=0.5), 64)
+sketch = count_sketch.SketchLayout(count_sketch.SketchConfig(ratio=0.5), 64)
 exponents = count_sketch.row_exponents(x[:1], sketch)
 sums = count_sketch.combine(
     count_sketch.encode(x[:1], torch.zeros(1), exponents, sketch, 1, 7), sketch

@@ -8,7 +8,9 @@ from taco_kernels import count_sketch
 from tests.kernels.test_count_sketch import ordered_sum, receive, send, sparse
 
 
-def _reading(layout: count_sketch.Layout, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reading(
+    layout: count_sketch.SketchLayout, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of three decodes of one sum; its true error, and what was decoded."""
     monitor = TagcMonitor()
     monitor.sums = 1
@@ -28,7 +30,7 @@ def _line(reading: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("factor", [1.1, 2.0])
 def test_values_that_were_estimated_are_told_with_their_error(factor: float) -> None:
-    layout = count_sketch.Layout(count_sketch.SketchConfig(), 60_000)
+    layout = count_sketch.SketchLayout(count_sketch.SketchConfig(), 60_000)
     reading, error, values = _reading(layout, sparse(4, layout.numel, factor * layout.exact_density))
     scalars = TagcMonitor().scalars(reading)
     wrong = error != 0
@@ -42,7 +44,7 @@ def test_values_that_were_estimated_are_told_with_their_error(factor: float) -> 
 
 
 def test_values_that_were_recovered() -> None:
-    layout = count_sketch.Layout(count_sketch.SketchConfig(), 60_000)
+    layout = count_sketch.SketchLayout(count_sketch.SketchConfig(), 60_000)
     reading, error, _ = _reading(layout, sparse(4, layout.numel, 0.9 * layout.exact_density))
     assert not error.any()
     assert _line(reading).endswith(f"all {int(reading[1])} values recovered exactly")

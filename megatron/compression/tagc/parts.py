@@ -221,7 +221,7 @@ class SketchPart(Part):
 
     def _plan(self, settings: PartSettings, topology: Topology) -> None:
         self.keep, self.senders = settings.keep, topology.world_size
-        self.layout = count_sketch.Layout(settings.sketch, self.numel)
+        self.layout = count_sketch.SketchLayout(settings.sketch, self.numel)
         self.sum_bytes = self.layout.wire_bytes
         self.room = self.layout.exact_density * self.numel
 
