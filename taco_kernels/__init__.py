@@ -1,6 +1,6 @@
 """Codecs for communication as device code of its own: needs torch and triton, knows nothing of Megatron.
 
-Equal siblings, each with a wire format (``layout.py``), a definition in plain torch (``reference.py``) that
+Equal siblings, each with a wire format, a definition in plain torch (``reference.py``) that
 serves CPU tensors, and Triton kernels that serve CUDA tensors:
 
 - ``taco``: Hadamard transform and two scales, fp8 and int8 to int4, in any direction (arXiv 2604.24088)
@@ -9,7 +9,6 @@ serves CPU tensors, and Triton kernels that serve CUDA tensors:
 - ``channel_norm``: integers of channels without their mean and spread
 - ``bitmap_sparse``: the largest values and a bitmap
 - ``count_sketch``: sparse sums that add up without being decoded (arXiv 2402.07529, 2504.05638)
-- ``error_feedback``: what a compression left behind
 - ``symmetric_memory``: TACO's collectives as one kernel each, over peer memory
 
 ``common`` is what they share; ``python -m taco_kernels.benchmarks`` times them.

@@ -5,42 +5,46 @@ compiled for this GPU.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from taco_kernels.benchmarks import (
-    bitmap_sparse,
-    codec,
-    collectives,
-    lossless,
-    sdp4bit,
-    tah_quant,
-)
-from taco_kernels.benchmarks.timing import report
+from taco_kernels.benchmarks import codecs, collectives
+from taco_kernels.benchmarks.timing import COLUMNS, DTYPES, report, timed_rows
 
-BENCHMARKS = {
-    "bitmap-sparse": bitmap_sparse,
-    "codec": codec,
-    "collectives": collectives,
-    "lossless": lossless,
-    "sdp4bit": sdp4bit,
-    "tah-quant": tah_quant,
+CODECS = {
+    "codec": (codecs.taco_cases, [1, 16, 64, 256], ["bf16"]),
+    "sdp4bit": (codecs.sdp4bit_cases, [16, 64, 256, 1024], ["bf16", "fp32"]),
+    "tah-quant": (codecs.pipeline_cases, [16, 32, 64, 128], ["bf16"]),
+    "lossless": (codecs.lossless_cases, [64, 256], ["bf16", "fp32"]),
+    "bitmap-sparse": (codecs.bitmap_cases, [40, 256], ["fp32"]),
 }
+"""By name: what is timed, MiB of tensors and their types where none are given."""
 
 
 def main() -> None:
     """Parse the name of a benchmark and its options, run it, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m taco_kernels.benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True)
-    for name, module in BENCHMARKS.items():
-        command = commands.add_parser(name, help=module.__doc__.splitlines()[0])
-        module.add_arguments(command)
+    for name, (cases, mib, dtypes) in CODECS.items():
+        command = commands.add_parser(name, help=cases.__doc__.splitlines()[0])
+        command.add_argument("--mib", type=float, nargs="+", default=mib, help="tensor sizes in MiB")
+        command.add_argument("--dtypes", nargs="+", choices=DTYPES, default=dtypes)
+        command.add_argument("--senders", type=int, default=4, help="wires that sums add up")
+        if name == "codec":
+            codecs.add_taco_arguments(command)
+    collectives.add_arguments(commands.add_parser("collectives", help=collectives.__doc__.splitlines()[0]))
+    for command in commands.choices.values():
         command.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    module = BENCHMARKS[options.name]
     torch.manual_seed(0)
-    report(list(module.run(options)), module.COLUMNS, options.json)
+    if options.name == "collectives":
+        report(collectives.run(options), collectives.COLUMNS, options.json)
+        return
+    cases = partial(CODECS[options.name][0], options=options)
+    rows = [row for mib in options.mib for name in options.dtypes for row in timed_rows(mib, name, cases)]
+    report(rows, COLUMNS, options.json)
 
 
 if __name__ == "__main__":

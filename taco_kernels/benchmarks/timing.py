@@ -5,7 +5,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,10 +17,23 @@ from taco_kernels.common.device import AS_IF
 
 TILE, REPEATS = 4096, 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SPEED = {"us": ".1f", "GB/s": ".0f", "of copy": ".2f"}
-"""Columns of ``timed_rows``."""
-Operation = tuple[dict, Callable[[int], object], int, int]
-"""Columns; a call on one of several buffer sets by its number; how many these are; bytes moved by a call."""
+COLUMNS = {"MiB": "g", "dtype": "", "codec": "", "operation": "", "us": ".1f", "GB/s": ".0f"}
+COLUMNS |= {"of copy": ".2f", "bits": ".3f", "error": ".4f"}
+"""Of ``timed_rows``, with formats. The last two: bits a value on the wire, relative L2 error."""
+
+
+class Case(NamedTuple):
+    """What is timed."""
+
+    codec: str
+    operation: str
+    call: Callable[[int], object]
+    """On one of several buffer sets, by its number."""
+    buffers: int
+    moved: int
+    """Bytes that a call reads and writes."""
+    bits: float
+    error: float | None = None
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -85,13 +100,19 @@ def copy_rate(numel: int, dtype: torch.dtype) -> tuple[float, float]:
     return us, 2 * numel * dtype.itemsize / us / 1e3
 
 
-def timed_rows(numel: int, dtype: torch.dtype, base: dict, operations: Iterable[Operation]) -> Iterator[dict]:
-    """Rows of a size: a copy of so many values, and what each operation does, in ``base`` and its columns."""
+def timed_rows(mib: float, name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]) -> Iterator[dict]:
+    """Rows of a size: a copy of so many MiB, and each of ``cases(numel, dtype)``."""
+    dtype = DTYPES[name]
+    numel = int(mib * 2**20) // dtype.itemsize
+    base = {"MiB": mib, "dtype": name}
     us, rate = copy_rate(numel, dtype)
     yield base | {"operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0}
-    for columns, call, buffers, moved in operations:
-        us = microseconds([lambda i=i, call=call: call(i) for i in range(buffers)])
-        yield base | columns | {"us": us, "GB/s": moved / us / 1e3, "of copy": moved / us / 1e3 / rate}
+    for case in cases(numel, dtype):
+        us = microseconds([partial(case.call, i) for i in range(case.buffers)])
+        speed = case.moved / us / 1e3
+        row = base | {"codec": case.codec, "operation": case.operation, "us": us, "GB/s": speed}
+        row |= {"of copy": speed / rate, "bits": case.bits}
+        yield row | ({} if case.error is None else {"error": case.error})
 
 
 def report(rows: list[dict], columns: dict[str, str], path: Path | None) -> None:

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from taco_kernels.bitmap_sparse import reference
 from taco_kernels.bitmap_sparse.reference import BitmapLayout
+from taco_kernels.common.codes import MAGIC, grid_exponent, threshold_bits
 from taco_kernels.common.fast_launch import start
-from taco_kernels.common.magnitudes import EXPONENT_FLOOR
-from taco_kernels.common.rounding import MAGIC, grid_exponent, threshold_bits
+from taco_kernels.common.reference import EXPONENT_FLOOR
 
 FLOOR = tl.constexpr(EXPONENT_FLOOR)
 WIDTH = tl.constexpr(reference.WIDTH)

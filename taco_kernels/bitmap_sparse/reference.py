@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.common.magnitudes import (
+from taco_kernels.common.reference import (
     EXPONENT_FLOOR,
     NON_FINITE,
     bitmap_words,

@@ -5,7 +5,7 @@ stores. The codec of the values is ``taco_kernels.taco``'s, without its transfor
 """
 
 from taco_kernels.channel_norm import reference
-from taco_kernels.channel_norm.layout import ChannelNormLayout
+from taco_kernels.channel_norm.reference import ChannelNormLayout
 from taco_kernels.common.dispatch import dispatched
 
 __all__ = ["ChannelNormLayout", "decode", "encode"]

@@ -1,23 +1,84 @@
-"""Normalised channels in plain torch: the definition that the kernels are tested against.
+"""Normalised channels in plain torch: the message and the definition that the kernels are tested against.
+
+A message is the codec's wire of one chunk, then the statistics::
+
+    codec's wire | mean of every channel, bf16 | root mean square of every channel, bf16
+
+The codec's wire is of
 
     z = (x - mean) * (1 / rms)
 
-mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x - mean, rounded to
-bf16; all in fp32.
+with the mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x - mean,
+rounded to bf16; all in fp32. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN
+statistics, which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z
+is 0.
 
-z goes through the codec. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN statistics,
-which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z is 0.
-
-If the codec takes massive values apart (taco/outliers.py), tokens that are massive in a channel do not count
-in its statistics: one would drown the channel of all others. They are those whose distance from the mean of
-their TILE_TOKENS tokens is more than THRESHOLD times the mean distance.
+If the codec stores outliers separately (taco/reference.py), tokens that are outliers in a channel do not
+count in its statistics: one would drown the channel of all others. They are those whose distance from the
+mean of their TILE_TOKENS tokens is more than THRESHOLD times the mean distance. Where the other tokens are
+equal, their spread is 0, or the rounding of their mean: such a channel has the rms of all tokens.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.channel_norm.layout import TILE_TOKENS, ChannelNormLayout
-from taco_kernels.taco import reference
+from taco_kernels.taco import reference as taco
+from taco_kernels.taco.layout import CodecConfig
 from taco_kernels.taco.outliers import THRESHOLD
+
+TILE_TOKENS = 128
+"""Tokens whose partial statistics are found together."""
+EQUAL = 2.0**-18
+"""A spread of at most so much of the mean is fp32's rounding of a sum: all values are equal."""
+
+
+@dataclass(frozen=True)
+class ChannelNormLayout:
+    """Sizes of a message ``[tokens, channels]``. Validated on construction (ValueError)."""
+
+    tokens: int
+    channels: int
+    config: CodecConfig
+    """Of the values, without the Hadamard transform: it would mix the channels again."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.channels < 1:
+            raise ValueError(f"tokens={self.tokens} and channels={self.channels} must be at least 1")
+        if self.config.hadamard:
+            raise ValueError("config.hadamard is on; normalised channels are encoded without the transform")
+        if self.channels % self.config.group_size:
+            raise ValueError(
+                f"channels={self.channels} must be a multiple of config.group_size={self.config.group_size}: "
+                "a group lies inside a token"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Values of the message."""
+        return self.tokens * self.channels
+
+    @property
+    def statistics_at(self) -> int:
+        """Byte where the statistics begin, a multiple of 16."""
+        return self.config.wire_bytes(self.numel)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Exact bytes of the message."""
+        return self.statistics_at + 4 * self.channels
+
+    def check_values(self, x: torch.Tensor) -> None:
+        """Raise ValueError unless ``x`` is [tokens, channels]."""
+        if tuple(x.shape) != (self.tokens, self.channels):
+            raise ValueError(f"x is {list(x.shape)}; this layout needs [{self.tokens}, {self.channels}]")
+
+    def check_wire(self, wire: torch.Tensor) -> None:
+        """Raise ValueError unless ``wire`` is uint8 [wire_bytes]."""
+        if tuple(wire.shape) != (self.wire_bytes,) or wire.dtype != torch.uint8:
+            raise ValueError(
+                f"wire is {wire.dtype}{list(wire.shape)}; this layout needs uint8[{self.wire_bytes}]"
+            )
 
 
 def massive_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +94,7 @@ def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
     """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
 
     About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
-    all that there is. ``robust``: without ``massive_tokens``.
+    all that there is. ``robust``: without ``massive_tokens``, unless the others are EQUAL.
     """
     x = x.float()
     if robust:
@@ -44,7 +105,11 @@ def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
     else:
         variance, mean = torch.var_mean(x, dim=0, correction=0)
     sent = mean.bfloat16()
-    return torch.stack([sent, (variance + (mean - sent.float()).square()).sqrt().bfloat16()])
+    rms = (variance + (mean - sent.float()).square()).sqrt().bfloat16()
+    if robust:
+        whole = (x - sent.float()).square().mean(0).sqrt().bfloat16()
+        rms = torch.where(rms.float() <= EQUAL * sent.float().abs(), whole, rms)
+    return torch.stack([sent, rms])
 
 
 def inverse(rms: torch.Tensor) -> torch.Tensor:
@@ -61,7 +126,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     layout.check_values(x)
     found = statistics(x, layout.config.outliers)
     z = (x.float() - found[0].float()) * inverse(found[1])
-    payload = reference.encode(z, layout.config)[0]
+    payload = taco.encode(z, layout.config)[0]
     return torch.cat([payload, found.view(torch.uint8).flatten()])
 
 
@@ -75,5 +140,5 @@ def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) ->
     found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(2, -1).float()
     shape = (layout.tokens, layout.channels)
     payload = wire[None, : layout.statistics_at]
-    z = reference.decode(payload, layout.config, shape, torch.float32)
+    z = taco.decode(payload, layout.config, shape, torch.float32)
     return (z * found[1] + found[0]).to(dtype)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from taco_kernels.common.magnitudes import (
+from taco_kernels.common.reference import (
     EXPONENT_FLOOR,
     NON_FINITE,
     bitmap_words,

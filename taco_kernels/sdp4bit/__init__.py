@@ -2,12 +2,12 @@
 
 Group-quantised integers with one fp32 step a group: gradients rotated by a 32-point Hadamard transform and
 summed without leaving its domain, and weight differences. Fused Triton kernels on CUDA tensors, the
-plain-torch definition in ``reference.py`` on CPU tensors; both use the wire format of ``layout.py``.
+plain-torch definition in ``reference.py`` on CPU tensors; both use the same wire format.
 """
 
 from taco_kernels.common.dispatch import dispatched
 from taco_kernels.sdp4bit import reference
-from taco_kernels.sdp4bit.layout import BITS, GROUP_SIZES, GroupFormat
+from taco_kernels.sdp4bit.reference import BITS, GROUP_SIZES, GroupFormat
 
 __all__ = [
     "BITS",

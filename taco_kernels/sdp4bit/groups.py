@@ -1,11 +1,17 @@
-"""Groups of a wire: writing and reading codes and steps, and the rotation."""
+"""Groups of a wire: writing and reading codes and steps, and the rotation.
+
+Sums are of blocks of 32 values, each held by one thread, so that the rotation moves nothing.
+
+A thread reads 16 or 32 bytes of codes of every sender. The five stages of a 32-point transform are then
+additions of its own registers; on the tensor cores an fp32 sum would be three operands, and pass through
+shared memory twice.
+"""
 
 import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd, shuffled, transform, unshuffle
-from taco_kernels.common.packing import store_groups
-from taco_kernels.common.unpacking import add_products, load_code_words, magic_bits
+from taco_kernels.common.packing import add_products, four_joined, load_code_words, magic_bits, store_groups
 
 
 @triton.jit
@@ -86,3 +92,129 @@ def decoded_groups(wire, first, groups, C: tl.constexpr):
     words, step = load_code_words(wire, first, groups, C), load_steps(wire, first, groups, C)
     t0, t1, t2, t3 = add_products(zero, zero, zero, zero, words, step, magic_bits(groups), C)
     return tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
+
+
+BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def load_quads(plane, first, blocks, STRIDE: tl.constexpr, SKIP: tl.constexpr, N: tl.constexpr):
+    """int32[N, 4]: 16 bytes of each of blocks first..., which are STRIDE bytes apart, from byte SKIP on."""
+    block = tl.arange(0, N)[:, None]
+    words = (plane + first.to(tl.int64) * STRIDE + SKIP).to(tl.pointer_type(tl.int32))
+    at = words + block * (STRIDE // 4) + tl.arange(0, 4)[None, :]
+    return tl.load(at, mask=block < blocks - first, other=0)
+
+
+@triton.constexpr_function
+def masked_xor(mask):
+    """PTX: bits of the first operand under the mask, exclusive or with the second."""
+    return f"lop3.b32 $0, $1, {mask}, $2, 0x6A;"
+
+
+@triton.jit
+def code(words, magic, SHIFT: tl.constexpr, B: tl.constexpr):
+    """fp32: the code that begins with bit SHIFT <= 16 of each word, below bit 23.
+
+    It stays where it is; the exponent that the magic number is given makes its lowest bit worth 1. In PTX, or
+    the compiler shares masks between codes, at two instructions each.
+    """
+    MASK: tl.constexpr = (2**B.BITS - 1) << SHIFT
+    OFFSET: tl.constexpr = 2 ** (B.BITS - 1)
+    magic = magic - (SHIFT << 23)
+    if B.BITS == 8:  # two's complement: the sign's bit is turned round
+        magic = magic + (OFFSET << SHIFT)
+    if B.INTERPRET:
+        bits = (words & MASK) ^ magic
+    else:
+        text: tl.constexpr = masked_xor(MASK)
+        bits = tl.inline_asm_elementwise(text, "=r,r,r", [words, magic], tl.int32, True, 1)
+    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + OFFSET)
+
+
+@triton.jit
+def add_nibbles(t, words, step, magic, B: tl.constexpr):
+    """t[q] + code q of each word * step, each rounded once; t: eight fp32[N, 4], step: fp32[N, 4]."""
+    t0, t1, t2, t3, t4, t5, t6, t7 = t
+    t0 = tl.fma(code(words, magic, 0, B), step, t0)
+    t1 = tl.fma(code(words, magic, 4, B), step, t1)
+    t2 = tl.fma(code(words, magic, 8, B), step, t2)
+    t3 = tl.fma(code(words, magic, 12, B), step, t3)
+    t4 = tl.fma(code(words, magic, 16, B), step, t4)
+    words = words >> 20
+    t5 = tl.fma(code(words, magic, 0, B), step, t5)
+    t6 = tl.fma(code(words, magic, 4, B), step, t6)
+    t7 = tl.fma(code(words, magic, 8, B), step, t7)
+    return t0, t1, t2, t3, t4, t5, t6, t7
+
+
+@triton.jit
+def add_bytes(t0, t1, t2, t3, words, step, magic, B: tl.constexpr):
+    """The same for words of four codes."""
+    t0 = tl.fma(code(words, magic, 0, B), step, t0)
+    t1 = tl.fma(code(words, magic, 8, B), step, t1)
+    words = words >> 16
+    t2 = tl.fma(code(words, magic, 0, B), step, t2)
+    t3 = tl.fma(code(words, magic, 8, B), step, t3)
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
+    """The eight sums fp32[N, 4] with the products of one sender's codes and steps added."""
+    block = first + tl.arange(0, B.N)
+    steps = (wire + tl.full((), B.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
+    step = tl.load(steps + block // (B.G // BLOCK), mask=block < blocks, other=0.0)
+    step = tl.broadcast_to(step[:, None], [B.N, 4])
+    if B.BITS == 4:
+        t = add_nibbles(t, load_quads(wire, first, blocks, 16, 0, B.N), step, magic, B)
+    else:
+        t0, t1, t2, t3, t4, t5, t6, t7 = t
+        low, high = load_quads(wire, first, blocks, 32, 0, B.N), load_quads(wire, first, blocks, 32, 16, B.N)
+        t0, t1, t2, t3 = add_bytes(t0, t1, t2, t3, low, step, magic, B)
+        t4, t5, t6, t7 = add_bytes(t4, t5, t6, t7, high, step, magic, B)
+        t = t0, t1, t2, t3, t4, t5, t6, t7
+    return t
+
+
+@triton.jit
+def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: tl.constexpr):
+    """fp32[N, 32]: sum over S senders of blocks first... of the row at ``wires``, in their order."""
+    zero = tl.zeros([B.N, 4], tl.float32)
+    t = (zero, zero, zero, zero, zero, zero, zero, zero)
+    magic = magic_bits(groups)
+    if S <= 8:  # unrolled, so that the senders' loads are in flight together
+        for s in tl.static_range(0, S):
+            wire = wires + tl.full((), s, tl.int64) * sender_stride
+            t = add_sender(t, wire, first, blocks, groups, magic, B)
+    else:
+        for s in range(0, S):
+            wire = wires + (tl.full((), 0, tl.int64) + s) * sender_stride
+            t = add_sender(t, wire, first, blocks, groups, magic, B)
+    t0, t1, t2, t3, t4, t5, t6, t7 = t
+    if B.BITS == 4:  # nibble 2k + p of word 2s + h is element 16s + 8p + 4h + k
+        low = tl.reshape(four_joined(t0, t2, t4, t6), [B.N, 2, 8])
+        high = tl.reshape(four_joined(t1, t3, t5, t7), [B.N, 2, 8])
+        total = tl.permute(tl.join(low, high), [0, 1, 3, 2])
+    else:  # byte k of word w of the second half is element 16 + 4w + k
+        low = tl.reshape(four_joined(t0, t1, t2, t3), [B.N, 16])
+        high = tl.reshape(four_joined(t4, t5, t6, t7), [B.N, 16])
+        total = tl.permute(tl.join(low, high), [0, 2, 1])
+    return tl.reshape(total, [B.N, BLOCK])
+
+
+@triton.jit
+def butterfly(h, STRIDE: tl.constexpr, B: tl.constexpr):
+    """One stage: sums and differences of the values of h[N, 32] that are STRIDE apart."""
+    pairs = tl.permute(tl.reshape(h, [B.N, BLOCK // (2 * STRIDE), 2, STRIDE]), [0, 1, 3, 2])
+    low, high = tl.split(pairs)
+    pairs = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+    return tl.reshape(pairs, [B.N, BLOCK])
+
+
+@triton.jit
+def rotated_blocks(h, B: tl.constexpr):
+    """WHT of h fp32[N, 32], without normalisation, in the order of additions of ``reference.hadamard``."""
+    for stage in tl.static_range(5):
+        h = butterfly(h, 2**stage, B)
+    return h

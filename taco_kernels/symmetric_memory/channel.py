@@ -23,12 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common.constants import Constants
-from taco_kernels.common.device import Device
+from taco_kernels.common.device import Constants, Device
 from taco_kernels.common.sizes import aligned
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
-from taco_kernels.taco.spec import STEP_BYTES
-from taco_kernels.taco.tuning import tuning_for, tuning_of
+from taco_kernels.taco.spec import STEP_BYTES, tuning_for, tuning_of
 
 WARPS = 4
 """Of every kernel here; see tile_of."""

@@ -12,12 +12,18 @@ follow each other in shared memory, so that more programs fit on a multiprocesso
 import triton
 import triton.language as tl
 
+from taco_kernels.common.codes import load_plane, store_plane
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
-from taco_kernels.common.planes import load_plane, store_plane
 from taco_kernels.symmetric_memory.channel import ack_flag, arrival, data_flag, publish, returned, wait
-from taco_kernels.taco.kernels import add_sender, sum_senders
-from taco_kernels.taco.tensor import load_tile, store_tile
-from taco_kernels.taco.wire import decode_groups, dual_step, encode_groups
+from taco_kernels.taco.wire import (
+    add_sender,
+    decode_groups,
+    dual_step,
+    encode_groups,
+    load_tile,
+    store_tile,
+    sum_senders,
+)
 
 # What differs between ranks or calls must not lead to different code, and numbers that are one stay numbers.
 UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]

@@ -1,30 +1,153 @@
-"""Launching the codec kernels: argument checks, strides. Same signatures as reference.py."""
+"""The kernels, which read and write once, and their launches. Same signatures as reference.py.
+
+Sums are taken in the Hadamard domain, in the order of the senders.
+"""
 
 import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from taco_kernels.common import fast_launch
-from taco_kernels.common.device import Device, device_number
+from taco_kernels.common.device import Device, as_tensor, device_number
+from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.taco.kernels import (
-    decode_kernel,
-    decode_sum_encode_kernel,
-    decode_sum_kernel,
-    encode_kernel,
-)
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wire_shape
-from taco_kernels.taco.spec import make_flags, spec_of
-from taco_kernels.taco.tuning import tuning_for, tuning_in
+from taco_kernels.taco.outlier_kernels import (
+    add_lists,
+    any_list,
+    empty_lists,
+    look_for_massive,
+    store_lists,
+    sum_lists,
+    take_massive,
+)
+from taco_kernels.taco.spec import make_flags, spec_of, tuning_for, tuning_in
+from taco_kernels.taco.wire import (
+    decode_groups,
+    encode_groups,
+    load_tile,
+    store_tile,
+    sum_senders,
+)
+
+
+@triton.jit
+def end_of(first, groups, C: tl.constexpr):
+    """Behind the last group of a tile that holds whole chunks alone (C.ROW), else of the chunk."""
+    if C.ROW:
+        end = tl.minimum(groups, first + C.USED)
+    else:
+        end = groups
+    return end
+
+
+@triton.jit
+def encode_kernel(
+    x, out, numel, groups, chunks, out_stride, run, inner, stride_outer, stride_inner,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out[chunk] = wire of ``groups`` groups, for ``chunks`` chunks. Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    matrix = sylvester(C, 1.0 / C.G, True, dot_type)
+    per_chunk = tl.cdiv(groups, C.USED)
+    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+        tile = as_tensor(number)
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        end = end_of(first, groups, C)
+        h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
+        if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
+            x_tile, words = h, empty_lists(C)
+            found, limit = look_for_massive(x_tile, groups - first, C)
+        if C.HADAMARD:
+            h = unshuffle(transform(h, matrix, C), C)
+        else:
+            h = h.to(tl.float32)
+        if C.OUTLIERS:
+            if found:
+                rest, words = take_massive(x_tile, limit, groups - first, C)
+                if C.HADAMARD:
+                    h = unshuffle(transform(rest, matrix, C), C)
+                else:
+                    h = rest.to(tl.float32)
+            store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+        encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, end, C)
+
+
+@triton.jit
+def decode_kernel(
+    wires, x, numel, groups, chunks, wire_stride, run, inner, stride_outer, stride_inner,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    matrix = sylvester(C, 1.0, False, tl.float16)
+    per_chunk = tl.cdiv(groups, C.USED)
+    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+        tile = as_tensor(number)
+        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        end = end_of(first, groups, C)
+        group = chunk * groups + first
+        wire = wires + chunk.to(tl.int64) * wire_stride
+        if C.OUTLIERS:
+            found = any_list(wire, wire_stride, first, groups, 1, C)
+        h = decode_groups(wire, first, end, matrix, C)
+        if C.OUTLIERS:
+            h = add_lists(h, found, wire, wire_stride, first, groups, 1, C)
+        if C.ROW:
+            last = tl.minimum(numel, end.to(tl.int64) * C.G)
+        else:
+            last = tl.minimum(numel, (chunk + 1).to(tl.int64) * groups * C.G)
+        store_tile(x, h, group, last, rows, FLAGS, C)
+
+
+@triton.jit
+def decode_sum_kernel(
+    wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
+    FLAGS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """x = WHT(sum of q * step). Persistent programs, R groups a step."""
+    rows = (run, inner, stride_outer, stride_inner)
+    matrix = sylvester(C, 1.0, False, tl.bfloat16)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+        first = as_tensor(tile) * C.R
+        if C.OUTLIERS:
+            found = any_list(wires, wire_stride, first, groups, W, C)
+        h = sum_senders(wires, wire_stride, first, groups, W, C)
+        if C.HADAMARD:
+            h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+        if C.OUTLIERS:
+            h = add_lists(h, found, wires, wire_stride, first, groups, W, C)
+        store_tile(x, h, first, numel, rows, FLAGS, C)
+
+
+@triton.jit
+def decode_sum_encode_kernel(
+    wires, out, groups, wire_stride, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
+    first = tl.program_id(0) * C.R
+    if C.OUTLIERS:
+        found = any_list(wires, wire_stride, first, groups, W, C)
+    h = sum_senders(wires, wire_stride, first, groups, W, C)
+    if C.OUTLIERS:
+        words = empty_lists(C)
+        if tl.max(found, axis=0) > 0:
+            h, words = sum_lists(h, wires, wire_stride, first, groups, W, C)
+        store_lists(words, out, first, groups, D)
+    encode_groups(h, out, first, groups, D)
+
 
 PLANS = 1024
 """Kept for each operation; sizes that come back find theirs."""
 
 
 class Rows(NamedTuple):
-    """A tensor as rows of ``run`` groups; see tensor.py."""
+    """A tensor as rows of ``run`` groups; see wire.py."""
 
     run: int
     inner: int

@@ -16,10 +16,31 @@ Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q
 scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on either side of zero, rounded up
 to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
 overflows (values above bf16's largest may decode to infinity). The quadratic grid has values, a step and a
-rounding of its own (quadratic.py). Without the Hadamard transform h = x and the
+rounding of its own (below). Without the Hadamard transform h = x and the
 factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
 zero, and a group that is not finite sends NaN and so decodes to NaN. Massive values go apart first, if the
 config says so (outliers.py).
+
+The quadratic grid of int4, int5 and int6 with signed scales is denser near zero, where most of a rotated
+group's values lie. The codes u of ``bits`` bits stand for
+
+    v(u) = u (|u| + 2 a + 1),   -M <= u < M,   M = 2^(bits - 1)
+
+whose neighbours are 2 (|u| + a + 1) apart: from the middle to the ends 2.4 to 2.6 times farther. That is
+companding (Bennett 1948; Panter and Dite 1951: the best density is the cube root of the values'). All v are
+even integers below 2^12, so fp16 holds them and sums are exact in fp32. Midway between the values of n and
+n + 1 lies (n + a + 1)^2 - a (a + 1), so the code of the nearest one is
+
+    |u| = floor(sqrt(|v| + a (a + 1))) - a
+
+of |v| to the nearest sixteenth: a square root then need not be exact, since its argument plus 1 / 32 is far
+enough from every square. ``a`` has the least squared error for Gaussian groups of 128, whose squared error is
+0.81, 0.79 and 0.79 (4, 5, 6 bits) of that of a uniform grid with a sign, 0.87, 0.86 and 0.85 in
+groups of 32.
+
+The step has a sign, too: max(far / v(M), near / v(M - 1)) of the largest magnitudes on either side of zero,
+to the nearest bf16, so that whichever decides it has a code's value, and a lone one comes back. Half a bf16
+is too little for any value to lie beyond the outermost codes' cells.
 """
 
 import math
@@ -28,12 +49,31 @@ import torch
 
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
 from taco_kernels.common.sizes import ALIGNMENT
-from taco_kernels.taco import outliers, quadratic
+from taco_kernels.taco import outliers
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 
 EPSILON = 1e-6
 ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
 S_MIN = 1e-12
+SIXTEENTHS = 2.0**19
+"""fp32 with this much added is a multiple of 1 / 16."""
+
+
+def quadratic_values(codes: torch.Tensor, bend: int) -> torch.Tensor:
+    """v of fp32 codes u."""
+    return codes * (codes.abs() + (2 * bend + 1))
+
+
+def quadratic_nearest(v: torch.Tensor, bend: int) -> torch.Tensor:
+    """Codes u, fp32, of fp32 quadratic_values; infinities and NaN have none."""
+    x = (v.abs() + (SIXTEENTHS + bend * (bend + 1))) - SIXTEENTHS
+    return torch.copysign(x.double().sqrt().floor().float() - bend, v)
+
+
+def quadratic_ends(bits: int, bend: int) -> tuple[float, float]:
+    """Magnitudes of the outermost quadratic_values: below zero, and above."""
+    half = 2 ** (bits - 1)
+    return float(half * (half + 2 * bend + 1)), float((half - 1) * (half + 2 * bend))
 
 
 def amax_floor(config: CodecConfig) -> float:
@@ -53,7 +93,7 @@ def round_to_grid(h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig) -
     is for NaN and infinity alone, which only groups with a NaN step have; their codes mean nothing.
     """
     if config.bend:
-        codes = quadratic.nearest((h * inverse).nan_to_num(nan=0.0), config.bend)
+        codes = quadratic_nearest((h * inverse).nan_to_num(nan=0.0), config.bend)
         return (codes + 2 ** (config.bits - 1)).to(torch.uint8)
     if not config.is_float:
         return round_to_integers(h, inverse, config.bits)
@@ -75,7 +115,7 @@ def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     if config.format == "fp8-e5m2":
         return codes.view(torch.float8_e5m2).float()
     values = integer_values(codes, config.bits)
-    return quadratic.values(values, config.bend) if config.bend else values
+    return quadratic_values(values, config.bend) if config.bend else values
 
 
 def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +138,7 @@ def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torc
         high, low = h.amax(dim=1), (-h).amax(dim=1)
         near = torch.minimum(high, low).masked_fill(bad, 0.0)
         if config.bend:
-            far_end, near_end = quadratic.ends(config.bits, config.bend)
+            far_end, near_end = quadratic_ends(config.bits, config.bend)
             step = nearest_bf16(torch.maximum(amax * (1 / far_end), near * (1 / near_end)))
         else:
             step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near / qmax))

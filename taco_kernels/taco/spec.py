@@ -1,13 +1,13 @@
-"""Compile-time constants of a kernel, derived from a CodecConfig."""
+"""How kernels are compiled and run: constants derived from a CodecConfig; tile, warps, stages, programs."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+import triton
 import triton.language as tl
 
-from taco_kernels.common.constants import Constants
-from taco_kernels.common.device import Device, Tuning
-from taco_kernels.taco import quadratic, reference
+from taco_kernels.common.device import Constants, Device, Tuning
+from taco_kernels.taco import reference
 from taco_kernels.taco.layout import CodecConfig
 
 STEP_BYTES = 4  # a group saves with its dual scales merged into a step
@@ -18,7 +18,7 @@ class Flags(Constants):
     """What a launch adds to a Spec."""
 
     STRIDED: tl.constexpr
-    """The tensor is rows, see tensor.py; else contiguous."""
+    """The tensor is rows, see wire.py; else contiguous."""
     TAIL: tl.constexpr
     """The last group is not whole."""
     STAGES: tl.constexpr
@@ -56,10 +56,10 @@ class Spec(Constants):
     OUTLIERS: tl.constexpr
     """Massive values lie behind the groups (outliers.py); a tile is whole blocks."""
     BEND: tl.constexpr
-    """``a`` of the quadratic grid (quadratic.py), 0 of a uniform one."""
+    """``a`` of the quadratic grid (reference.py), 0 of a uniform one."""
     FAR: tl.constexpr
     NEAR: tl.constexpr
-    """1 / quadratic.ends, 0 of a uniform grid."""
+    """1 / reference.quadratic_ends, 0 of a uniform grid."""
     ROOT: tl.constexpr
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
@@ -89,7 +89,7 @@ def make_spec(
     ``merged``, ``row``: see Spec.MERGED and Spec.ROW.
     """
     G, merged = config.group_size, merged and config.scales == "dual"
-    far, near = (1 / end for end in quadratic.ends(config.bits, config.bend)) if config.bend else (0.0, 0.0)
+    ends = reference.quadratic_ends(config.bits, config.bend)
     return Spec.of(
         R=groups_per_tile,
         USED=groups_per_tile // row * row if row else groups_per_tile,
@@ -108,8 +108,8 @@ def make_spec(
         HADAMARD=config.hadamard,
         OUTLIERS=config.outliers,
         BEND=config.bend,
-        FAR=far,
-        NEAR=near,
+        FAR=1 / ends[0] if config.bend else 0.0,
+        NEAR=1 / ends[1] if config.bend else 0.0,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
         ROW=row,
@@ -131,3 +131,104 @@ def spec_of(config: CodecConfig, device: Device, tuning: Tuning, row: int = 0) -
 def make_flags(strided: bool, tail: bool, stages: int) -> Flags:
     """Flags of a launch, cached."""
     return Flags.of(STRIDED=strided, TAIL=tail, STAGES=stages)
+
+
+TUNING = {
+    "encode": Tuning(8192, 4, 4, 2),
+    "decode": Tuning(8192, 4, 3, 3),
+    "decode_sum": Tuning(8192, 4, 2, 2),
+    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
+}
+LEAST_TILE = 2048
+"""Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
+MOST_RANKS = 16
+"""Of a collective, which has a chunk for each."""
+
+
+def tuning_of(operation: str, config: CodecConfig) -> Tuning:
+    """TUNING with what single configurations need."""
+    tuning = TUNING[operation]
+    if operation == "encode" and config.format == "int5":
+        tuning = tuning._replace(stages=3)
+    elif operation == "decode_sum" and config.format == "int8":
+        tuning = tuning._replace(stages=1)
+    elif operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(registers=80)
+    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
+        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
+    if config.outliers and operation == "decode" and tuning.programs == 3:
+        tuning = tuning._replace(registers=168)
+    elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
+        tuning = tuning._replace(tile=4096, warps=4)
+    return tuning
+
+
+def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
+    """``tuning_of`` within what the device has; compiled for it, not timed."""
+    tuning = tuning_of(operation, config)
+    if device.small and operation != "decode_sum_encode":
+        tuning = _tuning_of_small(operation, config, device)
+    elif operation == "decode_sum_encode" and device.capability[0] != 9:
+        if config.outliers:
+            warps, registers = (2, 128) if config.group_size >= 128 else (4, 96)
+            tuning = tuning._replace(tile=2048, warps=warps, registers=registers)
+        elif config.bits == 8:
+            software = config.is_float and not device.hardware_fp8
+            tuning = tuning._replace(registers=112 if software else 96)
+    elif device.capability[0] == 10:
+        tuning = _tuning_of_blackwell(tuning, operation, config)
+    return tuning
+
+
+def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tuning:
+    """Of devices that are ``Device.small``: three programs of 8192 values, if memory and registers do."""
+    if operation == "decode_sum":
+        return Tuning(4096, 4, 2, 2)
+    if operation == "encode" and config.outliers:
+        # Beside a tile are its words, should there be massive values. One stage: what is fetched ahead goes
+        # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
+        crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
+        return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)
+    if operation == "encode" and not config.hadamard:
+        return Tuning(4096, 4, 3, tuning_of(operation, config).programs)
+    return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
+
+
+def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: smaller tiles where sums or lists beside them spill."""
+    if operation == "encode":
+        if config.outliers and config.hadamard and config.group_size >= 128:
+            return tuning._replace(warps=8, programs=1)
+        if config.outliers and not config.hadamard:
+            return tuning._replace(tile=LEAST_TILE)
+        least = config.outliers or not config.hadamard or config.group_size == 64
+        return tuning._replace(tile=4096) if least else tuning
+    return _compiled_on_blackwell(tuning, operation, config)
+
+
+def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
+    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
+    rows = tuning.tile // config.group_size
+    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
+        return tuning._replace(tile=tuning.tile // 2)
+    return tuning
+
+
+def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
+    """Of many chunks that are shorter than a tile, which is to hold one alone: a tile of theirs.
+
+    What of a tile lies behind its chunk is computed for nothing. Not timed. The chunks of a collective keep
+    the tile that its fused kernels have: on smaller ones products may sum in another order.
+    """
+    chunk = groups * config.group_size
+    tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
+    if chunks <= MOST_RANKS or tile >= tuning.tile:
+        return tuning
+    programs = min(4, tuning.programs * tuning.tile // tile)
+    return tuning._replace(tile=tile, programs=programs, registers=None)
+
+
+def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
+    """How an operation on ``chunks`` chunks of ``groups`` groups each is run."""
+    tuning = tuning_for_rows(tuning_for(operation, config, device), config, groups, chunks)
+    return _compiled_on_blackwell(tuning, operation, config) if device.capability[0] == 10 else tuning

@@ -1,14 +1,105 @@
-"""Groups of a wire in the Hadamard domain: encode_groups and its inverse, decode_groups (reference.py)."""
+"""Device functions between a tensor, the Hadamard domain and a wire; reference.py defines them.
+
+``rows`` is (run, inner, stride_outer, stride_inner). A tensor is contiguous, or (FLAGS.STRIDED) rows of
+``run`` groups, each contiguous, row r at ``(r // inner) * stride_outer + (r % inner) * stride_inner``; see
+launch.rows_of.
+"""
 
 import triton
 import triton.language as tl
 
+from taco_kernels.common.codes import MAGIC, across_chunks, behind, code_values, load_codes
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
-from taco_kernels.common.packing import store_groups, store_integers
-from taco_kernels.common.planes import across_chunks, behind, load_codes
-from taco_kernels.common.rounding import code_values
-from taco_kernels.common.unpacking import load_halves, load_singles, offset
-from taco_kernels.taco import quadratic_kernels as quadratic
+from taco_kernels.common.packing import (
+    add_products,
+    load_code_words,
+    load_halves,
+    load_singles,
+    magic_bits,
+    number,
+    offset,
+    store_groups,
+    store_integers,
+)
+from taco_kernels.taco import reference
+
+
+@triton.jit
+def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Pointers [R, G] to groups first, first + 1, ..."""
+    column = tl.arange(0, C.G)[None, :]
+    if FLAGS.STRIDED:
+        run, inner, stride_outer, stride_inner = rows
+        group = first + tl.arange(0, C.R)
+        row = group // run
+        start = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+        at = x + (start + (group % run) * C.G)[:, None] + column
+    else:
+        at = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
+    return at
+
+
+@triton.jit
+def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Which of groups first... lie inside: [R, 1], or [R, G] where the last group is not whole (TAIL)."""
+    left = numel - first.to(tl.int64) * C.G
+    before = (tl.arange(0, C.R) * C.G)[:, None]
+    if FLAGS.TAIL:  # 32 bits and few places of values: the compiler keeps them in registers through the loop
+        left = tl.maximum(tl.minimum(left, C.R * C.G), 0).to(tl.int32)
+        mask = tl.arange(0, C.G)[None, :] < left - before
+    else:
+        mask = before < left
+    return mask
+
+
+@triton.jit
+def load_tile(x, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
+    """[R, G] groups first..., zeros beyond numel."""
+    return tl.load(tile_pointers(x, first, rows, FLAGS, C), mask=tile_mask(first, numel, FLAGS, C), other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Store [R, G] in x's type; nothing beyond numel."""
+    at = tile_pointers(x, first, rows, FLAGS, C)
+    tl.store(at, value.to(x.dtype.element_ty), mask=tile_mask(first, numel, FLAGS, C))
+
+
+SIXTEENTHS = tl.constexpr(reference.SIXTEENTHS)
+ONES = tl.constexpr(2.0**23)  # fp32 with this much added is an integer
+
+
+@triton.jit
+def quadratic_value_of(u, UNIT: tl.constexpr, C: tl.constexpr):
+    """UNIT^2 times the values of codes, from u, UNIT times those: exact, in fp16 where UNIT is 1."""
+    return u * (tl.abs(u) + UNIT * (2 * C.BEND + 1))
+
+
+@triton.jit
+def quadratic_codes(h, inverse, C: tl.constexpr):
+    """int32[R, G]: codes of h[R, G] * inverse[R] plus 2^(BITS - 1), in the lowest bits. See fixed_point."""
+    v = h * inverse[:, None]
+    x = tl.abs(v) + (SIXTEENTHS + C.BEND * (C.BEND + 1))
+    x = x - (SIXTEENTHS - 1.0 / 32)
+    n = tl.sqrt(x) + (ONES - 0.5)  # the approximate root; rounds down, as no root is an integer
+    u = n - (ONES + C.BEND)
+    u = (u.to(tl.int32, bitcast=True) | (v.to(tl.int32, bitcast=True) & -0x80000000)).to(
+        tl.float32, bitcast=True
+    )
+    return (u + (MAGIC + 2 ** (C.BITS - 1))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def add_quadratic_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
+    """unpacking.add_products of this grid. Every second value is 256^2 times too large in its place."""
+    step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
+    small = step * (1.0 / 65536.0)
+    t0 = tl.fma(quadratic_value_of(number(words, magic, 0xFF, 1.0, C), 1.0, C), step, t0)
+    t1 = tl.fma(quadratic_value_of(number(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t1)
+    words = words >> 16
+    t2 = tl.fma(quadratic_value_of(number(words, magic, 0xFF, 1.0, C), 1.0, C), step, t2)
+    t3 = tl.fma(quadratic_value_of(number(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t3)
+    return t0, t1, t2, t3
 
 
 @triton.jit
@@ -55,7 +146,7 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
     else:
         q = code_values(load_codes(wire, first, groups, C), tl.float16, C)
         if C.BEND > 0:
-            q = quadratic.value_of(q, 1.0, C)
+            q = quadratic_value_of(q, 1.0, C)
         OFFSET: tl.constexpr = 0
     if C.HADAMARD:
         h = transform(shuffle(q, C), matrix, C)
@@ -74,7 +165,7 @@ def load_values(wire, first, groups, C: tl.constexpr):
     if C.INTEGER:
         values = load_singles(wire, first, groups, C)
         if C.BEND > 0:
-            values = quadratic.value_of(values, 1.0, C)
+            values = quadratic_value_of(values, 1.0, C)
     else:
         values = code_values(load_codes(wire, first, groups, C), tl.float32, C)
     return values, load_step(wire, first, groups, C)
@@ -179,6 +270,58 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     store_padding(wire, first, groups, C)
     inverse = tl.where(bad, 0.0, inverse)
     if C.BEND > 0:
-        store_integers(quadratic.nearest_codes(h, inverse, C), wire, first, groups, C)
+        store_integers(quadratic_codes(h, inverse, C), wire, first, groups, C)
     else:
         store_groups(h, inverse, wire, first, groups, C)
+
+
+@triton.jit
+def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr):
+    """total + q * step of one sender, one rounding; fp32[R, G]."""
+    q, step = load_values(wires + sender * wire_stride, first, groups, C)
+    return tl.fma(q, tl.broadcast_to(step[:, None], [C.R, C.G]), total)
+
+
+@triton.jit
+def add_sender_words(t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C: tl.constexpr):
+    """add_sender in an integer format, for the sums of every fourth element: fp32[R, G / 4] each."""
+    wire = wires + sender * wire_stride
+    words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+    if C.BEND > 0:
+        totals = add_quadratic_products(t0, t1, t2, t3, words, step, magic, C)
+    else:
+        totals = add_products(t0, t1, t2, t3, words, step, magic, C)
+    return totals
+
+
+@triton.jit
+def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
+    """fp32[R, G], summed in the order of the senders."""
+    if C.INTEGER:
+        t0 = tl.zeros([C.R, C.G // 4], tl.float32)
+        t1, t2, t3 = t0, t0, t0
+        magic = magic_bits(groups)
+        if W <= C.UNROLLED:  # unrolled, so that the senders' loads are in flight together
+            for w in tl.static_range(0, W):
+                sender = tl.full((), w, tl.int64)
+                t0, t1, t2, t3 = add_sender_words(
+                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
+                )
+        else:
+            for w in range(0, W):
+                sender = tl.full((), 0, tl.int64) + w
+                t0, t1, t2, t3 = add_sender_words(
+                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
+                )
+        total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
+    else:
+        total = tl.zeros([C.R, C.G], tl.float32)
+        if W <= C.UNROLLED:
+            for w in tl.static_range(0, W):
+                sender = tl.full((), w, tl.int64)
+                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+        else:
+            for w in range(0, W):
+                sender = tl.full((), 0, tl.int64) + w
+                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+    return total

@@ -17,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common.constants import Constants, as_tensor
-from taco_kernels.common.device import device_for
+from taco_kernels.common.codes import load_plane, pack, store_plane, unpack
+from taco_kernels.common.device import Constants, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.hadamard import odd, sylvester, transform
-from taco_kernels.common.planes import load_plane, pack, store_plane, unpack
 from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.layout import TahConfig, TahLayout, layout_of

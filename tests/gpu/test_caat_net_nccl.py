@@ -60,7 +60,7 @@ def _stored(values: int, world_size: int, symmetric: bool) -> int:
     piece = config.chunk_numel(values, world_size)
     if not symmetric:
         return 2 * (world_size - 1) * config.wire_bytes(piece)
-    from taco_kernels.taco.tuning import tuning_of
+    from taco_kernels.taco.spec import tuning_of
 
     tile = tuning_of("encode", config).tile  # of groups of 128, on any device
     return 2 * (world_size - 1) * -(-piece // tile) * (tile // 128) * 130

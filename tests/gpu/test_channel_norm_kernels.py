@@ -6,6 +6,7 @@ import torch
 from taco_kernels import channel_norm
 from taco_kernels.taco import CodecConfig
 from tests.kernels.test_channel_norm import message
+from tests.kernels.wires.outliers import check_values_apart
 from tests.kernels.wires.taco import parts
 
 
@@ -42,3 +43,8 @@ def test_channels_alike_in_fp32() -> None:
     y = channel_norm.decode(channel_norm.encode(x.cuda(), layout), layout, torch.float32).cpu()
     assert (y - x)[:, 4:].norm() < 0.1 * x[:, 4:].norm()
     assert ((y - x)[:, :4].abs() <= 2**-8 * x[:, :4].abs()).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_values_apart_in_a_channel_of_equal_ones_arrive(dtype) -> None:
+    check_values_apart(channel_norm.encode, channel_norm.decode, dtype, "cuda")

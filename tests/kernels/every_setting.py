@@ -10,14 +10,13 @@ import torch
 from taco_kernels.bitmap_sparse import BitmapLayout
 from taco_kernels.bitmap_sparse import launch as bitmap_sparse
 from taco_kernels.channel_norm import launch as channel_norm
-from taco_kernels.channel_norm.layout import ChannelNormLayout
-from taco_kernels.error_feedback import launch as error_feedback
+from taco_kernels.channel_norm.reference import ChannelNormLayout
 from taco_kernels.lossless import launch as lossless
 from taco_kernels.lossless.layout import LosslessLayout
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit
-from taco_kernels.sdp4bit.layout import BITS
-from taco_kernels.sdp4bit.layout import GROUP_SIZES as SDP4BIT_GROUPS
+from taco_kernels.sdp4bit.reference import BITS
+from taco_kernels.sdp4bit.reference import GROUP_SIZES as SDP4BIT_GROUPS
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
@@ -28,7 +27,7 @@ from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES
 
 LAUNCHERS = (
     *(taco, collectives, sdp4bit, tah_quant),
-    *(bitmap_sparse, channel_norm, error_feedback, lossless),
+    *(bitmap_sparse, channel_norm, lossless),
 )
 """Modules that have the kernels."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -218,21 +217,15 @@ def of_tah_quant() -> Iterator[Setting]:
 
 
 def of_gradients() -> Iterator[Setting]:
-    """Sparse values, and what was left behind."""
+    """Sparse values."""
 
     def packed(bits, remembered) -> None:
         x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, bits)
         bitmap_sparse.encode(x, x[:, 0], layout, x if remembered else None)
         bitmap_sparse.decode_sum(zeros(4, layout.wire_bytes), layout)
 
-    def remember(keep, decoded) -> None:
-        x = zeros(3, NUMEL, dtype=torch.float32)
-        error_feedback.remember(x[0], x[1], x[2] if decoded else None, keep, 1.0)
-
     for values in itertools.product((8, 16), (False, True)):
         yield Setting("bitmap_sparse", text(*values), partial(packed, *values), True)
-    for values in itertools.product((0.0, 0.9), (False, True)):
-        yield Setting("error_feedback", text(*values), partial(remember, *values), True)
 
 
 def of_channels() -> Iterator[Setting]:

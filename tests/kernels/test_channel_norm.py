@@ -12,6 +12,7 @@ from taco_kernels import channel_norm
 from taco_kernels.channel_norm import ChannelNormLayout, reference
 from taco_kernels.taco import CodecConfig
 from tests.kernels.interpreter import output_interpreted
+from tests.kernels.wires.outliers import check_values_apart
 from tests.kernels.wires.taco import difference
 
 CASES = (
@@ -84,6 +85,11 @@ def test_what_is_not_finite_stays_in_its_channel() -> None:
         assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_apart_in_a_channel_of_equal_ones_arrive(dtype: torch.dtype) -> None:
+    check_values_apart(reference.encode, reference.decode, dtype)
+
+
 def test_bad_arguments_are_named() -> None:
     config = CodecConfig("int4", 32, "signed", hadamard=False)
     with pytest.raises(ValueError, match=r"config\.hadamard is on"):
@@ -150,6 +156,10 @@ def main() -> None:
     layout = layout_of((40, 96, "int4", 32, "signed", None))
     y = launch.decode(launch.encode(x, layout), layout, torch.float32)
     assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
+    for name, tuning in launch.TUNING.items():
+        launch.TUNING[name] = tuning._replace(tile=2048)  # a whole block of lists
+    for dtype in (torch.bfloat16, torch.float32):
+        check_values_apart(launch.encode, launch.decode, dtype)
     print(f"{len(CASES)} cases")
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     import torch
 
     from taco_kernels.taco import CodecConfig, launch
-    from taco_kernels.taco.tuning import TUNING
+    from taco_kernels.taco.spec import TUNING
     from tests.kernels.interpreter import speed_up
     from tests.kernels.wires.outliers import check_operations
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import taco_kernels.taco as tk
-from taco_kernels.common.unpacking import two_halves
-from taco_kernels.taco import CodecConfig, quadratic
+from taco_kernels.common.packing import two_halves
+from taco_kernels.taco import CodecConfig, reference
+from taco_kernels.taco.layout import BEND
 from tests.kernels.codec_formulas import inputs, read_wire
 
-FORMATS = tuple(quadratic.BEND)
+FORMATS = tuple(BEND)
 SETTINGS = [
     (format, 128, scales)
     for format in tk.FORMATS
@@ -28,7 +29,7 @@ def config_of(format: str, group_size: int = 128, hadamard: bool = True) -> Code
 
 def grid_of(format: str) -> torch.Tensor:
     """Values of all codes, ascending, by the formula."""
-    half, a = 2 ** (BITS[format] - 1), quadratic.BEND[format]
+    half, a = 2 ** (BITS[format] - 1), BEND[format]
     return torch.tensor([u * (abs(u) + 2 * a + 1) for u in range(-half, half)], dtype=torch.float64)
 
 
@@ -39,7 +40,7 @@ def round_trip(x: torch.Tensor, config: CodecConfig) -> torch.Tensor:
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_and_their_sums_are_exact_in_fp16_and_fp32(format: str) -> None:
     points, codes = grid_of(format), torch.arange(2 ** BITS[format]) - 2 ** (BITS[format] - 1)
-    assert torch.equal(quadratic.values(codes.float(), quadratic.BEND[format]).double(), points)
+    assert torch.equal(reference.quadratic_values(codes.float(), BEND[format]).double(), points)
     assert torch.equal(points.half().double(), points) and (points % 2 == 0).all()
     assert 512 * float(points.abs().max()) < 2**24
     gaps = points.diff()
@@ -59,7 +60,7 @@ def test_the_nearest_value_is_taken(format: str) -> None:
     v = torch.linspace(float(points[0]), float(points[-1]), 200_001, dtype=torch.float64).float()
     middles = ((points[1:] + points[:-1]) / 2).float()
     v = torch.cat([v, middles, middles - 0.04, middles + 0.04])
-    found = quadratic.values(quadratic.nearest(v, quadratic.BEND[format]), quadratic.BEND[format])
+    found = reference.quadratic_values(reference.quadratic_nearest(v, BEND[format]), BEND[format])
     best = (v.double()[:, None] - points).abs().amin(1)
     assert ((found.double() - v.double()).abs() <= best + 2 / 32).all()
     assert torch.isin(found.double(), points).all()

@@ -56,7 +56,7 @@ def cases(world_size: int) -> list[tuple]:
     import torch
 
     from taco_kernels.taco import CodecConfig, launch
-    from taco_kernels.taco.tuning import TUNING
+    from taco_kernels.taco.spec import TUNING
     from tests.gpu import simulated_ranks as expected
 
     for name, tuning in TUNING.items():

@@ -53,12 +53,12 @@ def check_format(format: str) -> None:
     import torch
 
     from taco_kernels.common.device import Device, device_number
-    from taco_kernels.taco import CodecConfig, launch, reference, tuning
+    from taco_kernels.taco import CodecConfig, launch, reference, spec
     from tests.kernels.wires.taco import difference
 
-    for name, usual in tuning.TUNING.items():
-        tuning.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
-    tuning.LEAST_TILE, tuning.MOST_RANKS = 256, 1  # and tiles of a chunk, where groups are short
+    for name, usual in spec.TUNING.items():
+        spec.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
+    spec.LEAST_TILE, spec.MOST_RANKS = 256, 1  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)

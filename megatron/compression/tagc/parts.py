@@ -17,7 +17,7 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
 from taco_kernels import bitmap_sparse, count_sketch
 from taco_kernels.bitmap_sparse import BitmapLayout
-from taco_kernels.common.magnitudes import NON_FINITE
+from taco_kernels.common.reference import NON_FINITE
 from taco_kernels.count_sketch.selection import share_threshold
 
 LAYERS = {

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from taco_kernels.common.reference import unpack
-from taco_kernels.sdp4bit.layout import GroupFormat
+from taco_kernels.sdp4bit.reference import GroupFormat
 
 
 class Difference(NamedTuple):
