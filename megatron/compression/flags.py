@@ -9,14 +9,10 @@ from dataclasses import Field
 from typing import Any
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+from megatron.compression.codecs.recipes import TACO_PAPER
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
 from megatron.compression.errors import CompressionConfigError, InputError
-from megatron.compression.tensor_parallel.config import HALVES
-
-TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
-"""``--compression taco-paper``: the set-up of the TACO paper (arXiv 2604.24088), each codec as in its own
-paper."""
 
 _WHERE_IN_USE = ("expert_parallel", "context_parallel")
 """What ``--compression auto`` decides in addition to those three, in runs that have it."""
@@ -192,11 +188,6 @@ def resolve(args: Namespace) -> CompressionConfig:
     if args.compression == "auto" and not open_parts:
         raise CompressionConfigError(
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
-        )
-    if configs["tensor_parallel"].halves and "tensor_parallel" in open_parts:
-        raise CompressionConfigError(
-            f"--compression auto tries halves by itself, where they can be had; drop {HALVES}, or name a "
-            "codec with --tp-compression"
         )
     config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
     if args.compression_min_mb is not None and not (config.enabled or open_parts):

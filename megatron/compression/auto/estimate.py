@@ -3,8 +3,8 @@
     python -m megatron.compression.auto.estimate --gpus 64 --inter 12.5:20 -- <flags of your launch script>
 
 Messages and what they cost an iteration are those of ``--compression auto`` (messages.py), which measures.
-Here a message takes its bytes over the link's bandwidth plus latency, a compressed one its payloads' bytes and
-its codec's kernels, at rates measured on an H200. Computation is Megatron's count of operations at the rate of
+Here a message takes its bytes over the link's bandwidth plus latency, a compressed one its payloads' bytes
+and its codec's kernels, at rates measured on an H200. Computation is Megatron's count of operations at
 ``--gemm-tflops``. The host's time is a column of its own, and decides where it is larger. Contention between
 jobs, memory, slow nodes and the input pipeline are not modelled.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron.compression.auto.measurement import dimension_config
-from megatron.compression.auto.messages import MessageKind, Workload, iteration_seconds, workload
+from megatron.compression.auto.messages import MessageKind, iteration_seconds, workload
 from megatron.compression.auto.plan import BUDGET, aligned, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
@@ -121,25 +121,22 @@ class Group:
 
     def compressed(self, message: MessageKind, codec: Codec, sharded: bool) -> float:
         """Seconds of a message through a codec."""
-        operation, dtype = message.sent_as(sharded), message.dtype
-        values = message.nbytes // dtype.itemsize
+        operation, values, dtype = message.sent_as(sharded), torch.Size(message.shape).numel(), message.dtype
         first, second = codec.hops
         if message.operation == "gradients":
-            seconds = self._gradients(values, dtype, codec, sharded)
-        elif operation == "all_gather":
-            seconds = self.seconds(operation, payload(second, values, dtype))
-            seconds += kernels(second, values / self.ranks, values, 0)
-        elif operation in ("all_reduce", "reduce_scatter"):
-            seconds = self.seconds("all_to_all", payload(first, values, dtype))
-            seconds += kernels(first, values, 0, values)
-            if operation == "all_reduce":
-                seconds += self.seconds("all_gather", payload(second, values, dtype))
-                seconds += kernels(second, 0, values, 0)
-        else:
-            seconds = self.seconds(operation, payload(codec, values, dtype)) + kernels(
-                codec, values, values, 0
+            return self._gradients(values, dtype, codec, sharded)
+        if operation not in ("all_reduce", "reduce_scatter"):
+            encoded = values / self.ranks if operation == "all_gather" else values
+            return self.seconds(operation, payload(second, values, dtype)) + kernels(
+                second, encoded, values, 0
             )
-        return seconds
+        scattered = self.seconds("all_to_all", payload(first, values, dtype)) + kernels(
+            first, values, 0, values
+        )
+        if operation == "reduce_scatter":
+            return scattered
+        gathered = self.seconds("all_gather", payload(second, values, dtype)) + kernels(second, 0, values, 0)
+        return scattered + gathered
 
     def _gradients(self, values: int, dtype: torch.dtype, codec: Codec, sharded: bool) -> float:
         """A sum inside the node and then one between nodes, each with its own codec of the pair."""
@@ -174,9 +171,12 @@ def kernels(codec: Codec, encoded: float, decoded: float, summed: float) -> floa
         name = "outliers"
     elif name.startswith("int"):
         name = "int"
-    slowest = tuple(max(rates) for rates in zip(*KERNELS.values(), strict=True))
-    rates, values = KERNELS.get(name, slowest), (encoded, decoded, summed)
+    rates, values = KERNELS.get(name, KERNELS["lossless"]), (encoded, decoded, summed)
     return sum(LAUNCH + us * 1e-6 * many / 2**20 for us, many in zip(rates, values, strict=True) if many)
+
+
+Row = tuple[str, tuple[float, float], float | None]
+"""What to type; seconds of an iteration and of its host; cost in loss (percent; None: not known)."""
 
 
 class Estimate:
@@ -190,9 +190,9 @@ class Estimate:
     def __init__(self, args: Namespace, cluster: Cluster, gemm_rate: float) -> None:
         from megatron.training.training import num_floating_point_operations
 
-        self.args, self.cluster = args, cluster
+        self.args, self.cluster, self.config = args, cluster, resolve(args)
         flops = num_floating_point_operations(args, args.global_batch_size)
-        self.work: Workload = workload(args, parameters(args), flops, gemm_rate)
+        self.work = workload(args, parameters(args), flops, gemm_rate)
         self.uncompressed = self.seconds({})[0]
 
     def seconds(self, rules: Mapping[str, Rule]) -> tuple[float, float]:
@@ -211,29 +211,26 @@ class Estimate:
                 host += HOST_MESSAGE * message.count
         return iteration_seconds(self.work.computation, self.work.messages, times), host
 
-    def recipes(self) -> Iterator[tuple[str, Recipe, Mapping[str, Rule]]]:
-        """Each recipe of a dimension that sends something and that Megatron's flags allow."""
-        sending = {message.dimension for message in self.work.messages}
-        for dimension, known in RECIPES.items():
-            for recipe in known if dimension in sending else ():
-                with contextlib.suppress(InputError):
-                    yield dimension, recipe, dimension_config(dimension, recipe, self.args).rules(0)
-
-    def rows(self, budget: float, named: bool = False) -> list[tuple[str, tuple[float, float], float | None]]:
-        """What to type, ``seconds``, cost in loss (percent; None: not known).
+    def rows(self, budget: float, named: bool = False) -> list[Row]:
+        """Of the table.
 
         Args:
             budget: percent of loss; the last row is what ``auto`` would choose within it.
             named: whether only recipes with a name have a row.
         """
-        rows: list[tuple[str, tuple[float, float], float | None]] = [("uncompressed", self.seconds({}), 0.0)]
+        rows: list[Row] = [("uncompressed", self.seconds({}), 0.0)]
         gains: dict[str, dict[Recipe, float]] = {}
         rules: dict[tuple[str, Recipe], Mapping[str, Rule]] = {}
-        for dimension, recipe, own in self.recipes():
-            seconds, rules[dimension, recipe] = self.seconds(own), own
-            gains.setdefault(dimension, {})[recipe] = 1 - seconds[0] / self.uncompressed
-            if recipe.named or not named:
-                rows.append((flag(dimension, recipe), seconds, recipe.loss))
+        for dimension in {message.dimension: None for message in self.work.messages}:
+            for recipe in RECIPES[dimension]:
+                try:
+                    own = dimension_config(self.config, dimension, recipe, self.args).rules(0)
+                except InputError:  # Megatron's flags do not allow it
+                    continue
+                seconds, rules[dimension, recipe] = self.seconds(own), own
+                gains.setdefault(dimension, {})[recipe] = 1 - seconds[0] / self.uncompressed
+                if recipe.named or not named:
+                    rows.append((flag(dimension, recipe), seconds, recipe.loss))
         chosen = choose(gains, budget)
         together = {name: rule for one in chosen.items() for name, rule in rules[one].items()}
         text = " ".join(flag(*one) for one in chosen.items()) or "nothing"
@@ -331,7 +328,7 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
     axes.axhline(1.0, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set(title="predicted", ylabel="times as fast as uncompressed")
+    axes.set(title="predicted", ylabel="times as fast as uncompressed", ylim=(0, None))
     axes.set_xlabel(f"GPUs, data parallelism grows; {options.intra} in a node, {options.inter} between nodes")
     axes.legend(fontsize="small")
     figure.savefig(options.plot, dpi=120)
@@ -372,16 +369,17 @@ def report(options: Namespace, words: Sequence[str]) -> None:
     args = parse_megatron(words, options.gpus)
     estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
     rows = estimate.rows(options.loss_budget)
-    config = resolve(args)
-    if config.enabled:
-        rows.append(("the flags as given", estimate.seconds(config.rules(0)), None))
+    if estimate.config.enabled:
+        rows.append(("the flags as given", estimate.seconds(estimate.config.rules()), None))
     cells = [["predicted", "ms an iteration", "times as fast", "host, ms", "cost in loss"]]
     for name, (seconds, host), loss in rows:
         cost = "not known" if loss is None else f"+{loss:.3g} %"
         speed_up = f"{estimate.uncompressed / seconds:.2f}"
         cells.append([name, f"{1e3 * seconds:.4g}", speed_up, f"{1e3 * host:.4g}", cost])
     print("\n".join(aligned(cells)))
-    print(f"computation {1e3 * estimate.work.computation:.4g} ms; the host's time is that of a slow one")
+    print(
+        f"computation {1e3 * estimate.work.computation:.4g} ms; a slow host's time decides where it is longer"
+    )
     if options.plot:
         draw(options, args, cluster)
 

@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel import mappings
 from megatron.compression.auto.messages import MessageKind, activations, iteration_seconds, workload
 from megatron.compression.auto.plan import LEAST_GAIN, TRIED, DimensionPlan, RunPlan, choose, within
 from megatron.compression.codecs.recipes import RECIPES, Recipe
-from megatron.compression.codecs.registry import settings_of
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.run import Run
@@ -418,7 +417,7 @@ class Measurement:
         found, reason = {}, "no recipe is within the budget"
         for recipe in within(budget, dimension):
             try:
-                found[recipe] = dimension_config(dimension, recipe, self.args).rules(0)
+                found[recipe] = dimension_config(self.config, dimension, recipe, self.args).rules(0)
             except CompressionConfigError as error:
                 reason = f"not possible: {error}"
         return found, reason
@@ -437,24 +436,22 @@ def _replicated(chunks: list[torch.nn.Module]) -> int:
     return sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
 
 
-def dimension_config(dimension: str, recipe: Recipe, args: Namespace, min_mb: float | None = None) -> Any:
-    """A dimension's config that follows a recipe.
+def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, args: Namespace) -> Any:
+    """A dimension's part of ``config``, with a recipe's codecs.
 
-    Raises: CompressionConfigError: it does not go with this run.
+    Raises: CompressionConfigError: they do not go with this run.
     """
-    kind: Any = settings_of(CompressionConfig)[dimension].type
-    settings: dict[str, Any] = {"compression": recipe.compression, "min_mb": min_mb}
+    part: Any = getattr(config, dimension)
+    settings: dict[str, Any] = {"compression": recipe.compression}
     if recipe.backward is not None:
         settings["backward"] = recipe.backward
-    if (
-        dimension == "tensor_parallel" and min_mb is None
-    ):  # all messages of a layer have one size, which is timed
-        settings["min_mb"] = 0.0
-    config = kind(**settings)
+    if dimension == "tensor_parallel" and part.min_mb is None:
+        settings["min_mb"] = 0.0  # all messages of a layer have one size, which is timed
+    found = replace(part, **settings)
     if dimension == "data_parallel":
-        config = config.resolved(args)
-    config.check(args)
-    return config
+        found = found.resolved(args)
+    found.check(args)
+    return found
 
 
 def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) -> CompressionConfig:
@@ -462,11 +459,8 @@ def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) ->
 
     Raises: CompressionConfigError: a recipe that does not go with this run.
     """
-    decided = {
-        name: dimension_config(name, recipe, args, getattr(config, name).min_mb)
-        for name, recipe in plan.recipes().items()
-    }
-    return replace(config, **decided)
+    recipes = plan.recipes().items()
+    return replace(config, **{one: dimension_config(config, one, recipe, args) for one, recipe in recipes})
 
 
 def _not_chosen(gains: dict[Recipe, float]) -> str:

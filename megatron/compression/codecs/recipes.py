@@ -110,7 +110,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
 """By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
 
 TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
-"""``--compression taco-paper``: what the TACO paper compresses, by dimension."""
+"""``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own paper."""
 
 FLAGS = {
     "tensor_parallel": "--tp-compression",

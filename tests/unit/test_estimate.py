@@ -1,0 +1,150 @@
+"""The estimate: auto's messages over a described cluster, and speed-ups near the measured ones."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.compression.auto import estimate
+from megatron.compression.auto.estimate import (
+    SPEEDS,
+    Cluster,
+    Estimate,
+    Group,
+    main,
+    parse_megatron,
+    speed_of,
+)
+from megatron.compression.auto.messages import MessageKind
+from megatron.compression.codecs import parse_codec
+
+BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
+    --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000 --transformer-impl local"""
+EXPERTS = """--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
+    --expert-model-parallel-size"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Megatron's checks set variables."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+
+def made(gpus: int, link: str, flags: str, per_node: int = 8) -> Estimate:
+    cluster = Cluster(per_node, SPEEDS[link], SPEEDS["ethernet"])
+    return Estimate(parse_megatron([*BASE.split(), *flags.split()], gpus), cluster, 720e12)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "link", "flags", "recipe", "measured"),
+    [
+        (4, "pcie", "--tensor-model-parallel-size 4 --global-batch-size 16", "tensor-6bit", 1.96),
+        (4, "pcie", "--tensor-model-parallel-size 4 --global-batch-size 16", "tensor-8bit", 1.60),
+        (2, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16", "tensor-6bit", 1.46),
+        (2, "nvlink", "--tensor-model-parallel-size 2 --global-batch-size 16", "tensor-8bit", 1.0),
+        (2, "ethernet", "--use-distributed-optimizer --global-batch-size 8", "gradients-4bit", 2.63),
+    ],
+)
+def test_speed_ups_are_near_what_was_measured(gpus, link, flags, recipe, measured):
+    """docs/choosing.md's table, of the model that most of it was measured with: within a sixth."""
+    found = made(gpus, link, flags)
+    seconds = next(one for text, (one, _), _ in found.rows(0.1, named=True) if text.endswith(recipe))
+    assert found.uncompressed / seconds == pytest.approx(measured, rel=1 / 6)
+
+
+def test_rows_are_recipes_and_what_auto_would_choose():
+    found = made(4, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16")
+    rows = {text: (seconds, host, loss) for text, (seconds, host), loss in found.rows(0.1)}
+    assert rows["uncompressed"][0] == found.uncompressed
+    six, eight = rows["--tp-compression tensor-6bit"], rows["--tp-compression tensor-8bit"]
+    assert six[0] < eight[0] < found.uncompressed and (six[2], eight[2]) == (0.067, 0.006)
+    assert six[1] == eight[1] > rows["uncompressed"][1], "a host launches more where messages are compressed"
+    text, ((seconds, _), loss) = list(rows)[-1], found.rows(0.1)[-1][1:]
+    assert text == "within 0.1 %: --tp-compression tensor-6bit --dp-compression gradients-4bit"
+    assert seconds < six[0] and loss == pytest.approx(0.097)
+    assert "within 0 %: --tp-compression lossless --dp-compression lossless" in found.rows(0.0)[-1][0]
+
+
+def test_every_dimension_has_rows():
+    flags = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 64 "
+    found = made(16, "pcie", flags + EXPERTS + " 4")
+    texts = " ".join(text for text, *_ in found.rows(0.1))
+    for name in ("pipeline-6bit", "experts-8bit", "gradients-4bit", "--cp-compression int8"):
+        assert name in texts
+    assert "--tp-compression" not in texts
+
+
+def test_groups_lie_on_nodes_as_megatron_numbers_ranks():
+    """Of 64 GPUs in nodes of 8 at TP 4, CP 2, PP 2: DP 4 with CP 2 has two ranks a node."""
+    layout = "--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    args = made(64, "nvlink", f"{layout} --global-batch-size 64").args
+    cluster = Cluster(8, SPEEDS["nvlink"], SPEEDS["ethernet"])
+
+    def group(dimension: str, operation: str = "all_reduce") -> tuple[int, int]:
+        found = Group.of(MessageKind(dimension, "", operation, (4,), torch.float32, 1), args, cluster)
+        return found.ranks, found.local
+
+    assert group("tensor_parallel") == (4, 4) and group("context_parallel") == (2, 2)
+    assert group("data_parallel", "gradients") == (8, 2) and group("pipeline_parallel", "exchange") == (2, 1)
+
+
+def test_times_of_messages():
+    """Bytes over bandwidth plus latency; the slower of both hops over nodes; payloads and kernels."""
+    cluster = Cluster(4, estimate.Speed(100e9, 1e-5), estimate.Speed(10e9, 1e-4))
+    inside, across = Group(4, 4, cluster), Group(8, 4, cluster)
+    assert inside.seconds("all_reduce", 2**20) == pytest.approx(1e-5 + 1.5 * 2**20 / 100e9)
+    assert across.seconds("all_reduce", 2**20) == pytest.approx(1e-4 + 2**20 / 4 / 10e9)
+    assert across.seconds("all_to_all", 2**20) == pytest.approx(1e-4 + 2**20 / 2 / 10e9)
+    message = MessageKind("tensor_parallel", "", "all_reduce", (2**20,), torch.bfloat16, 1)
+    codec = parse_codec("int8")
+    sent = 0.75 * codec.message_bytes((2**20,), torch.bfloat16) / 100e9
+    kernels = 3 * estimate.LAUNCH + 1e-6 * sum(estimate.KERNELS["int"])
+    assert inside.compressed(message, codec, True) == pytest.approx(2 * (1e-5 + sent) + kernels, rel=1e-3)
+
+
+def test_experts_without_replicas_are_not_sent():
+    def held(gpus: int) -> int:
+        flags = f"--global-batch-size 64 {EXPERTS} 4 --ffn-hidden-size 8192"
+        return estimate.parameters(made(gpus, "pcie", flags).args)
+
+    assert held(8) - held(4) == 8 * 2 * 4096 * 8192 * 8 / 4
+
+
+def test_table_and_picture(tmp_path: Path, capsys):
+    """For up to 16,384 GPUs; with the flags as given."""
+    pytest.importorskip("matplotlib")
+    layout = "--tensor-model-parallel-size 4 --global-batch-size 4096 --tp-compression int4"
+    words = ["--gpus", "4096", "--inter", "12.5:20", "--plot", str(tmp_path / "p.svg"), "--", *BASE.split()]
+    assert main([*words, *layout.split()]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("| predicted ") and "| the flags as given " in printed
+    picture = (tmp_path / "p.svg").read_text()
+    assert "predicted" in picture and "nvlink in a node, 12.5:20 between nodes" in picture
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--gpus 0", "--gpus 0 must be above 0"),
+        ("--inter fast", "--inter fast: give one of nvlink, pcie, ethernet, or GB/s and microseconds"),
+        ("--intra 0:3", "--intra 0:3: give one of"),
+        ("--gpus 3 -- --tensor-model-parallel-size 2", "Megatron refuses these flags on 3 GPUs: "),
+        ("-- --vocab-size 0", "--vocab-size is missing"),
+        ("-- --tp-compression int7", "codec 'int7' is unknown"),
+        ("-- --no-such-flag", "--no-such-flag"),
+        ("--plot /nowhere/at/all.png", "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, line: str, capsys):
+    options, _, flags = words.partition("--" if words.startswith("-- ") else " -- ")
+    assert main([*options.split(), "--", *BASE.split(), *flags.split()]) == 2
+    said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
+    assert len(said) == 1 and line in said[0]
+
+
+def test_a_link_by_name_or_by_numbers():
+    assert speed_of("pcie", "--intra") is SPEEDS["pcie"]
+    found = speed_of("50:10", "--inter")
+    assert found.bandwidth == 50e9 and found.latency == pytest.approx(1e-5)
+    assert speed_of("50", "--inter").latency == pytest.approx(5e-6)
