@@ -8,11 +8,11 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import Field
 from typing import Any
 
-from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
+from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_codec
 from megatron.compression.codecs.recipes import TACO_PAPER
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
-from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.errors import CompressionConfigError, InputError, naming
 
 _WHERE_IN_USE = ("expert_parallel", "context_parallel")
 """What ``--compression auto`` decides in addition to those three, in runs that have it."""
@@ -217,7 +217,10 @@ def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
         return spec
     if spec not in (None, "taco"):
         raise CompressionConfigError(f"--taco is --tp-compression taco, not {spec}; drop one of the two")
-    return f"taco:{args.taco}" if args.taco else "taco"
+    spec = f"taco:{args.taco}" if args.taco else "taco"
+    with naming("--taco"):
+        parse_codec(spec)
+    return spec
 
 
 def _escape_broken_help(parser: ArgumentParser) -> None:

@@ -25,6 +25,7 @@ from tests.unit.megatron_args import experts, megatron, parsed
 
 INT6, INT8 = RECIPES["tensor_parallel"][:2]
 SDP4BIT = RECIPES["data_parallel"][0]
+SDP4BIT_WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
 
 
 @pytest.mark.parametrize(
@@ -313,16 +314,17 @@ class TestKept:
 
     def test_every_dimension_is_adopted(self):
         """What is kept becomes settings, without what the check has switched off."""
-        args = parsed("--compression", "auto", **USED)
+        args = parsed("--compression", "auto", **USED, use_distributed_optimizer=True)
         compression, kept = Compression(resolve(args)), one_plan().dimensions
-        for dimension, name in (("expert_parallel", "int8"), ("context_parallel", "lossless")):
+        others = {"expert_parallel": "int8", "context_parallel": "lossless", "data_parallel": "sdp4bit"}
+        for dimension, name in others.items():
             kept += one_plan(dimension=dimension, name=name).dimensions
         whole = RunPlan(kept, 0.1, 100.0, 60.0, 3.0)
         compression.adopt(decided_config(resolve(args), whole, args))
         assert compression.config.tensor_parallel.min_mb == 0
         rules = compression.run.policy.rules
-        names = [rules[one].codec.name for one in ("tp.forward", "ep.backward", "cp.forward")]
-        assert names == ["int6:outliers=on", "int8", "lossless"]
+        names = [rules[one].codec.name for one in ("tp.forward", "ep.backward", "cp.forward", "dp.weight")]
+        assert names == ["int6:outliers=on", "int8", "lossless", SDP4BIT_WEIGHTS]
         off = whole.after_check({"tensor_parallel": "switched off: slower"})
         assert not decided_config(resolve(args), off, args).tensor_parallel.enabled
 

@@ -97,7 +97,9 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("int7", "codec 'int7' is unknown; choose one of .*int6.*, or MODULE:CLASS"),
+        ("int7", "codec 'int7' is unknown; choose one of .*int6.*, or MODULE:CLASS; did you mean int"),
+        ("tensor-6bits", "; did you mean tensor-6bit?"),
+        ("tagc", "tagc compresses gradients only; give it to --dp-compression"),
         ("", "codec '' is unknown"),
         ("none", "codec 'none' is unknown"),
         ("int6:gruop=64", "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize"),
@@ -105,7 +107,8 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("int6:group", "int6: no setting 'group'|no setting"),
         ("identity:x=1", "identity: no setting 'x'; choose among none"),
         ("int6:group=many", "int6:group=many must be a whole number"),
-        ("int6:group=48", "int6:group=48: "),
+        ("int6:group=48", "int6:group=48: group=48 is not supported; choose one of 32, 64, 128, 256"),
+        ("tah-quant:tile=3", "tah-quant:tile=3: tile=3 is not supported"),
         ("int6:hadamard=maybe", "int6:hadamard=maybe must be on or off"),
         ("int6:scales=dual", "scales=dual belongs to taco"),
         ("int6:normalize=standardize,hadamard=on", "drop hadamard=on"),

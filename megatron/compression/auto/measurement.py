@@ -449,7 +449,7 @@ def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, 
         settings["min_mb"] = 0.0  # all messages of a layer have one size, which is timed
     found = replace(part, **settings)
     if dimension == "data_parallel":
-        found = found.resolved(args)
+        found = replace(found, weights=None).resolved(args)  # those of the recipe
     found.check(args)
     return found
 

@@ -103,4 +103,6 @@ class IntCodec(GroupedCodec):
         """Of a message of normalised channels; None of an empty one, and without ``normalize``."""
         if not self.sees_shape or not math.prod(shape):
             return None
+        if shape[-1] % self.group:
+            raise ValueError(f"{shape[-1]} channels must be a multiple of group={self.group}")
         return ChannelNormLayout(math.prod(shape[:-1]), shape[-1], self.config)

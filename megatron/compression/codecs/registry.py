@@ -11,18 +11,21 @@ registers codecs of its own by an entry point (group ``megatron_taco.codecs`` or
 
 import ast
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.metadata
 import inspect
 import itertools
 import pkgutil
+import re
 import textwrap
 import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
+from megatron.compression.codecs.recipes import NAMED
 from megatron.compression.errors import CompressionConfigError
 
 _ON = {"on": True, "true": True, "off": False, "false": False}
@@ -89,8 +92,10 @@ class Registry:
             name, settings = text.rsplit(":", 1) if text.count(":") > 1 else (text, "")
             found = self._import(text, name), {}
         if found is None:
+            near = difflib.get_close_matches(name, [*self.names(), *NAMED], n=1)
             raise CompressionConfigError(
                 f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, or MODULE:CLASS"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
         cls, fixed = found
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
@@ -106,7 +111,10 @@ class Registry:
         try:
             return cls(**fixed, **values)
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise CompressionConfigError(f"{text}: {error}") from None
+            reason = re.sub(
+                r"\b(group|tile)_size=", r"\1=", str(error)
+            )  # the kernels' names of these settings
+            raise CompressionConfigError(f"{text}: {reason}") from None
 
     def spec(self, entry: Any) -> str:
         """The canonical text of an instance: parses back to an equal one."""
@@ -181,6 +189,9 @@ def parse_codec(text: str):
     if "/" in text:
         first, _, second = text.partition("/")
         return TwoHops(parse_codec(first), parse_codec(second))
+    name = text.partition(":")[0]
+    if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
+        raise CompressionConfigError(f"{name} compresses gradients only; give it to --dp-compression")
     codec = CODECS.parse(text)
     if not isinstance(codec, Codec):
         raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
