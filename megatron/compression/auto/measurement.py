@@ -207,7 +207,7 @@ class Sender:
         if rule is not None:
             topology = self._topology(group)
             bucket = GradientBucket(x, (), 1 / group.size(), self._sharded, topology, Ledger())
-            sync = rule.codec.build(bucket, lambda: None)
+            sync = rule.codec.build(bucket)
             return lambda: sync.start().wait()
         x.zero_()
         if not self._sharded:
