@@ -133,7 +133,7 @@ def test_table_and_picture(tmp_path: Path, capsys):
         ("-- --vocab-size 0", "--vocab-size is missing"),
         ("-- --tp-compression int7", "codec 'int7' is unknown"),
         ("-- --no-such-flag", "--no-such-flag"),
-        ("--plot /nowhere/at/all.png", "its folder does not exist"),
+        ("--plot /nowhere/at/all.png", "No such file or directory: '/nowhere/at/all.png'"),
     ],
 )
 def test_bad_input_is_one_line(words: str, line: str, capsys):

@@ -30,7 +30,7 @@ from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
-from megatron.compression.errors import InputError, OneLineParser, first_line, require_extra, require_folder
+from megatron.compression.errors import InputError, OneLineParser, first_line, require_extra
 from megatron.compression.flags import add_flags, resolve
 
 MOST_GPUS = 16384
@@ -363,7 +363,6 @@ def report(options: Namespace, words: Sequence[str]) -> None:
             raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0")
     if options.plot:
         require_extra("matplotlib", "plots", "--plot")
-        require_folder(options.plot, "--plot")
     intra, inter = speed_of(options.intra, "--intra"), speed_of(options.inter, "--inter")
     cluster = Cluster(options.gpus_per_node, intra, inter)
     args = parse_megatron(words, options.gpus)
