@@ -64,8 +64,12 @@ def test_replicas_stay_identical() -> None:
         assert other == hashes
 
 
-def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards."""
+def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str], list[set[str]]]:
+    """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards; and
+    what parts of settings by site meet no site of the model."""
+    from megatron.compression.tensor_parallel.config import TensorParallelConfig
+    from megatron.compression.tensor_parallel.hooks import unmet_parts
+
     start_model_parallel(world_size)
     full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **full)
@@ -76,12 +80,32 @@ def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     forward, hashes[:] = list(hashes), []
     for loss in losses:
         loss.backward()
-    return forward, hashes
+    configs = (
+        TensorParallelConfig(compression=BY_SITE),
+        TensorParallelConfig(
+            compression="int8;fc1=int4;fc2@embedding=int4",
+            backward="int8;proj@0=int4",
+            layers="embedding,0",
+        ),
+    )
+    return forward, hashes, [unmet_parts([model], config) for config in configs]
 
 
-def test_recomputation_rounds_as_the_forward_did() -> None:
+@pytest.fixture(scope="module")
+def ran() -> list[tuple]:
+    """By rank."""
+    return spawn(recompute_worker, 2)
+
+
+def test_parts_of_settings_that_no_message_goes_by(ran: list[tuple]) -> None:
+    """Without sequence parallelism fc1 sends nothing forward, and the projection nothing backward."""
+    idle = {f"--tp-compression {part}" for part in ("fc1=int4", "fc2@embedding=int4", "BACKWARD proj@0=int4")}
+    assert [unmet for *_, unmet in ran] == [[set(), idle]] * 2
+
+
+def test_recomputation_rounds_as_the_forward_did(ran: list[tuple]) -> None:
     """Two micro-batches in flight: each recomputed forward has the bits of its own first time."""
-    for forward, recomputed in spawn(recompute_worker, 2):
+    for forward, recomputed, _ in ran:
         assert len(set(forward)) == 2 * LAYERS
         first, second = forward[:LAYERS], forward[LAYERS:]
         assert recomputed == first[::-1] + second[::-1]

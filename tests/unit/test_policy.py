@@ -108,6 +108,42 @@ def test_codecs_by_site_and_layer() -> None:
     assert {codec.name for codec in every} == {"int6", "lossless"}
 
 
+FC1, FC2, QKV = (
+    f"decoder.layers.{{}}.{name}"
+    for name in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_q_up_proj")
+)
+SENT = [
+    *((FC1.format(layer), layer, "tp.backward") for layer in range(3)),
+    *((FC2.format(layer), layer, "tp.forward") for layer in range(3)),
+    *((QKV.format(layer), layer, "tp.backward") for layer in range(3)),
+    ("embedding.word_embeddings", "embedding", "tp.forward"),
+    ("output_layer", "output", "tp.backward"),
+]
+"""What three layers with multi-latent attention send without sequence parallelism."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "unmet"),
+    [
+        ({"compression": "int8;fc1=int4;fc2@0=int6;@1-2=int6"}, []),
+        ({"compression": "none;fc2@output=int8"}, ["--tp-compression fc2@output=int8"]),
+        ({"compression": "int8;qkv=int4"}, ["--tp-compression qkv=int4"]),
+        ({"compression": "int8;@2=int4", "layers": "0-1"}, ["--tp-compression @2=int4"]),
+        ({"compression": "int8;fc2=int4", "layers": "output"}, ["--tp-compression fc2=int4"]),
+        ({"compression": "int8;fc2@0=int4; fc2=int6"}, ["--tp-compression fc2@0=int4"]),
+        ({"compression": "int8;fc1=int4", "backward": "int8"}, ["--tp-compression fc1=int4"]),
+        (
+            {"compression": "int8", "backward": "int8;fc1=int6;fc2=int6"},
+            ["--tp-compression BACKWARD fc2=int6"],
+        ),
+        ({"compression": "int8", "layers": "0, 7-8"}, ["--tp-compression-layers 7-8"]),
+        ({"overlap": "halves"}, []),
+    ],
+)
+def test_parts_that_no_message_goes_by(settings: dict, unmet: list[str]) -> None:
+    assert TensorParallelConfig(**settings).unmet_parts(SENT) == set(unmet)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

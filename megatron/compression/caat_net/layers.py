@@ -208,6 +208,7 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     shared_channels: int
     following: DeferredWeightGradient | None = None
     """That of the column-parallel layer after this one."""
+    traffic = ("tp.forward", "tp.backward")
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels."""
@@ -222,6 +223,7 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
 
     following: DeferredWeightGradient | None = None
     """This layer's, shared with the row-parallel layer before it."""
+    traffic = ()
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         prepared = self.following.use() if self.following is not None else None
@@ -235,6 +237,8 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
 
 class StreamEmbedding(CompressedLanguageModelEmbedding):
     """Word and position embeddings, from which every rank's stream begins."""
+
+    traffic = ("tp.backward",)
 
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[s, b, h]``; its backward has the only all-reduce of all channels."""

@@ -42,6 +42,11 @@ class Choice:
     layers: frozenset[int | str] | None
     """As in ``Rule``."""
 
+    def names(self, site: str, layer: int | str | None) -> bool:
+        """Whether it is for this site of a layer."""
+        here = self.site is None or self.site == site_kind(site)
+        return here and (self.layers is None or layer in self.layers)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -69,8 +74,7 @@ class Rule:
     def codec_at(self, site: str, layer: int | str | None) -> Any:
         """The codec of a site; None: it goes uncompressed."""
         for choice in self.choices:
-            here = choice.site is None or choice.site == site_kind(site)
-            if here and (choice.layers is None or layer in choice.layers):
+            if choice.names(site, layer):
                 return choice.codec
         return self.codec
 

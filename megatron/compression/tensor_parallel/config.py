@@ -8,6 +8,7 @@ of SITES and LAYERS as in ``--tp-compression-layers``; of several that name a si
 import functools
 import re
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -30,7 +31,7 @@ _NOT_COVERED = (
 )
 
 
-_BACKWARD = "--tp-compression BACKWARD"
+_BACKWARD, _LAYERS = "--tp-compression BACKWARD", "--tp-compression-layers"
 HALVES = "--tp-compression-overlap halves"
 
 _OTHER_LAYERS = "has layers that are not halved"
@@ -132,6 +133,38 @@ class TensorParallelConfig(Dimension):
             for traffic, (codec, choices) in (("tp.forward", self._forward), ("tp.backward", self._backward))
         }
 
+    def unmet_parts(self, messages: Iterable[tuple[str, int | str | None, str]]) -> set[str]:
+        """The parts of the settings by site and layer that none of these messages goes by.
+
+        Args:
+            messages: site, its layer and traffic class of everything that is sent.
+        Returns: Each part after its flag: ``--tp-compression fc2@output=int8``.
+        """
+        if not self.enabled:
+            return set()
+        layers = parse_layers(self.layers)
+        messages = [message for message in messages if layers is None or message[1] in layers]
+        at = {layer for _, layer, _ in messages}
+        named = [] if layers is None else self.layers.split(",")
+        unmet = {f"{_LAYERS} {part.strip()}" for part in named if at.isdisjoint(parse_layers(part) or ())}
+        specs = [(self.flag, self.compression, ["tp.forward", "tp.backward"])]
+        if self.backward is not None:
+            specs = [
+                (self.flag, self.compression, ["tp.forward"]),
+                (_BACKWARD, self.backward, ["tp.backward"]),
+            ]
+        for flag, text, traffic in specs:
+            _, *parts = text.split(";")
+            choices = parse_choices(text, flag)[1]
+            met = {
+                next((number for number, choice in enumerate(choices) if choice.names(site, layer)), None)
+                for site, layer, one in messages
+                if one in traffic
+            }
+            numbered = enumerate(reversed(parts))  # as the choices: the last that names a site counts
+            unmet |= {f"{flag} {part.strip()}" for number, part in numbered if number not in met}
+        return unmet
+
     def check(self, args: Namespace) -> None:
         """Refuse what would leave some of the traffic silently uncompressed.
 
@@ -164,7 +197,7 @@ class TensorParallelConfig(Dimension):
         for flag, text, choices in (
             (self.flag, self.compression, self._forward[1]),
             (_BACKWARD, self.backward, self._backward[1]),
-            ("--tp-compression-layers", self.layers, [Choice(None, None, parse_layers(self.layers))]),
+            (_LAYERS, self.layers, [Choice(None, None, parse_layers(self.layers))]),
         ):
             layers = [layer for choice in choices for layer in choice.layers or ()]
             last = max((layer for layer in layers if isinstance(layer, int)), default=0)
@@ -211,7 +244,7 @@ class TensorParallelConfig(Dimension):
 
 
 @functools.cache
-def parse_layers(text: str, flag: str = "--tp-compression-layers") -> frozenset[int | str] | None:
+def parse_layers(text: str, flag: str = _LAYERS) -> frozenset[int | str] | None:
     """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
 
     Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.

@@ -32,7 +32,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Packed
-from megatron.compression.tensor_parallel.layers import column_traffic
 from megatron.compression.tensor_parallel.overlap import placeholder
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -135,7 +134,7 @@ class _ColumnSite(_Site):
 
     def start_gather(self, y: torch.Tensor) -> None:
         """Begin to gather the layer's input ``[s / W, b, h]``."""
-        self.compresses(y.nbytes * self.group.size(), *column_traffic(sequence_parallel=True))
+        self.compresses(y.nbytes * self.group.size(), "tp.forward", "tp.backward")
         self._packed: Packed = self.site.pack(y, "tp.forward")
         self._gathered: Work | None = self.site.gather(self._packed, "tp.forward")
 

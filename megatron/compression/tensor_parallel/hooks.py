@@ -33,6 +33,7 @@ from megatron.compression.torch_native.latent_attention import LatentSelfAttenti
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
+    traffic_of,
     why_not_covered,
 )
 
@@ -106,6 +107,27 @@ def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
     if compressed is None:
         reason = reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own"
     return compressed, reason
+
+
+def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> set[str]:
+    """The parts of the settings by site and layer that nothing on this rank goes by (see ``config``'s).
+
+    Args:
+        chunks: of this pipeline stage, with everything attached. Other stages have other sites: idle is what
+            all ranks find unmet.
+    """
+    messages: list[tuple[str, int | str | None, str]] = []
+    for chunk in chunks:
+        engine = {module for _, module in communicating(chunk)}
+        for module in chunk.modules():
+            site = getattr(module, "site", None)
+            if isinstance(site, CommSite):
+                traffic = traffic_of(module) if module in engine else getattr(module, "traffic", ())
+                messages += [(site.name, site.layer, one) for one in traffic]
+            of_tokens = getattr(getattr(module, "token_dispatcher", None), "dispatch", None)
+            for site in of_tokens.values() if isinstance(of_tokens, dict) else ():
+                messages += [(site.name, site.layer, one) for one in (site.forward, site.backward)]
+    return config.unmet_parts(messages)
 
 
 def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:

@@ -39,6 +39,11 @@ class CompressedRowParallelLinear(RowParallelLinear):
     deferred: DeferredWeightGradient | None = None
     """This layer's, shared with the column-parallel layer before it."""
 
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.forward",)
+
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
         output, bias = self._reduced(input_)
@@ -50,7 +55,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
         if self.site is None:
             return super().forward(input_)
         nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if not _compresses_reduction(self.site, self.sequence_parallel, nbytes):
+        if not self.site.compresses(nbytes, *self.traffic):
             _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
             return super().forward(input_)
         output = row_parallel_linear(
@@ -77,13 +82,18 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     deferred: DeferredWeightGradient | None = None
     """That of the row-parallel layer that takes this one's output."""
 
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.backward",)
+
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
         sequence_parallel = kwargs["sequence_parallel"]
         nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
-        if self.site.compresses(nbytes, *column_traffic(sequence_parallel)):
+        if self.site.compresses(nbytes, *self.traffic):
             fusion = kwargs["gradient_accumulation_fusion"]
             return column_parallel_linear(
                 input, weight, kwargs["bias"], self.site, sequence_parallel, self.deferred, fusion
@@ -103,12 +113,17 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
 
     site: CommSite | None = None
 
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.forward", "tp.backward") if self.reduce_scatter_embeddings else ("tp.forward",)
+
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[b, s, h]``, or ``[s / W, b, h]`` with ``reduce_scatter_embeddings``."""
         if self.site is None:
             return super().forward(input_)
         nbytes = input_.numel() * self.embedding_dim * self.weight.element_size()
-        if not _compresses_reduction(self.site, self.reduce_scatter_embeddings, nbytes):
+        if not self.site.compresses(nbytes, *self.traffic):
             _count_reduction(self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight))
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
@@ -130,10 +145,19 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
 
     site: CommSite | None = None
 
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.backward",) if self._scatters else ()
+
+    @property
+    def _scatters(self) -> bool:
+        scatters = self.config.sequence_parallel and self.scatter_to_sequence_parallel
+        return scatters and not self.reduce_scatter_embeddings
+
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[s / W, b, h]``."""
-        scatters = self.config.sequence_parallel and self.scatter_to_sequence_parallel
-        if self.site is None or not scatters or self.reduce_scatter_embeddings:
+        if self.site is None or not self._scatters:
             return super().forward(input_ids, position_ids, tokentype_ids)
         nbytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
         if not self.site.compresses(nbytes, "tp.backward"):
@@ -164,6 +188,7 @@ class CompressedSelfAttention(SelfAttention):
     """
 
     site: CommSite | None = None
+    traffic = ("tp.forward", "tp.backward")
 
     def get_query_key_value_tensors(
         self,
@@ -184,7 +209,7 @@ class CompressedSelfAttention(SelfAttention):
         ranks = self.site.group.size()
         tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
         nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
-        if not self.site.compresses(nbytes, "tp.forward", "tp.backward"):
+        if not self.site.compresses(nbytes, *self.traffic):
             self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
             result = inherited(hidden_states, key_value_states, output_gate, split_qkv)
             if result[0].requires_grad:
@@ -209,17 +234,6 @@ class CompressedSelfAttention(SelfAttention):
         if self.config.test_mode:
             self.run_realtime_tests()
         return query, key, value
-
-
-def column_traffic(sequence_parallel: bool) -> tuple[str, ...]:
-    """The traffic classes of a column-parallel layer's messages."""
-    return ("tp.forward", "tp.backward") if sequence_parallel else ("tp.backward",)
-
-
-def _compresses_reduction(site: CommSite, sequence_parallel: bool, nbytes: int) -> bool:
-    """Whether a forward's reduction, or the all-gather of its backward, is compressed."""
-    traffic = ("tp.forward", "tp.backward") if sequence_parallel else ("tp.forward",)
-    return site.compresses(nbytes, *traffic)
 
 
 def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:

@@ -82,6 +82,13 @@ def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
             yield path, module
 
 
+def traffic_of(module: torch.nn.Module) -> tuple[str, ...]:
+    """The traffic classes of the messages of a layer, one of ``communicating``'s."""
+    if module.sequence_parallel:
+        return "tp.forward", "tp.backward"
+    return ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
+
+
 def why_not_covered(module: torch.nn.Module) -> str | None:
     """Why a layer's traffic could not be compressed, for an error's message; None: it can."""
     engine = sys.modules["transformer_engine.pytorch"]
