@@ -216,7 +216,7 @@ def worker() -> None:
 
         from megatron.compression import flags
 
-        compression.run.probe.interval = 0  # its exact collectives would be timed too
+        compression.run.policy.meter.interval = 0  # what it encodes would be timed too
         if len(order["settings"]) > 1:
             blocks = []
             for words in order["settings"]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.compression import patches
 from megatron.compression.communication import Work
-from megatron.compression.communication.groups import new_groups
+from megatron.compression.communication.transport import new_groups
 from megatron.compression.communication.work import join
 
 LEAST_BYTES = 2**20

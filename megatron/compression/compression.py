@@ -12,15 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron.compression import patches, repetition
 from megatron.compression.caat_net import hooks as caat_net
 from megatron.compression.codecs.grouped import fp8_in_software
-from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.site import Run
+from megatron.compression.communication.transport import Transports
 from megatron.compression.config import CompressionConfig
 from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
@@ -62,12 +63,12 @@ class Compression:
             ledger,
             iteration or (lambda: self.steps),
             config.validate_uncompressed,
-            _error_bound(config),
+            ErrorMeter(config.error_bound),
         )
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
         """The data-parallel part: state for checkpoints, diagnostics."""
-        self._pipeline = pipeline_parallel.attach(policy, ledger, self.run.probe)
+        self._pipeline = pipeline_parallel.attach(policy, ledger)
         self._experts = Experts(config.expert_parallel, self.run)
         self._engine = TransformerEngineLayers(self.run)
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
@@ -81,7 +82,7 @@ class Compression:
         """Take over settings in place of the present ones; before anything is attached."""
         self.config = config
         policy = self.run.policy
-        policy.rules, policy.error_bound = config.rules(self._train_iters), _error_bound(config)
+        policy.rules, policy.meter.bound = config.rules(self._train_iters), config.error_bound
         self.gradients.adopt(config.data_parallel)
         self._experts.config = config.expert_parallel
 
@@ -124,23 +125,31 @@ class Compression:
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:
         """Behind an iteration, counted from 1: let the error bound decide at the log interval."""
-        bound = self.run.policy.error_bound
-        if bound is not None:
-            for line in bound.on_training_log(iteration, log_interval):
-                self._say(f"compression: {line}")
+        meter = self.run.policy.meter
+        if meter.bound is None:
+            return
+        meter.interval = log_interval
+        if iteration % log_interval:
+            return
+        sharing = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        new = meter.decide(sharing, parallel_state.get_pipeline_model_parallel_group())
+        for (site, traffic), error in sorted(new.items()):
+            self._say(
+                f"compression: {site} {traffic} has a relative error of {error:.4g}, past "
+                f"--compression-error-bound {meter.bound:g}; it goes uncompressed after iteration {iteration}"
+            )
 
     def state(self) -> dict[str, Any]:
         """What a resume needs beside weights and optimizer: plain values, the same on every rank. The
         gradients' state is apart (``gradients``): it is cut as the optimizer's."""
-        bound = self.run.policy.error_bound
-        return {"steps": self.steps, "error_bound": bound.state() if bound is not None else []}
+        return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what ``state`` gave."""
         self.steps = state.get("steps", 0)
-        bound, saved = self.run.policy.error_bound, state.get("error_bound")
-        if bound is not None and saved:
-            bound.restore(saved)
+        meter, saved = self.run.policy.meter, state.get("error_bound")
+        if meter.bound is not None and saved:
+            meter.restore(saved)
             sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in saved)
             self._say(f"compression: uncompressed as when the checkpoint was saved: {sites}")
 
@@ -167,11 +176,3 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression
-
-
-def _error_bound(config: CompressionConfig) -> ErrorBound | None:
-    tensors, context = config.tensor_parallel, config.context_parallel
-    if config.error_bound is None or not (tensors.enabled or context.enabled):
-        return None
-    codecs = [codec for codec in (*tensors.codecs, context.forward_codec, context.backward_codec) if codec]
-    return ErrorBound(config.error_bound, max(codec.block if codec.block > 1 else 128 for codec in codecs))

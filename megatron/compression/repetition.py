@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megatron.compression import patches
 from megatron.compression.communication.overflow import State, overflow
-from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.errors import CompressionConfigError
@@ -32,7 +32,7 @@ class Repetition:
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
         self._pause, self._left = LEAST_PAUSE, 0
-        self._restore: list[Callable[[], None]] = []
+        self._forget: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """A step's first pass begins."""
@@ -40,8 +40,7 @@ class Repetition:
             self._left -= 1
             overflow.state = State.OFF
             return
-        bound = self._run.policy.error_bound
-        self._restore = [one.kept() for one in (self._run.probe, bound) if one is not None]
+        self._forget = self._run.policy.meter.kept()
         overflow.begin()
 
     def end(self) -> bool:
@@ -52,8 +51,7 @@ class Repetition:
         if not overflow.end():
             self._pause = LEAST_PAUSE
             return False
-        for restore in self._restore:
-            restore()
+        self._forget()
         overflow.state = State.OFF
         self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._say(

@@ -98,7 +98,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         broadcasts_batch=True,
     )
     if config.report:
-        compression.run.probe.interval = args.log_interval
+        compression.run.policy.meter.interval = args.log_interval
     settings = {"compression": config.asdict(), "megatron": _megatron_settings(args)}
     automatic = None
     if config.auto:
@@ -114,7 +114,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         model_config.post_wrap_hooks.append(compression.attach_wrapped)
     reporter = Reporter(
         compression.run.ledger,
-        compression.run.probe,
+        compression.run.policy.meter,
         log_interval=args.log_interval,
         settings=settings,
         directory=config.report,

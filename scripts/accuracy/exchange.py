@@ -7,7 +7,7 @@ megatron.compression.communication, so a simulated all-reduce has the bits of a 
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.cutting import cut, joined
+from megatron.compression.communication.collectives import cut, joined
 from scripts.accuracy.settings import Setting
 
 MICRO_BATCH = 4

@@ -194,7 +194,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     from megatron.compression.codecs.recipes import RECIPES
     from megatron.compression.codecs.registry import settings_of
     from megatron.compression.communication.topology import find_topology
-    from megatron.compression.communication.transports import Transports
+    from megatron.compression.communication.transport import Transports
     from megatron.compression.config import CompressionConfig
 
     sends = {

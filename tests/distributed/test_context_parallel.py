@@ -12,8 +12,8 @@ from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy, Rule
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.site import Run
+from megatron.compression.communication.transport import Transports
 from tests.distributed.spawn import spawn
 from tests.distributed.transport_audit import TransportAudit, total_of
 
@@ -87,13 +87,13 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     startup.prepare()
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron.compression.context_parallel.gather import chunks_of, dealt, in_order
+    from megatron.compression.context_parallel.gather import chunks_of, distributed, in_order
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(SEQUENCE, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
     shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device()) for shape in shapes]
-    assert torch.equal(in_order(dealt(whole[3], world_size), world_size), whole[3])
+    assert torch.equal(in_order(distributed(whole[3], world_size), world_size), whole[3])
     rows = torch.cat(
         [torch.arange(SEQUENCE).chunk(2 * world_size)[number] for number in chunks_of(rank, world_size)]
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import find_topology, nodes_of
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.transport import Transports
 from tests.distributed.data_parallel_cut import OFFSET, SCALE, cut_worker
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import nodes_worker

@@ -28,11 +28,10 @@ from megatron.compression.communication.host_memory import (
     steps,
     tells,
 )
-from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transports import TransportError, Transports
+from megatron.compression.communication.transport import HostTransport, TransportError, Transports
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights

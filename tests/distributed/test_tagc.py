@@ -45,7 +45,7 @@ def make_sync(
     """A sync over a made-up bucket, and its ledger and monitor; by default over torch.distributed."""
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.topology import find_topology
-    from megatron.compression.communication.transports import Transports
+    from megatron.compression.communication.transport import Transports
     from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.tagc import parts, sync
     from megatron.compression.tagc.monitor import TagcMonitor

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron import host
 from megatron.compression.communication import Policy
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.site import Run
+from megatron.compression.communication.transport import Transports
 from megatron.compression.data_parallel.config import DataParallelConfig
 
 VOCABULARY = 96

@@ -10,8 +10,8 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.site import Run
+from megatron.compression.communication.transport import Transports
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 VOCABULARY = 96

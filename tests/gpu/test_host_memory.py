@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.all_reduce import all_reduce
+from megatron.compression.communication.collectives import all_reduce
 from megatron.compression.communication.host_memory import CopyEngines, HostMemory, HostMemoryError
-from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.topology import find_topology
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.transport import HostTransport, Transports
 from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
 from tests.distributed.test_host_memory import check_the_same, exchanges_worker, trained

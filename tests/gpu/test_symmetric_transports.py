@@ -12,7 +12,7 @@ from megatron.compression.communication import (
     all_reduce,
     reduce_scatter,
 )
-from megatron.compression.communication.symmetric import SymmetricTransport
+from megatron.compression.communication.transport import SymmetricTransport
 from tests.distributed.spawn import spawn
 
 

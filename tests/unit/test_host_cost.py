@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.all_reduce import all_reduce
+from megatron.compression.communication.collectives import all_reduce
 from tests.unit.test_overlap import leaves, mlp_loss
 
 

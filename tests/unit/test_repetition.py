@@ -12,7 +12,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.overflow import State, encode, overflow
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.probe import ErrorProbe
-from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.compression.communication.uncompressed import sum_in_order
+from megatron.compression.communication.collectives import sum_in_order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

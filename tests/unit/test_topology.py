@@ -12,7 +12,7 @@ from megatron.compression.communication.topology import (
     nodes_by_size,
     nodes_by_views,
 )
-from megatron.compression.communication.transports import TransportError, Transports
+from megatron.compression.communication.transport import TransportError, Transports
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_carries_payloads_inside_a_host(
     choice, disabled, apart, strangers, through_host, words, monkeypatch
 ) -> None:
     """Data parallelism's, by the rule of all groups without fused kernels."""
-    where = "megatron.compression.communication.transports._disabled"
+    where = "megatron.compression.communication.transport._disabled"
     monkeypatch.setattr(where, lambda group: set(disabled.split()))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("taco_kernels.symmetric_memory.apart_reason", lambda group: apart)

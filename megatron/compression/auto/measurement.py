@@ -26,10 +26,9 @@ from megatron.compression.auto.plan import LEAST_GAIN, TRIED, DimensionPlan, Run
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.policy import Policy, Rule
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.topology import Topology
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.transport import Transports
 from megatron.compression.compression import Compression
 from megatron.compression.config import ACTIVATIONS, CompressionConfig
 from megatron.compression.context_parallel import hooks as context_parallel

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,

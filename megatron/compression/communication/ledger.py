@@ -11,7 +11,7 @@ from dataclasses import dataclass
 TRAFFIC = {
     "tp.forward": "tensor parallelism: activations",
     "tp.backward": "tensor parallelism: gradients of activations",
-    "tp.other": "tensor parallelism: loss terms, the batch, gradients of norms and biases, halves dealt anew",
+    "tp.other": "tensor parallelism: loss terms, the batch, gradients of norms and biases",
     "dp.gradient": "data parallelism: gradients of the weights",
     "dp.weight": "data parallelism: updated weights",
     "pp.forward": "pipeline parallelism: activations between stages",
@@ -46,34 +46,26 @@ KINDS = {
     "auto": "uncompressed: --compression auto compares iterations without, or has seen no gain",
     "exact": "uncompressed by design",
     "fp8": "in Transformer Engine's own fp8, as without compression",
-    "probe": "the error probe's own reference, sent only where a report is written",
 }
 """Why bytes travel as they do."""
 
 LINKS = ("", "intra", "inter")
 """Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""
 
-TRANSPORT_FACTORS = {
-    "all_reduce": lambda world: (2 * (world - 1), world),
-    "all_gather": lambda world: (world - 1, world),
-    "reduce_scatter": lambda world: (world - 1, world),
-    "all_to_all": lambda world: (world - 1, world),
-    "broadcast": lambda world: (1, 1),
-    "send": lambda world: (1, 1),
-}
-
 
 def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
     """Bytes that one rank sends in one call.
 
     Args:
+        operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send.
         buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
             reduce-scatter the input).
     """
     if world_size == 1:
         return 0
-    numerator, denominator = TRANSPORT_FACTORS[operation](world_size)
-    return buffer_bytes * numerator // denominator
+    if operation in ("broadcast", "send"):
+        return buffer_bytes
+    return buffer_bytes * (world_size - 1) * (2 if operation == "all_reduce" else 1) // world_size
 
 
 @dataclass
@@ -83,11 +75,6 @@ class Tally:
     calls: int = 0
     sent: int = 0
     plain: int = 0
-
-    def add(self, sent: int, plain: int) -> None:
-        self.calls += 1
-        self.sent += sent
-        self.plain += plain
 
 
 class Ledger:
@@ -102,7 +89,9 @@ class Ledger:
         self.evaluating = False
         """Set during evaluation: its traffic is kept apart from the training iterations'."""
 
-    def record(self, traffic: str, kind: str, operation: str, sent: int, plain: int, link: str = "") -> None:
+    def record(
+        self, traffic: str, kind: str, operation: str, sent: int, plain: int = 0, link: str = ""
+    ) -> None:
         """Count one transport call.
 
         Args:
@@ -114,7 +103,10 @@ class Ledger:
         if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
             raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
         phase = "eval" if self.evaluating else "train"
-        self.tallies[phase, traffic, kind, operation, link].add(sent, plain)
+        tally = self.tallies[phase, traffic, kind, operation, link]
+        tally.calls += 1
+        tally.sent += sent
+        tally.plain += plain
 
     def record_uncompressed(
         self, traffic: str, kind: str, operation: str, buffer_bytes: int, world_size: int

@@ -6,8 +6,8 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.error_bound import ErrorBound
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.ledger import KINDS, Ledger
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.overflow import overflow
 
 
@@ -87,15 +87,15 @@ class Policy:
         rules: by traffic class; one that has none is off.
         iteration: the zero-based training iteration that all ranks are in, asked at each decision.
         validate_uncompressed: evaluation sends activations uncompressed.
-        error_bound: the sites whose error has passed ``--compression-error-bound``; None without it.
+        meter: measures errors; knows the sites whose error has passed ``--compression-error-bound``.
     """
 
     rules: dict[str, Rule]
     ledger: Ledger
     iteration: Callable[[], int] = lambda: 0
     validate_uncompressed: bool = False
-    error_bound: ErrorBound | None = field(default=None)
-    left_out: Callable[[str], bool] = field(default=lambda traffic: False)
+    meter: ErrorMeter = field(default_factory=ErrorMeter)
+    left_out: Callable[[str], bool] | None = None
     """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has it."""
 
     def rule(self, traffic: str) -> Rule:
@@ -112,26 +112,27 @@ class Policy:
                 more.
             layer: what ``--tp-compression-layers`` calls the site's layer.
         """
-        rule = self.rules.get(traffic, _OFF)
-        if not rule.codecs:
-            return _NOT_CHOSEN
+        rule = self.rules.get(traffic)
+        if rule is None or not rule.codecs:
+            return _UNCOMPRESSED["off"]
         if self.validate_uncompressed and self.ledger.evaluating and rule.activations:
-            return Decision(None, "evaluation")
-        if self.left_out(traffic):
-            return Decision(None, "auto")
+            return _UNCOMPRESSED["evaluation"]
+        if self.left_out is not None and self.left_out(traffic):
+            return _UNCOMPRESSED["auto"]
         codec = rule.codec_at(site, layer) if rule.choices else rule.codec
         if codec is None or (rule.layers is not None and layer not in rule.layers):
-            return Decision(None, "excluded")
-        if self.error_bound is not None and (site, traffic) in self.error_bound.tripped:
-            return Decision(None, "guarded")
-        if self.iteration() < rule.start_iteration:
-            return Decision(None, "warmup")
+            return _UNCOMPRESSED["excluded"]
+        if self.meter.tripped and (site, traffic) in self.meter.tripped:
+            return _UNCOMPRESSED["guarded"]
+        if rule.start_iteration and self.iteration() < rule.start_iteration:
+            return _UNCOMPRESSED["warmup"]
         if nbytes is not None and nbytes < rule.min_bytes:
-            return Decision(None, "small")
+            return _UNCOMPRESSED["small"]
         if codec.lossless and overflow.turns_off(traffic):
-            return Decision(None, "overflow")
+            return _UNCOMPRESSED["overflow"]
         return Decision(codec, "compressed")
 
 
 _OFF = Rule(None)
-_NOT_CHOSEN = Decision(None, "off")
+_UNCOMPRESSED = {why: Decision(None, why) for why in KINDS}
+"""Made once: a message of a layer asks twice."""

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication.collectives import sum_in_order
 from megatron.compression.communication.transport import TorchTransport
-from megatron.compression.communication.uncompressed import sum_in_order
 from megatron.compression.communication.work import Work
 
 Sizes = Sequence[int] | None

@@ -1,196 +1,209 @@
-"""A communication site: one place in the model where a group of ranks communicates."""
+"""A communication site: one place in the model where a group of ranks communicates.
+
+    message = site.message("tp.forward", "all_reduce", x.nbytes)     decided and counted
+    total = message.start(x).wait()                                  through its codec, or without one
+
+A layer whose message has no codec may leave it to megatron-core instead; it is counted already.
+"""
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.all_gather import all_gather_encoded, encode_slice
-from megatron.compression.communication.all_reduce import all_reduce
-from megatron.compression.communication.policy import Decision
-from megatron.compression.communication.reduce_scatter import reduce_scatter
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.transport import TorchTransport
-from megatron.compression.communication.uncompressed import (
+from megatron.compression.communication.collectives import (
+    all_gather,
+    all_gather_encoded,
+    all_reduce,
     fp32_all_reduce,
+    reduce_scatter,
     uncompressed_all_gather,
     uncompressed_all_reduce,
     uncompressed_reduce_scatter,
 )
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.overflow import encode
+from megatron.compression.communication.policy import Decision, Policy
+from megatron.compression.communication.transport import TorchTransport, Transports
 from megatron.compression.communication.work import Work
+
+_COLLECTIVES: dict[str, tuple[Callable[..., Work], Callable[..., Work]]] = {
+    "all_reduce": (all_reduce, uncompressed_all_reduce),
+    "reduce_scatter": (reduce_scatter, uncompressed_reduce_scatter),
+    "all_gather": (all_gather, uncompressed_all_gather),
+}
+
+
+@dataclass
+class Run:
+    """What the communication sites of one training run share; there is no global one."""
+
+    policy: Policy
+    """Decides what is compressed."""
+    ledger: Ledger
+    """Counts bytes."""
+    transports: Transports = field(default_factory=Transports)
+    """Carry the payloads."""
 
 
 class CommSite:
-    """The collectives of one layer: decided, counted, probed, bounded in error.
-
-    ``compresses`` says whether messages of a size are to be compressed at all. The methods that communicate
-    then compress whatever the size, unless their traffic goes uncompressed for another reason.
+    """Where one layer communicates with one group.
 
     Args:
         name: the module's path in the model, with its global layer number.
         layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or output.
+        fused: whether collectives may be fused kernels over symmetric memory.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None = None) -> None:
-        self.name, self.group, self.run, self.layer = name, group, run, layer
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        run: Run,
+        layer: int | str | None = None,
+        fused: bool = True,
+    ) -> None:
+        self.name, self.group, self.run, self.layer, self.fused = name, group, run, layer, fused
+        self._transports: dict[str, tuple[int, TorchTransport]] = {}
 
-    def decide(self, traffic: str, nbytes: int | None = None) -> Decision:
-        """Codec or not for a message now, and why; without a size, whatever its size."""
+    def message(self, traffic: str, operation: str, nbytes: int) -> "Message":
+        """What is about to be sent: decided, and counted as what the uncompressed operation would send.
+
+        Args:
+            operation: all_reduce, reduce_scatter or all_gather.
+            nbytes: the uncompressed tensor over all ranks (what an all-gather makes, what a reduce-scatter
+                is given).
+        """
+        run = self.run
+        codec, why = self.decide(traffic, nbytes)
+        if codec is None:
+            run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
+            return Message(self, traffic, operation, None)
+        run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
+        return Message(self, traffic, operation, codec)
+
+    def decide(self, traffic: str, nbytes: int) -> Decision:
+        """Codec or not for a message now, and why; nothing is counted."""
         return self.run.policy.decide(traffic, nbytes, self.name, self.layer)
 
     def compresses(self, nbytes: int, *traffic: str) -> bool:
-        """Whether a message of this size is compressed now in one of the traffic classes.
-
-        Args:
-            nbytes: the uncompressed tensor over all ranks (what an all-gather makes, what a reduce-scatter
-                takes).
-        """
+        """Whether a message of this size is compressed now in one of the traffic classes."""
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
-    def uncompressed(self, nbytes: int) -> "CommSite":
-        """This site where it compresses nothing, for the reason that a message of this size has."""
-        return _UncompressedSite(self, nbytes)
-
-    def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
-        """Count a collective that megatron-core or Transformer Engine does itself.
+    def count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
+        """Count a collective that the policy is not asked about.
 
         Args:
-            why: one of the ledger's kinds; by default what the policy says of such a message.
+            why: one of ``ledger.KINDS``.
         """
-        self._count(traffic, why or self.decide(traffic, nbytes).why, operation, nbytes)
-
-    def all_reduce(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        """Start to sum over the group; ``wait`` gives the sum (in ``out`` if given). ``tensor`` stays."""
-        return self._sum("all_reduce", all_reduce, uncompressed_all_reduce, tensor, traffic, out)
-
-    def all_reduce_uncompressed(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """Start to sum over the group without a codec; ``tensor`` may come to hold the sum.
-
-        Gradients (tp.backward) of 16 bits are summed in fp32 and rounded once; they travel as they are.
-        """
-        why = self.decide(traffic, tensor.nbytes).why
-        if traffic == "tp.backward" and tensor.itemsize == 2:
-            for operation in ("all_to_all", "all_gather"):
-                self._count(traffic, why, operation, tensor.nbytes)
-            return fp32_all_reduce(tensor, self.group)
-        self._count(traffic, why, "all_reduce", tensor.nbytes)
-        pending = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Work(pending, lambda: tensor)
-
-    def reduce_scatter(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        """Start to sum ``[W * n, ...]``; ``wait`` gives this rank's ``[n, ...]``, in ``out`` if given."""
-        return self._sum("reduce_scatter", reduce_scatter, uncompressed_reduce_scatter, tensor, traffic, out)
-
-    def all_gather(self, tensor: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        """Gather ``[n, ...]`` of every rank; ``wait`` gives ``[W * n, ...]`` (in ``out`` if given)."""
-        packed = self.pack(tensor, traffic)
-        work = self.gather(packed, traffic, out)
-        if packed.decision.codec is None:
-            return work
-        return self._probed(work, traffic, "all_gather", lambda: tensor, uncompressed_all_gather)
-
-    def pack(self, tensor: torch.Tensor, traffic: str) -> "Packed":
-        """What ``gather`` sends of this rank's tensor: its payload where the traffic is compressed."""
-        decision = self.decide(traffic)
-        if decision.codec is None:
-            return Packed(tensor, tensor.shape, tensor.dtype, decision)
-        self._measure(traffic, tensor, decision.codec.hops[1])
-        codec, payload = encode_slice(tensor, decision.codec, self._transport(traffic))
-        return Packed(payload, tensor.shape, tensor.dtype, Decision(codec, decision.why))
-
-    def gather(self, packed: "Packed", traffic: str, out: torch.Tensor | None = None) -> Work:
-        """Start to gather what every rank packed; ``wait`` gives ``[W * n, ...]``. It can be repeated."""
-        payload, shape, dtype, (codec, why) = packed
-        plain = torch.Size(shape).numel() * dtype.itemsize * self.group.size()
-        if codec is None:
-            self._count(traffic, why, "all_gather", plain)
-            return uncompressed_all_gather(payload, self.group, out)
-        self._count_plain(traffic, "all_gather", plain)
-        return all_gather_encoded(payload, shape, dtype, codec, self._transport(traffic), out)
-
-    def _sum(
-        self,
-        operation: str,
-        compressed: Callable[..., Work],
-        uncompressed: Callable[..., Work],
-        tensor: torch.Tensor,
-        traffic: str,
-        out: torch.Tensor | None,
-    ) -> Work:
-        """Start an all-reduce or a reduce-scatter, through the codec or without one."""
-        codec, why = self.decide(traffic)
-        if codec is None:
-            self._count(traffic, why, operation, tensor.nbytes)
-            return uncompressed(tensor, self.group, out)
-        self._count_plain(traffic, operation, tensor.nbytes)
-        work = compressed(tensor, codec, self._transport(traffic), out=out)
-        self._measure(traffic, tensor, codec if operation == "all_reduce" else codec.hops[0])
-        return self._probed(work, traffic, operation, tensor.float, uncompressed)
-
-    def _count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
         self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
 
-    def _count_plain(self, traffic: str, operation: str, nbytes: int) -> None:
-        self.run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
+    # until the tensor-parallel layers ask for messages
+    def uncompressed(self, nbytes: int) -> "CommSite":
+        return self
 
-    def _transport(self, traffic: str, fused: bool = True) -> TorchTransport:
-        """A transport that counts what is sent; see ``Transports.transport``."""
-        ledger = self.run.ledger
+    def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
+        self.count(traffic, why or self.decide(traffic, nbytes).why, operation, nbytes)
 
-        def on_send(operation: str, sent: int) -> None:
-            ledger.record(traffic, "compressed", operation, sent, 0)
+    def all_reduce(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
+        return self.message(traffic, "all_reduce", x.nbytes).start(x, out)
 
-        return self.run.transports.transport(self.group, on_send, fused)
+    def all_reduce_uncompressed(self, x: torch.Tensor, traffic: str) -> Work:
+        why = self.decide(traffic, x.nbytes).why
+        if traffic == "tp.backward" and x.itemsize == 2:
+            for operation in ("all_to_all", "all_gather"):
+                self.count(traffic, why, operation, x.nbytes)
+            return fp32_all_reduce(x, self.group)
+        self.count(traffic, why, "all_reduce", x.nbytes)
+        return uncompressed_all_reduce(x, self.group, x)
 
-    def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
-        """Let the error bound measure what is encoded, when it is due."""
-        bound, policy = self.run.policy.error_bound, self.run.policy
-        if bound is None or self.run.ledger.evaluating or codec.lossless:
+    def reduce_scatter(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
+        return self.message(traffic, "reduce_scatter", x.nbytes).start(x, out)
+
+    def all_gather(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
+        return self.message(traffic, "all_gather", x.nbytes * self.group.size()).start(x, out)
+
+    def pack(self, x: torch.Tensor, traffic: str) -> "Packed":
+        nbytes = x.nbytes * self.group.size()
+        message = Message(self, traffic, "all_gather", self.decide(traffic, nbytes).codec)
+        return Packed(message.encode(x), x.shape, x.dtype, message, nbytes)
+
+    def gather(self, packed: "Packed", traffic: str) -> Work:
+        message = packed.message.again(traffic, packed.nbytes)
+        return message.gather(packed.payload, packed.shape, packed.dtype)
+
+    def transport(self, traffic: str) -> TorchTransport:
+        """Carries payloads and counts them."""
+        version, found = self._transports.get(traffic, (-1, None))
+        if found is None or version != self.run.transports.version:
+            on_send = partial(self.run.ledger.record, traffic, "compressed")
+            found = self.run.transports.transport(self.group, on_send, self.fused)
+            self._transports[traffic] = self.run.transports.version, found
+        return found
+
+
+class Message:
+    """One message of a site; see ``CommSite.message``."""
+
+    __slots__ = ("codec", "operation", "site", "traffic")
+
+    def __init__(self, site: CommSite, traffic: str, operation: str, codec: Codec | None) -> None:
+        self.site, self.traffic, self.operation = site, traffic, operation
+        self.codec = codec
+        """None: uncompressed."""
+
+    def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
+        """Start the operation on ``x``; ``wait`` gives the result, in ``out`` if given. ``x`` stays as it is,
+        unless ``out`` is ``x``."""
+        site, codec = self.site, self.codec
+        compressed, uncompressed = _COLLECTIVES[self.operation]
+        if codec is None:
+            return uncompressed(x, site.group, out)
+        if site.run.policy.meter.interval:
+            self._measure(x)
+        return compressed(x, codec, site.transport(self.traffic), out)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """What ``gather`` sends of this rank's ``[n, ...]``: uint8 ``[1, bytes]``; without a codec ``x``."""
+        if self.codec is None:
+            return x
+        self._measure(x)
+        self.codec, payload = encode(self.codec.hops[1], x[None], self.site.transport(self.traffic))
+        return payload
+
+    def gather(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Work:
+        """Start to gather what every rank has encoded, tensors of this shape and dtype: ``[W * n, ...]``."""
+        if self.codec is None:
+            return uncompressed_all_gather(payload, self.site.group)
+        return all_gather_encoded(payload, shape, dtype, self.codec, self.site.transport(self.traffic))
+
+    def again(self, traffic: str, nbytes: int) -> "Message":
+        """The same message once more, counted in another traffic class."""
+        if self.codec is None:
+            return self.site.message(traffic, self.operation, nbytes)
+        self.site.run.ledger.record_plain(traffic, self.operation, nbytes, self.site.group.size())
+        return Message(self.site, traffic, self.operation, self.codec)
+
+    def _measure(self, x: torch.Tensor) -> None:
+        """Let the error meter measure what is encoded, when it is due."""
+        site, policy = self.site, self.site.run.policy
+        if site.run.ledger.evaluating or not policy.meter.due(site.name, self.traffic, policy.iteration()):
             return
-        if bound.due(self.name, traffic, policy.iteration()):
-            bound.measure(self.name, traffic, tensor, codec)
-
-    def _probed(
-        self, work: Work, traffic: str, operation: str, exact_input: Callable, exact: Callable[..., Work]
-    ) -> Work:
-        """Let the error probe compare the result with the exact one, when it is due."""
-        run = self.run
-        if run.ledger.evaluating or not run.probe.due(self.name, traffic, run.policy.iteration()):
-            return work
-
-        def compare(result: torch.Tensor) -> torch.Tensor:
-            tensor = exact_input()
-            full = self.group.size() if operation == "all_gather" else 1
-            self._count(traffic, "probe", operation, tensor.nbytes * full)
-            run.probe.observe(self.name, traffic, exact(tensor, self.group).wait(), result)
-            return result
-
-        return work.then(compare)
-
-
-class _UncompressedSite(CommSite):
-    """See ``CommSite.uncompressed``."""
-
-    def __init__(self, site: CommSite, nbytes: int) -> None:
-        super().__init__(site.name, site.group, site.run, site.layer)
-        self.nbytes = nbytes
-
-    def decide(self, traffic: str, nbytes: int | None = None) -> Decision:
-        """Never a codec."""
-        return Decision(None, super().decide(traffic, self.nbytes).why)
+        hop = {"reduce_scatter": 0, "all_gather": 1}.get(self.operation)
+        policy.meter.measure(site.name, self.traffic, x, self.codec if hop is None else self.codec.hops[hop])
 
 
 class Packed(NamedTuple):
-    """One rank's part of an all-gather, as it travels."""
-
     payload: torch.Tensor
-    """uint8 ``[1, bytes]``, or the tensor itself where it goes uncompressed."""
     shape: torch.Size
     dtype: torch.dtype
-    decision: Decision
+    message: Message
+    nbytes: int
 
 
 def site_name(module_path: str, layer_number: int | None) -> str:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron.compression.communication.groups import new_groups
 from megatron.compression.communication.host_memory import HostMemory
-from megatron.compression.communication.host_transport import HostTransport
 from megatron.compression.communication.ledger import Ledger, bytes_sent
-from megatron.compression.communication.transport import OnSend, TorchTransport
-from megatron.compression.communication.transports import Transports
+from megatron.compression.communication.transport import (
+    HostTransport,
+    OnSend,
+    TorchTransport,
+    Transports,
+    new_groups,
+)
 
 INTRA, INTER = "intra", "inter"
 

@@ -1,22 +1,44 @@
-"""How payloads travel: byte exchanges over a process group, each one reported with what it sends."""
+"""How payloads travel: the transports, and which one each process group uses.
 
-from collections.abc import Callable, Sequence
+    TorchTransport       torch.distributed (NCCL, gloo)
+    HostTransport        pinned host memory, by copy engines (host_memory.py)
+    SymmetricTransport   one kernel a collective over symmetric memory (taco_kernels.symmetric_memory)
+
+All give the same bits and report the same bytes for the same collective.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication.host_memory import HostMemory, HostMemoryError, Part
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.work import Work, join
+from megatron.compression.errors import CompressionConfigError
 
-OnSend = Callable[[str, int], None]
+OnSend = Callable[[str, int], Any]
 """Called with (operation, bytes this rank sends) for every call handed to the backend."""
+TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
+
+_TO_ALL, _GATHER = dist.AllToAllOptions(), dist.AllgatherOptions()
+_TO_ALL.asyncOp = _GATHER.asyncOp = True
+
+
+class TransportError(CompressionConfigError):
+    """``--compression-transport symmetric`` or ``host`` cannot be honoured."""
 
 
 class TorchTransport:
-    """Payload exchanges over torch.distributed (NCCL, gloo).
+    """Payload exchanges over torch.distributed.
 
-    Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes.
+    Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes. Calls are those of the
+    process group: torch.distributed's functions around them cost the host as much again.
 
     Args:
         on_send: receives the operation's name and its bytes; None when nobody counts.
@@ -46,16 +68,20 @@ class TorchTransport:
     fused_reduce_scatter: Callable[..., Work]
     fused_all_gather: Callable[..., Work]
 
-    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
+    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start to send row r of uint8 ``[W, bytes]`` to rank r.
 
         Returns: uint8 ``[W, bytes]``, row r from rank r once the handle has been waited for.
         """
-        return self.all_to_all_rows(payloads, None, None)
+        if len(self.groups) > 1:
+            return self.all_to_all_rows(payloads, None, None)
+        received = torch.empty_like(payloads)
+        self._report("all_to_all", payloads.nbytes)
+        return received, self.group.alltoall_base(received, payloads, [], [], _TO_ALL)
 
     def all_to_all_rows(
         self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
-    ) -> tuple[torch.Tensor, Work | dist.Work]:
+    ) -> tuple[torch.Tensor, Any]:
         """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on.
 
         Args:
@@ -64,20 +90,21 @@ class TorchTransport:
         """
         received = rows.new_empty((len(rows) if came is None else sum(came), rows.shape[1]))
         self._report("all_to_all", rows.nbytes)
-        sizes = {"output_split_sizes": came, "input_split_sizes": to}
 
         def start(received: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-            return dist.all_to_all_single(received, rows.contiguous(), **sizes, group=group, async_op=True)
+            return group.alltoall_base(received, rows.contiguous(), list(came or ()), list(to or ()), _TO_ALL)
 
         return received, self._start(start, received, rows)
 
-    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Work | dist.Work]:
+    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start to gather uint8 ``[bytes]`` of every rank into uint8 ``[W, bytes]``."""
         gathered = payload.new_empty((self.world_size, payload.numel()))
         self._report("all_gather", gathered.numel())
+        if len(self.groups) == 1:
+            return gathered, self.group._allgather_base(gathered, payload, _GATHER)
 
         def start(gathered: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-            return dist.all_gather_into_tensor(gathered.view(-1), payload, group=group, async_op=True)
+            return group._allgather_base(gathered, payload.contiguous(), _GATHER)
 
         return gathered, self._start(start, gathered, payload)
 
@@ -108,3 +135,280 @@ class TorchTransport:
 def shared_between(whole: torch.Tensor, parts: list[torch.Tensor], works: list[dist.Work]) -> Work:
     """Parts ``[W, some bytes]`` of ``whole [W, bytes]`` that are under way on several communicators."""
     return join([Work(work) for work in works]).then(lambda _: torch.cat(parts, dim=1, out=whole))
+
+
+class HostTransport(TorchTransport):
+    """Exchanges by copy engines, which leave the multiprocessors alone; see ``HostMemory``.
+
+    Args:
+        memory: the group's.
+        on_send: as for ``TorchTransport``; bytes are those of the same exchange over torch.distributed.
+    """
+
+    def __init__(self, memory: HostMemory, on_send: OnSend | None = None) -> None:
+        super().__init__(memory.group, on_send)
+        self.memory = memory
+
+    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """As over torch.distributed."""
+        return self.all_to_all_rows(payloads, None, None)
+
+    def all_to_all_rows(
+        self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
+    ) -> tuple[torch.Tensor, Any]:
+        """As over torch.distributed."""
+        even = [len(rows) // self.world_size] * self.world_size
+        to, came = to or even, came or even
+        if sum(to) != len(rows) or not len(to) == len(came) == self.world_size:
+            raise ValueError(f"splits {to} and {came} of {len(rows)} rows, {self.world_size} ranks")
+        rows = rows.contiguous()
+        received = rows.new_empty((sum(came), rows.shape[1]))
+        self._report("all_to_all", rows.nbytes)
+        sends, receives = _parts(rows, to), _parts(received, came)
+        return received, self.memory.exchange(sends, receives, (rows, received))
+
+    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """As over torch.distributed."""
+        payload = payload.contiguous()
+        gathered = payload.new_empty((self.world_size, payload.numel()))
+        self._report("all_gather", gathered.numel())
+        size, address = payload.nbytes, gathered.data_ptr()
+        into = [Part(address + rank * size, size) for rank in range(self.world_size)]
+        own = [Part(payload.data_ptr(), size)] * self.world_size
+        return gathered, self.memory.exchange(own, into, (payload, gathered))
+
+
+def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[Part]:
+    """Where each rank's rows lie."""
+    address, size = rows.data_ptr(), rows.shape[1] * rows.itemsize
+    ends = accumulate(counts, initial=0)
+    return [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
+
+
+class SymmetricTransport(TorchTransport):
+    """Symmetric memory for the payloads of codecs that have a ``fused_config``; torch.distributed for others.
+
+    A collective runs on the current stream. It fills the device, so that a side stream would only make it and
+    a GEMM wait for each other.
+
+    Args:
+        symmetric: ``taco_kernels.symmetric_memory.SymmetricGroup``.
+        on_send: as for ``TorchTransport``. Bytes are those stored in the peers' memory, flags (eight bytes a
+            tile) left out; operations are named after the exchanges that they replace.
+    """
+
+    overlaps = False
+
+    def __init__(self, symmetric, on_send: OnSend | None = None) -> None:
+        super().__init__(symmetric.group, on_send)
+        self.symmetric = symmetric
+
+    def fuses(self, codec: Codec) -> bool:
+        """The codec says so, of both hops and with the same groups."""
+        first, second = (hop.fused_config for hop in codec.hops)
+        if first is None or second is None:
+            return False
+        return (first.group_size, first.hadamard) == (second.group_size, second.hadamard)
+
+    def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+        """The whole of ``all_reduce``."""
+        first, second = (hop.fused_config for hop in codec.hops)
+        second = None if second == first else second
+        out = self.symmetric.all_reduce(x, first, out=out, config_out=second)
+        self._report_stored(self.symmetric.all_reduce_stores(x, first, second))
+        return Work.completed(out)
+
+    def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+        """The whole of ``reduce_scatter``."""
+        out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
+        self._report_stored(self.symmetric.reduce_scatter_stores(x, codec.fused_config))
+        return Work.completed(out)
+
+    def fused_all_gather(
+        self,
+        payload: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        codec: Codec,
+        out: torch.Tensor | None = None,
+    ) -> Work:
+        """The whole of ``all_gather_encoded``."""
+        if out is None:
+            out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
+        self.symmetric.all_gather_encoded(payload, shape, dtype, codec.fused_config, out=out)
+        self._report_stored(self.symmetric.all_gather_stores(shape, codec.fused_config))
+        return Work.completed(out)
+
+    def _report_stored(self, stores: dict[str, int]) -> None:
+        if self.on_send is not None:
+            for operation, sent in stores.items():
+                self.on_send(operation, sent)
+
+
+class Transports:
+    """Which transport each process group uses; asked for by every site.
+
+    Args:
+        choice: the flag ``--compression-transport``: auto, collective, symmetric or host.
+        communicators: how many share each payload over torch.distributed, the flag
+            ``MEGATRON_COMPRESSION_COMMUNICATORS``; 0 lets ``prepare`` decide.
+    """
+
+    def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
+        self.choice, self.communicators = choice, communicators
+        self._memory: dict[dist.ProcessGroup, object | None] = {}
+        self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+        self.version = 0
+        """Changes where a group may get another transport."""
+
+    def prepare(self, groups: Iterable[dist.ProcessGroup], fused: bool = True) -> list[str]:
+        """Decide for these groups and set up their memory. Collective over all ranks of the job.
+
+        Args:
+            groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
+            fused: whether collectives may be fused kernels over symmetric memory.
+        Returns: A line for the log for each group that had not been decided before.
+        Raises: TransportError: a kind of memory was asked for and cannot be had.
+        """
+        self.version += 1
+        lines: list[str] = []
+        wanted: list[list[int]] = []
+        owners: list[dist.ProcessGroup] = []
+        for group in groups:
+            if group in self._memory:
+                continue
+            line = self._share_memory(group, fused)
+            if self._memory[group] is not None:
+                lines.append(line)
+                continue
+            count = self.count(group)
+            wanted += [dist.get_process_group_ranks(group)] * (count - 1)
+            owners += [group] * (count - 1)
+            shares = f", a share on each of {count} communicators" if count > 1 else ""
+            lines.append(line + shares)
+        for group, more in zip(owners, new_groups(wanted), strict=True):
+            self._more_groups.setdefault(group, []).append(more)
+        return lines
+
+    def count(self, group: dist.ProcessGroup) -> int:
+        """How many communicators share a payload over torch.distributed. Collective over the group."""
+        return self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+
+    def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
+        """Decide for a group that has no fused kernels, by the same rule, and cares for its communicators
+        itself. Collective over the group, once.
+
+        Returns: what carries the payloads, None: torch.distributed; and a line for the log.
+        Raises: TransportError: host memory was asked for and cannot be had.
+        """
+        line = self._share_memory(group, fused=False)
+        memory = self._memory[group]
+        return (memory if isinstance(memory, HostMemory) else None), line
+
+    def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> str:
+        """Set up what memory the choice and the links allow; a line for the log, the same on every rank of
+        the group, or TransportError on all."""
+        self._memory[group], how = self._memory_of(group, fused)
+        if self._memory[group] is not None:
+            if self.communicators > 1:
+                how += f"; MEGATRON_COMPRESSION_COMMUNICATORS={self.communicators} has nothing to share there"
+            return f"payloads travel {how}"
+        if self.choice == "host" or (self.choice == "symmetric" and fused):
+            raise TransportError(f"--compression-transport {self.choice} is not possible: {how}; use auto")
+        return f"payloads travel over torch.distributed ({how})"
+
+    def _memory_of(self, group: dist.ProcessGroup, fused: bool) -> tuple[object | None, str]:
+        """The memory and how payloads travel by it, or None and why."""
+        if self.choice == "collective":
+            return None, "--compression-transport collective"
+        if not torch.cuda.is_available():
+            return None, "no CUDA device"
+        from taco_kernels import symmetric_memory
+
+        if reason := symmetric_memory.apart_reason(group):
+            return None, reason
+        disabled = _disabled(group)
+        reason = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
+        reason = reason or symmetric_memory.strangers_reason(group)
+        no_peers = reason is not None
+        if reason is None and not fused:
+            reason = "no fused kernels for these messages"
+        if reason is None and self.choice != "host":
+            try:
+                memory = symmetric_memory.SymmetricGroup(group)
+            except symmetric_memory.SymmetricMemoryError as error:
+                return None, str(error)
+            return memory, f"over symmetric memory between {group.size()} ranks of one host"
+        if self.choice == "symmetric" or (self.choice == "auto" and not no_peers):
+            return None, str(reason)
+        if self.choice == "auto" and "SHM" in disabled:
+            return None, f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
+        wanted = self.choice == "host"
+        try:
+            host_memory = HostMemory(group)
+        except HostMemoryError as error:
+            return None, ("" if wanted else f"{reason}; ") + f"no host memory to share: {error}"
+        why = "--compression-transport host" if wanted else reason
+        return host_memory, f"through host memory between {group.size()} ranks ({why})"
+
+    def transport(
+        self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
+    ) -> TorchTransport:
+        """The transport of a group; torch.distributed where ``prepare`` was not called or found no memory.
+
+        Args:
+            fused: as for ``prepare``.
+        """
+        memory = self._memory.get(group)
+        if isinstance(memory, HostMemory):
+            return HostTransport(memory, on_send)
+        if memory is None or not fused:
+            return TorchTransport(group, on_send, self._more_groups.get(group, ()))
+        return SymmetricTransport(memory, on_send)
+
+
+def new_groups(wanted: Sequence[Sequence[int]], backend: str | None = None) -> list[dist.ProcessGroup]:
+    """Process groups of these ranks. Collective over all ranks of the job, each with its own wishes.
+
+    Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization`` only
+    the members make one, under a name made of how many groups a rank is in; where that differs between
+    members they wait for each other forever.)
+
+    Args:
+        wanted: global ranks of each group; this rank is in all of them, and their other members want them in
+            the same places of their lists. The same ranks may come several times; none at all is fine too.
+        backend: torch.distributed's; None for the job's own.
+    """
+    everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, [tuple(ranks) for ranks in wanted])
+    keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
+    created = {key: dist.new_group(list(key[1]), backend=backend) for key in sorted(keys)}
+    return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
+
+
+def _disabled(group: dist.ProcessGroup) -> set[str]:
+    """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
+    own = [way for way in ("P2P", "SHM") if os.environ.get(f"NCCL_{way}_DISABLE") == "1"]
+    views: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(views, own, group=group)
+    return {way for view in views for way in view}
+
+
+def over_tcp(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL's links between the ranks of a group are TCP sockets. Collective, the same on every rank.
+
+    So they are on several hosts without InfiniBand (or with NCCL_IB_DISABLE=1), and on one host when
+    NCCL_P2P_DISABLE and NCCL_SHM_DISABLE leave nothing else.
+    """
+    if dist.get_backend(group) != "nccl":
+        return False
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    disabled = all(os.environ.get(f"NCCL_{way}_DISABLE") == "1" for way in ("P2P", "SHM"))
+    adapters = Path("/sys/class/infiniband")
+    infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
+    views: list[tuple[str, bool, bool]] = [("", False, False)] * group.size()
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    dist.all_gather_object(views, (host, disabled, infiniband), group=group)
+    if all(infiniband for _, _, infiniband in views):
+        return False
+    return len({host for host, _, _ in views}) > 1 or all(disabled for _, disabled, _ in views)

@@ -9,49 +9,54 @@ from typing import Any
 class Work:
     """Communication whose first exchange is under way; ``wait`` finishes it.
 
-    Work of several exchanges can be moved on by ``advance``, so that each of them runs behind other work:
+    Work of several exchanges can be moved on by ``advance``, so that each of them overlaps with other work:
     start it, launch a GEMM, advance it, launch another GEMM, wait. This needs no stream of its own (the
     exchanges run on the backend's), and so it overlaps with CUDA_DEVICE_MAX_CONNECTIONS=1 as well.
 
     Args:
         pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours); None when
             it is complete.
-        finish: what to do after it; returns the result, or the ``Work`` of the next exchange.
+        finish: what to do after it; returns the result, or the ``Work`` of the next exchange. None: nothing.
         exchanges: how many there are from here on.
     """
 
-    def __init__(self, pending: Any, finish: Callable[[], Any] = lambda: None, exchanges: int = 1) -> None:
-        self._pending, self._finish, self._exchanges = pending, finish, exchanges
+    def __init__(self, pending: Any, finish: Callable[[], Any] | None = None, exchanges: int = 1) -> None:
+        self._pending, self._finish, self._left = pending, finish, exchanges
         self._done, self._result = False, None
 
     @classmethod
     def completed(cls, result: Any = None) -> Work:
         """Work with nothing left to do."""
-        work = cls(None, exchanges=0)
+        work = cls(None, None, 0)
         work._done, work._result = True, result
         return work
 
     @property
     def done(self) -> bool:
-        """Whether the result has been taken."""
+        """Whether the result is there."""
         return self._done
 
     @property
     def exchanges(self) -> int:
-        """How many have not been taken yet; 0 when it is done."""
-        return self._exchanges
+        """How many have not been waited for yet; 0 when it is done."""
+        return self._left
 
     def advance(self) -> None:
-        """Take the exchange that is in flight and start the next one, if there is one."""
+        """Wait for the exchange that is in flight and start the next one, if there is one."""
         if self._done:
             return
         if self._pending is not None:
             self._pending.wait()
-        outcome = self._finish()
-        if isinstance(outcome, Work):
-            self._adopt(outcome)
-        else:
-            self._end(outcome)
+        next_one = None if self._finish is None else self._finish()
+        if isinstance(next_one, Work) and next_one.done:
+            next_one = next_one.wait()
+        if not isinstance(next_one, Work):
+            self._done, self._result, self._left = True, next_one, 0
+            self._pending = self._finish = None  # nothing is kept alive
+        elif type(next_one) is Work:
+            self._pending, self._finish, self._left = next_one._pending, next_one._finish, next_one._left
+        else:  # it knows better how to move on
+            self._pending, self._finish, self._left = None, lambda: _step(next_one), next_one.exchanges
 
     def wait(self) -> Any:
         """Complete it and return its result; a second call returns the same."""
@@ -60,21 +65,8 @@ class Work:
         return self._result
 
     def then(self, follow: Callable[[Any], Any]) -> Work:
-        """This work with ``follow(result)`` behind its last exchange, whose result is the new result."""
+        """This work with ``follow(result)`` after its last exchange, whose result is the new result."""
         return _Followed(self, follow)
-
-    def _adopt(self, other: Work) -> None:
-        if other._done:
-            self._end(other._result)
-            return
-        if type(other) is not Work:  # it knows better how to move on
-            self._pending, self._finish, self._exchanges = None, lambda: _step(other), other.exchanges
-            return
-        self._pending, self._finish, self._exchanges = other._pending, other._finish, other._exchanges
-
-    def _end(self, result: Any) -> None:
-        self._done, self._result, self._exchanges = True, result, 0
-        self._pending, self._finish = None, lambda: None  # nothing is kept alive
 
 
 def _step(work: Work) -> Any:
@@ -85,29 +77,27 @@ def _step(work: Work) -> Any:
 class _Followed(Work):
     def __init__(self, work: Work, follow: Callable[[Any], Any]) -> None:
         super().__init__(None)
-        self._work: Work = work
-        self._follow: Callable[[Any], Any] = follow
+        self._work: Work | None = work
+        self._follow: Callable[[Any], Any] | None = follow
 
     @property
     def exchanges(self) -> int:
-        return 0 if self._done else max(1, self._work.exchanges)
+        return 0 if self._work is None else max(1, self._work.exchanges)
 
     def advance(self) -> None:
-        if self._done:
+        if self._work is None or self._follow is None:
             return
         if not self._work.done:
             self._work.advance()
         if self._work.done:
-            self._end(self._follow(self._work.wait()))
-            self._work, self._follow = self, lambda result: result  # nothing is kept alive
+            self._done, self._result = True, self._follow(self._work.wait())
+            self._work = self._follow = None  # nothing is kept alive
 
 
 class _Joined(Work):
     def __init__(self, works: Sequence[Work], result: Any) -> None:
         super().__init__(None)
         self._works, self._filled = works, result
-        if not works:
-            self._end(result)
 
     @property
     def done(self) -> bool:
@@ -129,7 +119,7 @@ class _Joined(Work):
 
 def join(works: Sequence[Work], result: Any = None) -> Work:
     """Several works as one; each ``advance`` moves all of them on by one exchange, in their order, so that
-    one's kernels run behind the others' exchanges.
+    one's kernels overlap with the others' exchanges.
 
     Args:
         result: what ``wait`` returns: the tensor that they fill between them.

@@ -1,6 +1,6 @@
 """Attention under context parallelism: every rank gathers the keys and values of the whole sequence.
 
-As Megatron deals a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one behind the other, so that
+As Megatron distributes a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one behind the other, so that
 causal attention costs all ranks the same. Queries stay where they are; the keys and values of all ranks are
 gathered and put in order, and their gradients reduce-scattered: the way of Llama 3 (arXiv
 2407.21783, section 3.3.2). Grouped queries make keys and values small beside the rest.
@@ -9,12 +9,12 @@ gathered and put in order, and their gradients reduce-scattered: the way of Llam
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.autograd import WithBackward
-from megatron.compression.communication.site import CommSite
-from megatron.compression.communication.uncompressed import (
+from megatron.compression.communication.collectives import (
+    WithBackward,
     uncompressed_all_gather,
     uncompressed_reduce_scatter,
 )
+from megatron.compression.communication.site import CommSite
 
 
 def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
 
-def dealt(sequence: torch.Tensor, world_size: int) -> torch.Tensor:
+def distributed(sequence: torch.Tensor, world_size: int) -> torch.Tensor:
     """The ranks' parts, one behind the other, of a sequence: what ``in_order`` puts in order."""
     chunks = sequence.unflatten(0, (2, world_size, -1))
     return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(0, 2)
@@ -47,15 +47,20 @@ def gather_sequence(
     """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
     parts = [key.flatten(2), value.flatten(2)]
+    ranks = group.size()
 
     def there(part: torch.Tensor) -> torch.Tensor:
-        work = site.all_gather(part, "cp.forward") if site else uncompressed_all_gather(part, group)
-        return in_order(work.wait(), group.size())
+        if site is None:
+            work = uncompressed_all_gather(part, group)
+        else:
+            work = site.message("cp.forward", "all_gather", part.nbytes * ranks).start(part)
+        return in_order(work.wait(), ranks)
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
-        parts = dealt(gradient, group.size())
-        scatter = uncompressed_reduce_scatter(parts, group) if site is None else None
-        return (scatter or site.reduce_scatter(parts, "cp.backward")).wait()
+        whole = distributed(gradient, ranks)
+        if site is None:
+            return uncompressed_reduce_scatter(whole, group).wait()
+        return site.message("cp.backward", "reduce_scatter", whole.nbytes).start(whole).wait()
 
     gathered = WithBackward.apply(torch.cat(parts, dim=-1), there, back)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)

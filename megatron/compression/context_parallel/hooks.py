@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import CommSite, site_name
+from megatron.compression.communication.site import CommSite, Run, site_name
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.torch_native.attention import SDPACoreAttention

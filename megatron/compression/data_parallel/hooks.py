@@ -16,7 +16,7 @@ from megatron.core.transformer import MegatronModule
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
-from megatron.compression.communication.run import Run
+from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.work import Work, join
 from megatron.compression.data_parallel.checkpoint import GradientMemory

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.expert_parallel.site import TokenSite
 from megatron.compression.tensor_parallel.layers import has_backward
 
@@ -93,8 +93,8 @@ class TokenExchange:
         if self._compresses(site, x, nbytes):
             return WithBackward.apply(
                 x,
-                lambda x: site.all_gather(x, site.forward).wait(),
-                lambda gradient: site.reduce_scatter(gradient, site.backward).wait(),
+                lambda x: site.message(site.forward, "all_gather", nbytes).start(x).wait(),
+                lambda gradient: site.message(site.backward, "reduce_scatter", nbytes).start(gradient).wait(),
             )
         self._count(site, x, ("all_gather", nbytes), ("reduce_scatter", nbytes))
         return original(x, tensor_parallel_output_grad, group, None, use_global_buffer)
@@ -119,11 +119,12 @@ class TokenExchange:
                 lambda x: site.reduce_scatter_rows(x, there, sizes, why),
                 lambda gradient: site.all_gather_rows(gradient, back, sizes, why),
             )
-        if self._compresses(site, x, x.nbytes):
+        nbytes = x.nbytes
+        if self._compresses(site, x, nbytes):
             return WithBackward.apply(
                 x,
-                lambda x: site.reduce_scatter(x, site.forward).wait(),
-                lambda gradient: site.all_gather(gradient, site.backward).wait(),
+                lambda x: site.message(site.forward, "reduce_scatter", nbytes).start(x).wait(),
+                lambda gradient: site.message(site.backward, "all_gather", nbytes).start(gradient).wait(),
             )
         self._count(site, x, ("reduce_scatter", x.nbytes), ("all_gather", x.nbytes))
         return original(x, group, None, use_global_buffer)
@@ -142,9 +143,9 @@ class TokenExchange:
     def _count(self, site: TokenSite, x: torch.Tensor, there: tuple[str, int], back: tuple[str, int]) -> None:
         """Count what megatron-core sends itself: now, and in the backward that will come."""
         forward, backward, why = _traffic(site, self._sends_tokens(x))
-        site.count_uncompressed(forward, *there, why)
+        site.count(forward, why or site.decide(forward, there[1]).why, *there)
         if has_backward(x):
-            site.count_uncompressed(backward, *back, why)
+            site.count(backward, why or site.decide(backward, back[1]).why, *back)
 
 
 TOKEN_EXCHANGE = TokenExchange()

@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import layer_name, site_name
+from megatron.compression.communication.site import Run, layer_name, site_name
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.expert_parallel.dispatchers import (

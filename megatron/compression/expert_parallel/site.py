@@ -6,18 +6,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import rows
-from megatron.compression.communication.policy import Decision
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication import Decision, rows
+from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
 
 
 class TokenSite(CommSite):
     """Tokens between the ranks of one group; ``CommSite``'s own collectives serve equal parts.
-
-    The error bound does not reach it: a rank may have no token to measure.
 
     Args:
         dimension: whose codec and traffic classes these are: ep between experts' ranks, tp between the ranks
@@ -27,15 +23,15 @@ class TokenSite(CommSite):
     def __init__(
         self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None, dimension: str = "ep"
     ) -> None:
-        super().__init__(name, group, run, layer)
+        super().__init__(name, group, run, layer, fused=False)  # equal parts alone have fused kernels
         self.routed_bytes: int | None = None
         """Of all tokens that the group routes in a forward, the same on every rank; None: messages' own size
         is."""
         self.forward, self.backward = f"{dimension}.forward", f"{dimension}.backward"
 
-    def decide(self, traffic: str, nbytes: int | None = None) -> Decision:
+    def decide(self, traffic: str, nbytes: int) -> Decision:
         """By ``routed_bytes`` where ranks send each other unequal parts: all must decide alike."""
-        if nbytes is not None and self.routed_bytes is not None:
+        if self.routed_bytes is not None:
             nbytes = self.routed_bytes
         return super().decide(traffic, nbytes)
 
@@ -43,10 +39,10 @@ class TokenSite(CommSite):
         self, x: torch.Tensor, traffic: str, to: Sequence[int] | None, came: Sequence[int] | None
     ) -> torch.Tensor:
         """Send ``[n, values]`` by splits in rows; see ``rows.all_to_all_rows``."""
-        codec, why = self.decide(traffic)
-        transport = self._row_transport(codec, why, traffic, "all_to_all", x.nbytes, x.nbytes)
-        self._compare(x, traffic, codec)
-        return rows.all_to_all_rows(x, codec, transport, to, came).wait()
+        decision = self.decide(traffic, x.nbytes)
+        transport = self._row_transport(decision, traffic, "all_to_all", x.nbytes, x.nbytes)
+        self._measure(x, traffic, decision.codec)
+        return rows.all_to_all_rows(x, decision.codec, transport, to, came).wait()
 
     def all_gather_rows(
         self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
@@ -75,34 +71,26 @@ class TokenSite(CommSite):
         nbytes: int,
         why: str | None,
     ) -> torch.Tensor:
-        codec = None
-        if why is None:
-            codec, why = self.decide(traffic, nbytes)
+        decision = self.decide(traffic, nbytes) if why is None else Decision(None, why)
         sent = x.nbytes * (self.group.size() if operation == "all_gather" else 1)
-        transport = self._row_transport(codec, why, traffic, operation, nbytes, sent)
-        self._compare(x, traffic, codec)
-        return collective(x, codec, transport, sizes).wait()
+        transport = self._row_transport(decision, traffic, operation, nbytes, sent)
+        self._measure(x, traffic, decision.codec)
+        return collective(x, decision.codec, transport, sizes).wait()
 
     def _row_transport(
-        self, codec: Codec | None, why: str, traffic: str, operation: str, plain_bytes: int, sent_bytes: int
+        self, decision: Decision, traffic: str, operation: str, plain_bytes: int, sent_bytes: int
     ) -> TorchTransport:
-        if codec is not None:
-            self._count_plain(traffic, operation, plain_bytes)
-            return self._transport(traffic)
-        self._count(traffic, why, "all_to_all", sent_bytes)
-        return TorchTransport(self.group)
+        """What carries rows, which are counted."""
+        if decision.codec is None:
+            self.count(traffic, decision.why, "all_to_all", sent_bytes)
+            return TorchTransport(self.group)
+        self.run.ledger.record_plain(traffic, operation, plain_bytes, self.group.size())
+        return self.transport(traffic)
 
-    def _compare(self, x: torch.Tensor, traffic: str, codec: Codec | None) -> None:
-        """Let the error probe see what encoding does to the rows, when it is due: each travels once."""
-        probe, evaluating = self.run.probe, self.run.ledger.evaluating
-        if codec is None or evaluating or not len(x):
+    def _measure(self, x: torch.Tensor, traffic: str, codec: Codec | None) -> None:
+        """Let the error meter see the rows, when it is due; a rank may have none, so no bound concerns them."""
+        meter = self.run.policy.meter
+        if codec is None or not meter.interval or self.run.ledger.evaluating:
             return
-        if probe.due(self.name, traffic, self.run.policy.iteration()):
-            probe.observe(self.name, traffic, x, codec.decode(codec.encode(x), x.shape[1:], x.dtype))
-
-    def _transport(self, traffic: str, fused: bool = False) -> TorchTransport:
-        """Of torch.distributed: fused kernels know equal parts alone, and one stream of collectives."""
-        return super()._transport(traffic, fused)
-
-    def _measure(self, traffic: str, tensor: torch.Tensor, codec: Codec) -> None:
-        """Not bounded."""
+        if meter.due(self.name, traffic, self.run.policy.iteration()):
+            meter.measure(self.name, traffic, x, codec, bounded=False)

@@ -15,7 +15,6 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication import Decision, Policy, Work
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.overflow import overflow
-from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
 from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
@@ -60,8 +59,8 @@ class PipelineExchange:
             a message know alike. Its iteration is asked before the forward step of an iteration has run.
     """
 
-    def __init__(self, policy: Policy, ledger: Ledger, probe: ErrorProbe) -> None:
-        self.policy, self.ledger, self.probe = policy, ledger, probe
+    def __init__(self, policy: Policy, ledger: Ledger) -> None:
+        self.policy, self.ledger = policy, ledger
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:
@@ -146,9 +145,9 @@ class PipelineExchange:
             overflow.note(codec, payload)
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
-        site = f"pipeline stage {communicator.pp_group.rank()}"
-        if not codec.lossless and self.probe.due(site, traffic, self.policy.iteration()):
-            self.probe.observe(site, traffic, tensor, codec.decode(payload, tensor.shape, tensor.dtype)[0])
+        meter, site = self.policy.meter, f"pipeline stage {communicator.pp_group.rank()}"
+        if not self.ledger.evaluating and meter.due(site, traffic, self.policy.iteration()):
+            meter.measure(site, traffic, tensor, codec, bounded=False)
         return payload
 
     def _count_uncompressed(self, traffic: str, why: str, tensor: torch.Tensor) -> None:

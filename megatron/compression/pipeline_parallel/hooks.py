@@ -5,18 +5,16 @@ from functools import partial
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
-from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 
 
-def attach(policy: Policy, ledger: Ledger, probe: ErrorProbe) -> PipelineExchange:
+def attach(policy: Policy, ledger: Ledger) -> PipelineExchange:
     """Have every schedule send through a ``PipelineExchange``, which only counts where nothing is compressed.
 
     Args:
         ledger: counts them, and under pp.other the sum of tied embeddings' gradients.
-    Returns: the exchange, whose ``prepare`` is to be called once there are process groups.
     """
-    exchange = PipelineExchange(policy, ledger, probe)
+    exchange = PipelineExchange(policy, ledger)
     patches.through_pipeline_exchange(exchange)
     patches.after_schedules(exchange.finish)
     patches.on_tied_embedding_gradient_sync(

@@ -35,8 +35,6 @@ def log_line(
         if between_nodes and traffic in between_nodes:
             pair = between_nodes[traffic]
             line += f" between nodes: {pair['sent'] / MB:.3f} of {pair['plain'] / MB:.3f} |"
-    if probed := probe_bytes(per_iteration):
-        line += f" error probe (MB): {probed / MB:.3f} |"
     for name, prefix in DIMENSIONS.items():
         sent, plain = dimension_total(per_iteration, prefix)
         if sent and plain != sent:
@@ -45,14 +43,12 @@ def log_line(
 
 
 def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
-    """Scalars of one log interval: bytes by traffic class, the probe's, and a ratio by dimension."""
+    """Scalars of one log interval: bytes by traffic class, and a ratio by dimension."""
     result = {}
     for traffic, kinds in per_iteration.items():
         sent, plain = traffic_total(kinds)
         result[f"communication/{traffic} bytes"] = sent
         result[f"communication/{traffic} uncompressed bytes"] = plain
-    if probed := probe_bytes(per_iteration):
-        result["communication/error probe bytes"] = probed
     for name, prefix in DIMENSIONS.items():
         sent, plain = dimension_total(per_iteration, prefix)
         if sent:
@@ -61,14 +57,8 @@ def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
 
 
 def traffic_total(kinds: BytesByKind) -> tuple[float, float]:
-    """(sent, plain) of a traffic class, without the error probe's own bytes."""
-    used = [pair for kind, pair in kinds.items() if kind != "probe"]
-    return sum(pair["sent"] for pair in used), sum(pair["plain"] for pair in used)
-
-
-def probe_bytes(per_iteration: dict[str, BytesByKind]) -> float:
-    """What the error probe itself sent."""
-    return sum(kinds["probe"]["sent"] for kinds in per_iteration.values() if "probe" in kinds)
+    """(sent, plain) of a traffic class."""
+    return sum(pair["sent"] for pair in kinds.values()), sum(pair["plain"] for pair in kinds.values())
 
 
 def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple[float, float]:
@@ -80,8 +70,8 @@ def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple
 def summarize(report: dict) -> dict:
     """Time, memory, losses at both ends, and bytes of one iteration of one GPU (the mean over all ranks).
 
-    Bytes are the mean over the logged iterations, the error probe's own apart. A training loss is the mean
-    of its log interval, as on Megatron's line.
+    Bytes are the mean over the logged iterations. A training loss is the mean of its log interval, as on
+    Megatron's line.
     """
     training, valid = training_rows(report), evaluations(report, "valid")
     per_iteration = mean_bytes(training)
@@ -96,7 +86,6 @@ def summarize(report: dict) -> dict:
         "peak_memory_bytes": report.get("memory", {}),
         "bytes_per_iteration": {name: _pair(*total) for name, total in totals.items() if any(total)},
         "bytes_between_nodes": {name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()},
-        "probe_bytes_per_iteration": probe_bytes(per_iteration),
         "tp_bytes_per_iteration": dimensions["tensor parallel"][0],
         "dimensions": {
             name: _pair(*total) | {"ratio": total[1] / total[0]}

@@ -139,18 +139,12 @@ def _words(report: dict) -> list[str]:
         "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes over "
         "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
         "ratio: uncompressed / sent.",
-        "- training loss: the mean of a log interval. relative L2 error: |compressed - exact| / |exact| of a "
-        "site's sums or messages; samples: how often it was measured. ordinary values: those of at most 8 "
+        "- training loss: the mean of a log interval. relative L2 error: |decoded - exact| / |exact| of one "
+        "encoding of what a site sends; samples: how often it was measured. ordinary values: those of at most 8 "
         "times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
     ]
     lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
     lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]
-    probed = report["summary"]["probe_bytes_per_iteration"]
-    if probed:
-        lines.append(
-            f"- Not in the tables: the error probe's {probed / 1e6:.3f} MB an iteration. Its time is in "
-            "the iterations'; --log-interval says how often it measures."
-        )
     own = f"{report.get('bytes_of_a_report', 0):,} bytes each log interval"
     scalars = "Megatron's scalar reductions (logged loss, gradient norm, overflow checks)"
     return [*lines, f"- Not counted: this report's own all-reduce ({own}) and {scalars}."]

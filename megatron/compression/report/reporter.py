@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
-from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.compressor import Diagnostic
 from megatron.compression.report.figures import MB, log_line, scalars
 from megatron.compression.report.history import History
@@ -58,7 +58,7 @@ class Reporter:
     def __init__(
         self,
         ledger: Ledger,
-        probe: ErrorProbe,
+        meter: ErrorMeter,
         *,
         log_interval: int,
         settings: dict[str, Any],
@@ -69,7 +69,7 @@ class Reporter:
         diagnostics: Sequence[Diagnostic] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.ledger, self.probe = ledger, probe
+        self.ledger, self.meter = ledger, meter
         self.log_interval = log_interval
         self.settings = settings
         self.directory = Path(directory) if directory else None
@@ -145,11 +145,11 @@ class Reporter:
             self._append({"iteration": self._last_iteration, "split": self._split, "losses": values})
 
     def finish(self) -> None:
-        """Gather every rank's ledger, probe and memory on the last rank and write the report there."""
+        """Gather every rank's ledger, errors and memory on the last rank and write the report there."""
         if self.directory is None:
             return
         world, last = dist.get_world_size(), dist.get_world_size() - 1
-        own = {"ledger": self.ledger.rows(), "errors": self.probe.rows(), "memory": peak_memory()}
+        own = {"ledger": self.ledger.rows(), "errors": self.meter.rows(), "memory": peak_memory()}
         gathered = [None] * world if dist.get_rank() == last else None
         dist.gather_object(own, gathered, dst=last)
         if gathered is not None:

@@ -15,9 +15,9 @@ same bits everywhere.
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.collectives import sum_in_order
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.transport import TorchTransport, shared_between
-from megatron.compression.communication.uncompressed import sum_in_order
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync
 from megatron.compression.tagc.monitor import TagcMonitor

@@ -10,7 +10,7 @@ backward, a reduce-scatter an all-gather, a split an all-gather.
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.overlap import (
     DeferredWeightGradient,

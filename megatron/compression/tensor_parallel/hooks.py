@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import CommSite, layer_name, site_name
+from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig

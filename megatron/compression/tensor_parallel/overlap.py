@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
 
 

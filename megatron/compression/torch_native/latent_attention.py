@@ -11,9 +11,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward, uncompressed_all_reduce
 from megatron.compression.communication.site import CommSite
-from megatron.compression.communication.uncompressed import uncompressed_all_reduce
 from megatron.compression.tensor_parallel.layers import has_backward
 
 

@@ -11,7 +11,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings import rope_utils
 
 from megatron.compression import patches
-from megatron.compression.communication.autograd import WithBackward
+from megatron.compression.communication.collectives import WithBackward
 
 
 def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

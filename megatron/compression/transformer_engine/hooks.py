@@ -8,8 +8,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from megatron.compression import patches
-from megatron.compression.communication.run import Run
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.transformer_engine.exchanges import Exchanges
 from megatron.compression.transformer_engine.weight_gradients import Aside, WeightGradients
 

@@ -1,0 +1,281 @@
+"""The collectives, over a codec or without one; each starts communication and returns its ``Work``.
+
+Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same bits; sums
+run in fp32 in the order of the ranks, so a result does not depend on timing. Any world size, any number of
+values.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megatron.compression.codecs import Codec
+from megatron.compression.communication.overflow import encode, sum_and_encode
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.work import Work
+
+
+class _Pieces(NamedTuple):
+    """How a tensor is cut into one piece a rank: what depends on its shape alone, kept by ``_pieces``."""
+
+    codec: Codec
+    first: Codec
+    second: Codec
+    missing: int
+    """Values behind the last one, or slices of the first dimension, that are zeros."""
+    rows: tuple[int, ...]
+    """``[W, *shape]``: pieces are flat and a multiple of the codec's block long, or, where the codec sees
+    shapes, as many slices of the first dimension as the others."""
+    shape: torch.Size
+
+
+_known: dict[tuple[int, torch.Size, int], _Pieces] = {}
+_MOST = 4096
+
+
+def _pieces(x: torch.Tensor, codec: Codec, ranks: int) -> _Pieces:
+    # By the codec's identity: to hash a dataclass takes as long as the rest. What is kept holds it.
+    key = id(codec), x.shape, ranks
+    found = _known.get(key)
+    if found is not None:
+        return found
+    first, second = codec.hops
+    if codec.sees_shape and x.dim() > 1:
+        missing = -x.shape[0] % ranks
+        shape = torch.Size(((x.shape[0] + missing) // ranks, *x.shape[1:]))
+    else:
+        shape = torch.Size((-(-x.numel() // (ranks * codec.block)) * codec.block,))
+        missing = ranks * shape[0] - x.numel()
+    if len(_known) >= _MOST:
+        _known.clear()
+    found = _known[key] = _Pieces(codec, first, second, missing, (ranks, *shape), shape)
+    return found
+
+
+def _padded(x: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
+    if len(pieces.rows) > 2:
+        return torch.cat([x, x.new_zeros(pieces.missing, *x.shape[1:])])
+    return F.pad(x.reshape(-1), (0, pieces.missing))
+
+
+def cut(x: torch.Tensor, ranks: int, codec: Codec) -> torch.Tensor:
+    """``[ranks, *shape]`` of ``x``'s values in their order, as an all-reduce encodes them."""
+    pieces = _pieces(x, codec, ranks)
+    return (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
+
+
+def joined(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The tensor of ``shape`` that ``cut`` made ``rows`` of; a view of them."""
+    return rows.reshape(-1)[: shape.numel()].view(shape)
+
+
+def all_reduce(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
+) -> Work:
+    """Start to sum ``x`` over the ranks of the transport's group, in two exchanges.
+
+    Encode one piece a destination, all-to-all, decode + sum + encode the own piece, all-gather, decode.
+
+    Args:
+        x: any shape and stride; bf16, fp16 or fp32. Left as it is.
+        codec: its first hop encodes the pieces, its second the sums.
+        out: where to put the result: contiguous, of ``x``'s shape and dtype.
+    Returns: ``wait`` gives the sum, of ``x``'s shape and dtype.
+    """
+    ranks = transport.world_size
+    if ranks == 1 or x.numel() == 0:
+        return Work.completed(x if out is None else out.copy_(x))
+    if transport.fuses(codec):
+        return transport.fused_all_reduce(x, codec, out)
+    pieces = _pieces(x, codec, ranks)
+    first, second, shape, dtype = pieces.first, pieces.second, pieces.shape, x.dtype
+    rows = (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
+    if first.lossless:
+        first, payloads = encode(first, rows, transport)
+    else:
+        payloads = first.encode(rows)
+    received, pending = transport.all_to_all(payloads)
+
+    def sum_own_piece() -> Work:
+        if second.lossless:
+            last, own = sum_and_encode(first, received[:, None], shape, dtype, second, transport)
+        else:
+            last, own = second, first.decode_sum_encode(received[:, None], shape, second)
+        gathered, pending = transport.all_gather(own[0])
+
+        def decode() -> torch.Tensor:
+            if not pieces.missing:
+                into = None if out is None else out.view(pieces.rows)
+                return last.decode(gathered, shape, dtype, into).reshape(x.shape)
+            total = joined(last.decode(gathered, shape, dtype), x.shape)
+            return total if out is None else out.copy_(total)
+
+        return Work(pending, decode)
+
+    return Work(pending, sum_own_piece, exchanges=2)
+
+
+def reduce_scatter(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
+) -> Work:
+    """Start to sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
+
+    Args:
+        x: ``[W * n, ...]``, bf16, fp16 or fp32.
+        codec: its first hop encodes.
+        out: where to put the result, contiguous.
+    Returns: ``wait`` gives ``[n, ...]`` of ``x``'s dtype.
+    Raises: ValueError: the first dimension does not divide by the world size.
+    """
+    ranks = transport.world_size
+    if x.shape[0] % ranks:
+        raise ValueError(
+            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's {ranks} "
+            "ranks"
+        )
+    shape = torch.Size((x.shape[0] // ranks, *x.shape[1:]))
+    if ranks == 1 or x.numel() == 0:
+        return Work.completed(x.reshape(shape) if out is None else out.copy_(x.reshape(shape)))
+    codec = codec.hops[0]
+    if transport.fuses(codec):
+        return transport.fused_reduce_scatter(x, codec, out)
+    dtype = x.dtype
+    codec, payloads = encode(codec, x.reshape(ranks, *shape), transport)
+    received, pending = transport.all_to_all(payloads)
+
+    def decode() -> torch.Tensor:
+        into = None if out is None else out[None]
+        return codec.decode_sum(received[:, None], shape, dtype, out=into)[0]
+
+    return Work(pending, decode)
+
+
+def all_gather(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
+) -> Work:
+    """Start to concatenate every rank's ``x`` along the first dimension; one quantisation.
+
+    Args:
+        x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
+        codec: its second hop encodes.
+        out: where to put the result, contiguous.
+    Returns: ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
+    """
+    if transport.world_size == 1 or x.numel() == 0:
+        full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
+        return Work.completed(full if out is None else out.copy_(full))
+    codec, payload = encode(codec.hops[1], x[None], transport)
+    return all_gather_encoded(payload, x.shape, x.dtype, codec, transport, out)
+
+
+def all_gather_encoded(
+    payload: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    codec: Codec,
+    transport: TorchTransport,
+    out: torch.Tensor | None = None,
+) -> Work:
+    """Start to all-gather a tensor that is already encoded.
+
+    Args:
+        payload: uint8 ``[1, bytes]`` of this rank's tensor.
+        shape, dtype: of that tensor, not empty.
+        codec: what has encoded it; ``overflow.encode`` says it with the payload.
+        out: where to put the result, contiguous ``[W * n, ...]``.
+    """
+    if transport.fuses(codec):
+        return transport.fused_all_gather(payload, shape, dtype, codec, out)
+    gathered, pending = transport.all_gather(payload[0])
+
+    def decode() -> torch.Tensor:
+        into = None if out is None else out.view(-1, *shape)
+        return codec.decode(gathered, shape, dtype, into).flatten(0, 1)
+
+    return Work(pending, decode)
+
+
+def uncompressed_all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> Work:
+    """Start to sum ``x`` over the group in its own dtype, into ``out`` if given, which may be ``x``."""
+    total = x.clone(memory_format=torch.contiguous_format) if out is None else out
+    if out is not None and out is not x:
+        out.copy_(x)
+    return Work(dist.all_reduce(total, group=group, async_op=True), lambda: total)
+
+
+def uncompressed_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> Work:
+    """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
+    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
+    work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
+    return Work(work, lambda: shard)
+
+
+def uncompressed_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> Work:
+    """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``, in ``out`` if given."""
+    full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:])) if out is None else out
+    work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
+    return Work(work, lambda: full)
+
+
+def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
+
+    The addends travel as they are, an owner adds them up in fp32 and rounds the sum once, and that travels.
+
+    Args:
+        x: contiguous; left as it is.
+        group: any number of ranks; where it does not divide ``x`` the last piece is padded.
+    """
+    ranks = group.size()
+    piece = -(-x.numel() // ranks)
+    pieces = F.pad(x.view(-1), (0, ranks * piece - x.numel()))
+    received = torch.empty_like(pieces)
+    work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
+
+    def sum_own_piece() -> Work:
+        own = sum_in_order(received.view(ranks, piece)).to(x.dtype)
+        gathered = own.new_empty(ranks * piece)
+        work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+        return Work(work, lambda: gathered[: x.numel()].view(x.shape))
+
+    return Work(work, sum_own_piece, exchanges=2)
+
+
+def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """The fp32 sum of ``[W, n]`` over its rows, one after the other.
+
+    ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
+    """
+    total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+class WithBackward(torch.autograd.Function):
+    """``there`` in the forward, ``back`` for the gradient: most of them communicate."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        return ctx.back(grad_output), None, None
