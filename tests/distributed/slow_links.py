@@ -19,12 +19,15 @@ import torch.distributed as dist
 
 _BYTES = {
     "all_reduce": lambda tensor, *_, **__: tensor.nbytes,
-    "all_gather_into_tensor": lambda full, *_, **__: full.nbytes // 2,
     "reduce_scatter_tensor": lambda part, full, *_, **__: full.nbytes // 2,
-    "all_to_all_single": lambda received, sent, *_, **__: sent.nbytes // 2,
     "batch_isend_irecv": lambda ops: sum(one.tensor.nbytes for one in ops if one.op is dist.isend),
 }
 """What a rank of two sends."""
+_BYTES_OF_GROUPS = {
+    "_allgather_base": lambda full, *_, **__: full.nbytes // 2,
+    "alltoall_base": lambda received, sent, *_, **__: sent.nbytes // 2,
+}
+"""The same by methods of a process group, which payloads call without torch.distributed's functions."""
 
 SECONDS_PER_KIB = 1e-3
 training = False
@@ -48,21 +51,25 @@ clock = Clock()
 def make_slow(payloads: bool) -> None:
     """Let what this rank sends take time: in training ``payloads`` alone."""
 
-    def slow(original, nbytes):
+    def slow(original, nbytes, method=False):
         def function(*args, **kwargs):
-            group = kwargs.get("group")
+            group, given = kwargs.get("group"), args
+            if method:
+                group, *args = args
             alone = group is not None and group.size() == 1
             tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
             payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
             free = training and payloads and not payload
             if not alone and not free:
                 clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
-            return original(*args, **kwargs)
+            return original(*given, **kwargs)
 
         return function
 
     for name, nbytes in _BYTES.items():
         setattr(dist, name, slow(getattr(dist, name), nbytes))
+    for name, nbytes in _BYTES_OF_GROUPS.items():
+        setattr(dist.ProcessGroup, name, slow(getattr(dist.ProcessGroup, name), nbytes, method=True))
 
 
 def tell_decisions() -> None:

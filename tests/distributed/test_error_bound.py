@@ -5,7 +5,7 @@ import shutil
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.error_bound import ErrorBound
+from megatron.compression.communication.meter import ErrorMeter
 from tests.distributed.forked import pretrain
 from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
@@ -18,7 +18,7 @@ SITE, OTHER = ("a", "tp.forward"), ("b", "tp.forward")
 def decision_worker(rank: int, world_size: int) -> dict:
     """Rank 0's values suit the codec, the other rank's do not; site b suits it on both."""
     torch.manual_seed(rank)
-    bound = ErrorBound(bound=0.05, group_size=128, interval=1)
+    bound = ErrorMeter(0.05)
     bound.measure(*SITE, torch.randn(8, 128), parse_codec("taco:format=int4" if rank else "taco:format=int8"))
     bound.measure(*OTHER, torch.randn(8, 128), parse_codec("taco:format=int8"))
     bound.decide(torch.distributed.group.WORLD)
@@ -45,7 +45,7 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
     for (kind, channel), unchanged in exact.items():
         core = _run(kind, True, _layer(kind, True, False, world_size, "none", rank), rank, world_size)
         layer = _layer(kind, True, True, world_size, "taco", rank, error_bound=0.05)
-        layer.site.run.policy.error_bound.tripped[kind, channel] = 1.0
+        layer.site.run.policy.meter.tripped[kind, channel] = 1.0
         guarded = _run(kind, True, layer, rank, world_size)
         for name in core:
             assert (name in unchanged or "bias" in name) == torch.equal(core[name], guarded[name]), (

@@ -29,12 +29,12 @@ def _add_massive(model: torch.nn.Module, rank: int) -> None:
 
 
 def worker(rank: int, world_size: int, codecs: list[str]) -> dict[str, tuple[list[float], dict]]:
-    """By codec: losses of a few iterations, and what the probe saw behind the first MLP."""
+    """By codec: losses of a few iterations, and what the error meter saw after the first MLP."""
     start_model_parallel(world_size)
     seen = {}
     for codec in codecs:
         run = run_with(codec)
-        run.probe.interval = 1
+        run.policy.meter.interval = 1
         model = build_tiny_gpt(rank, world_size, run)
         _add_massive(model, rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -46,7 +46,7 @@ def worker(rank: int, world_size: int, codecs: list[str]) -> dict[str, tuple[lis
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        rows = {(row["site"], row["traffic"]): row for row in run.probe.rows()}
+        rows = {(row["site"], row["traffic"]): row for row in run.policy.meter.rows()}
         seen[codec] = losses, rows.get(SITE, {})
     return seen
 

@@ -292,13 +292,12 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     from megatron.compression.communication import Policy
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.overflow import State, overflow
-    from megatron.compression.communication.probe import ErrorProbe
     from megatron.compression.pipeline_parallel import hooks
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 
     ledger = Ledger()
     rules = PipelineParallelConfig(**SETTINGS[codec]).rules(start_iteration=int(codec == "warm-up"))
-    exchange = hooks.attach(Policy(rules, ledger), ledger, ErrorProbe())
+    exchange = hooks.attach(Policy(rules, ledger), ledger)
     model = _build(rank, case)
     losses, repeated = [], False
     step = get_forward_backward_func()

@@ -7,8 +7,8 @@ import torch
 from megatron import host
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
@@ -63,8 +63,7 @@ def run_with(
     if isinstance(codec, Codec):
         rules = {traffic: replace(rule, codec=codec) for traffic, rule in rules.items()}
     ledger = Ledger()
-    bound = None if error_bound is None else ErrorBound(error_bound, 128)
-    policy = Policy(rules, ledger, lambda: run.step, validate_uncompressed, bound)
+    policy = Policy(rules, ledger, lambda: run.step, validate_uncompressed, ErrorMeter(error_bound))
     caat_net = CaatNetConfig(sync_fraction=sync_fraction)
     run = TinyRun(policy, ledger, transports=Transports(transport), config=config, caat_net=caat_net)
     return run

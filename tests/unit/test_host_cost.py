@@ -1,14 +1,22 @@
-"""What launching costs the host: how many operations it asks of torch around an exchange."""
+"""What an exchange costs the host: Python frames from a layer's site to the wait, and torch operations."""
 
+import gc
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.collectives import all_reduce
+from megatron.compression.communication import CommSite, Ledger, Policy, Rule, Run
+from megatron.compression.communication.overflow import State, overflow
 from tests.unit.test_overlap import leaves, mlp_loss
+
+OURS = str(Path(__file__).parents[2] / "megatron")
 
 
 class Operations(TorchDispatchMode):
@@ -40,28 +48,69 @@ class OneOperation(Codec):
         return payloads[0]
 
 
-class InPlace:
-    """A transport of two ranks whose exchanges are no operation."""
+class Done:
+    """Of an exchange."""
 
-    world_size = 2
+    def wait(self) -> None:
+        """Nothing."""
 
-    def fuses(self, codec: Codec) -> bool:
-        return False
 
-    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return payloads, None
+class TwoRanks:
+    """A process group whose exchanges take what is sent for what comes."""
 
-    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.cat((payload, payload)).view(2, -1), None
+    def size(self) -> int:
+        return 2
+
+    def alltoall_base(self, received, sent, *_) -> Done:
+        received.copy_(sent)
+        return Done()
+
+    def _allgather_base(self, gathered, own, _) -> Done:
+        gathered.copy_(own)
+        return Done()
+
+
+def site_of_two_ranks() -> CommSite:
+    ledger = Ledger()
+    return CommSite("layer", TwoRanks(), Run(Policy({"tp.forward": Rule(OneOperation())}, ledger), ledger))
+
+
+def reduced(site: CommSite, x: torch.Tensor) -> torch.Tensor:
+    """As a layer does it."""
+    return site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait()
+
+
+def test_an_all_reduce_enters_few_python_frames() -> None:
+    """Ours alone: neither torch's nor those of the codec and of the backend."""
+    site, x, frames = site_of_two_ranks(), torch.arange(8.0).view(2, 4), []
+    reduced(site, x)
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            frames.append(frame.f_code.co_qualname)
+
+    gc.disable()  # finalizers of other tests' objects
+    sys.setprofile(enter)
+    try:
+        reduced(site, x)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert 10 < len(frames) <= 28, frames
 
 
 def test_an_all_reduce_is_little_more_than_its_codec_and_its_exchanges() -> None:
-    x = torch.arange(8.0).view(2, 4)
+    site, x = site_of_two_ranks(), torch.arange(8.0).view(2, 4)
     with Operations() as operations:
-        total = all_reduce(x, OneOperation(), InPlace()).wait()
+        total = reduced(site, x)
     assert total.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    codec, exchanges = 3, 2
-    assert operations.seen.total() - codec - exchanges <= 4, operations.seen
+    codec, exchanges = 3, 4
+    assert operations.seen.total() - codec - exchanges <= 6, operations.seen
+    assert {row["operation"]: row["sent_bytes"] for row in site.run.ledger.rows()} == {
+        "all_to_all": 4,
+        "all_gather": 4,
+        "instead_of_all_reduce": 0,
+    }
 
 
 def test_a_backward_makes_no_placeholder_anew() -> None:
@@ -72,3 +121,26 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
         loss.backward()
     made = {name: count for name, count in operations.seen.items() if "zero" in name or "fill" in name}
     assert not made, made
+
+
+def test_lossless_that_is_off_costs_no_more() -> None:
+    """A site decides for no codec, and nothing is encoded."""
+    site = site_of_two_ranks()
+    site.run.policy.rules["tp.forward"] = Rule(type("Lossless", (OneOperation,), {"lossless": True})())
+    overflow.state = State.OFF
+    try:
+        assert site.decide("tp.forward", 8).why == "overflow"
+    finally:
+        overflow.state = State.ASKED
+
+
+def test_codecs_and_communication_need_torch_and_triton_alone() -> None:
+    """megatron-core may be missing."""
+    program = (
+        "import sys; sys.modules['megatron.core'] = sys.modules['megatron.training'] = None\n"
+        "import megatron.compression.communication, megatron.compression.codecs as codecs\n"
+        "import megatron.compression.communication.topology, megatron.compression.communication.audit\n"
+        "print(codecs.parse_codec('int5/int6').name, len(codecs.CODECS.names()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("int5/int6") and not done.returncode, done.stderr

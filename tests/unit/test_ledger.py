@@ -1,10 +1,9 @@
-"""Byte conventions, the ledger and the error probe."""
+"""Byte conventions and the ledger."""
 
 import pytest
 import torch
 
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
-from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.compression import Compression
 from megatron.compression.config import CompressionConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -41,37 +40,6 @@ def test_ledger_keeps_phases_traffic_and_kinds_apart() -> None:
     assert ledger.totals("eval")["tp.forward"]["small"] == (1000, 1000)
     with pytest.raises(KeyError):
         ledger.record("tp.sideways", "off", "send", 1, 1)
-
-
-def test_error_probe() -> None:
-    """Relative L2 error over all observations; a site is due once in an iteration that is due."""
-    probe = ErrorProbe(interval=2)
-    assert probe.due("a", "tp.forward", 0)
-    assert not probe.due("a", "tp.forward", 0)
-    assert probe.due("a", "tp.backward", 0)
-    assert not probe.due("a", "tp.forward", 1)
-    assert probe.due("a", "tp.forward", 2)
-    probe.observe("a", "tp.forward", torch.tensor([3.0, 0.0]), torch.tensor([3.0, 0.4]))
-    probe.observe("a", "tp.forward", torch.tensor([0.0, 4.0]), torch.tensor([0.3, 4.0]))
-    (row,) = probe.rows()
-    assert row["relative_error"] == pytest.approx(0.1)
-    assert row["samples"] == 2
-    assert not ErrorProbe(interval=0).due("a", "tp.forward", 0)
-
-
-def test_error_probe_sees_what_a_massive_value_hides() -> None:
-    """One of 1000 in a group whose other values are lost: 9 % of all, all of the ordinary ones."""
-    probe, exact = ErrorProbe(interval=1), torch.ones(4, 2, 128)
-    exact[0, 0, 5] = 1000.0
-    lost = exact * (exact == 1000)
-    lost[0, 1:], lost[1:] = 1.0, 1.0
-    probe.observe("a", "tp.forward", exact.bfloat16(), lost.bfloat16())
-    probe.observe("b", "tp.forward", torch.zeros(300), torch.zeros(300))
-    row, zeros = probe.rows()
-    assert row["relative_error"] == pytest.approx((127 / (1e6 + 1023)) ** 0.5, rel=1e-3)
-    assert row["ordinary_error"] == pytest.approx((127 / 1023) ** 0.5, rel=1e-3)
-    assert row["peak"] == 1000.0
-    assert zeros["ordinary_error"] == 0.0 and zeros["peak"] is None
 
 
 def test_links_are_told_apart() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Policy, Rule
-from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -29,12 +29,12 @@ def _policy(
         **config.rules(start),
         **DataParallelConfig(compression="int8").rules(start),
     }
-    return Policy(rules, Ledger(), lambda: now.iteration, validate_uncompressed, bound)
+    return Policy(rules, Ledger(), lambda: now.iteration, validate_uncompressed, bound or ErrorMeter())
 
 
 def test_choice_follows_layer_error_iteration_and_size() -> None:
     """The ledger's kind says why a message went uncompressed."""
-    now, bound = Now(), ErrorBound(0.05, 128)
+    now, bound = Now(), ErrorMeter(0.05)
     policy = _policy(now, bound=bound, start=3, layers="1,output")
 
     def kind(site="site", layer=1, traffic="tp.forward", size=LARGE) -> str:

@@ -7,11 +7,10 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, Reru
 
 from megatron.compression import flags, patches, repetition
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.error_bound import ErrorBound
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.overflow import State, encode, overflow
 from megatron.compression.communication.policy import Policy, Rule
-from megatron.compression.communication.probe import ErrorProbe
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
 from tests.unit.megatron_args import parsed
@@ -77,14 +76,14 @@ def test_other_modes_are_left_alone(monkeypatch, mode: RerunMode) -> None:
     assert not loop.begun
 
 
-def run_of(bound: ErrorBound | None = None) -> Run:
+def run_of() -> Run:
     ledger = Ledger()
-    return Run(Policy({}, ledger, error_bound=bound), ledger, ErrorProbe(1))
+    return Run(Policy({}, ledger, meter=ErrorMeter(0.1, 1)), ledger)
 
 
 def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
     """8, then 16, then 8 again once a step has needed no repetition; what it has observed is forgotten."""
-    lines, overflowed, run = [], [True, True, False, True], run_of(ErrorBound(0.1, 128))
+    lines, overflowed, run = [], [True, True, False, True], run_of()
     repeats = repetition.Repetition(run, lines.append)
 
     def end() -> bool:
@@ -99,15 +98,14 @@ def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
             off[-1] += 1
             assert not repeats.end() and overflow.state is State.ASKED
             continue
-        assert run.probe.due("site", "tp.forward", len(overflowed))
-        run.probe.observe("site", "tp.forward", x, x)
-        run.policy.error_bound._measures[len(overflowed), "tp.forward"] = x
+        assert run.policy.meter.due("site", "tp.forward", len(overflowed))
+        run.policy.meter.measure("site", "tp.forward", x, parse_codec("int8"))
         if repeats.end():
             off.append(0)
             assert overflow.state is State.OFF, "in the repeated pass"
             assert not repeats.end() and overflow.state is State.ASKED
     assert off == [0, 8, 16, 0] and len(lines) == 3 and "the next 16 iterations are uncompressed" in lines[1]
-    assert run.probe.seen["site", "tp.forward"].samples == 1 == len(run.policy.error_bound._measures)
+    assert [row["samples"] for row in run.policy.meter.rows()] == [1]
 
 
 def test_flags_of_a_pass() -> None:

@@ -14,14 +14,14 @@ from megatron.compression.report.history import History, load_report, read_histo
 from megatron.compression.report.render import compare, different_settings, write_report
 
 PER_ITERATION = {
-    "tp.forward": {"compressed": {"sent": 0.5e6, "plain": 1e6}, "probe": {"sent": 9e6, "plain": 9e6}},
+    "tp.forward": {"compressed": {"sent": 0.5e6, "plain": 1e6}},
     "tp.other": {"exact": {"sent": 0.1e6, "plain": 0.1e6}},
     "dp.gradient": {"off": {"sent": 2e6, "plain": 2e6}},
 }
 
 
 def test_log_line_and_scalars() -> None:
-    """The ratio counts every tensor-parallel byte, the exact ones too, but not the probe's own."""
+    """The ratio counts every tensor-parallel byte, the exact ones too."""
     line = log_line(5, 100, PER_ITERATION)
     assert "communication        5/     100 |" in line
     assert "tp.forward (MB): 0.500 of 1.000 |" in line
@@ -120,17 +120,13 @@ def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
 
 
 def test_log_line_has_a_ratio_for_each_compressed_dimension() -> None:
-    """And the probe's bytes as an entry of their own, a site that only the probe used included."""
+    """Totals and ratios of what was sent."""
     pair = {"compressed": {"sent": 1e6, "plain": 4e6}}
     classes = ("tp.forward", "dp.gradient", "pp.backward", "ep.forward")
     line = log_line(1, 2, dict.fromkeys(classes, pair) | {"cp.forward": {"off": {"sent": 1.0, "plain": 1.0}}})
     for dimension in ("tensor", "data", "pipeline", "expert"):
         assert f" {dimension}-parallel ratio: 4.000 |" in line
-    assert "context-parallel" not in line and "error probe" not in line
-    probed = {"probe": {"sent": 3e6, "plain": 3e6}}
-    line = log_line(1, 2, {"tp.forward": pair | probed, "pp.forward": probed})
-    assert "| tp.forward (MB): 1.000 of 4.000 | error probe (MB): 6.000 | tensor-parallel" in line
-    assert scalars({"tp.forward": pair | probed})["communication/error probe bytes"] == 3e6
+    assert "context-parallel" not in line
 
 
 def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) -> None:
@@ -220,8 +216,7 @@ def test_report_explains_its_words_and_its_figures(tmp_path) -> None:
     write_report(report, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "- tp.forward: tensor parallelism: activations." in text and "pp.forward" not in text
-    assert "- probe: the error probe's own reference" in text and "guarded" not in text
-    assert "Not in the tables: the error probe's 9.000 MB an iteration." in text
+    assert "guarded" not in text
     assert "Not counted: this report's own all-reduce (2,048 bytes each log interval)" in text
     assert "Time of an iteration: 20.0 ms (median)." in text, "without the first interval"
     assert "Peak memory of torch's allocator: 3 MB (the largest of any rank)." in text

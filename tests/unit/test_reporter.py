@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.probe import ErrorProbe
+from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.report import Reporter, Writers
 from megatron.compression.report.reporter import _by_name, _flat_totals
 
@@ -25,7 +25,7 @@ def one_rank(tmp_path_factory):
 def _reporter(directory=None, ledger=None, **settings) -> Reporter:
     ledger = Ledger() if ledger is None else ledger
     settings = {"log_interval": 2, "settings": {}, **settings}
-    return Reporter(ledger, ErrorProbe(), directory=directory and str(directory), **settings)
+    return Reporter(ledger, ErrorMeter(), directory=directory and str(directory), **settings)
 
 
 def _loss(value: float) -> dict[str, torch.Tensor]:

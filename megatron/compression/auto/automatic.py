@@ -40,7 +40,7 @@ class Automatic:
         self.plan: RunPlan | None = None
         """None until the first model chunk is there."""
         self._check: Check | None = None
-        self._probe_interval = 0
+        self._meter_interval = 0
         self._built: list[torch.nn.Module] = []
         settings = self.config.asdict()
         settings = {key: value for key, value in settings.items() if key not in SAME_RESULTS}
@@ -106,8 +106,8 @@ class Automatic:
         unchecked = [] if plan.checked else list(plan.recipes())
         self._check = Check(unchecked, first, run.policy.iteration, self._checked)
         run.policy.left_out = self._check.left_out
-        if unchecked:  # else the probe's uncompressed collectives would be timed
-            self._probe_interval, run.probe.interval = run.probe.interval, 0
+        if unchecked:  # else what the error meter encodes would be timed
+            self._meter_interval, run.policy.meter.interval = run.policy.meter.interval, 0
 
     def _announce(self, plan: RunPlan) -> None:
         """Log the plan."""
@@ -126,7 +126,7 @@ class Automatic:
     def _checked(self, gains: dict[str, float]) -> None:
         """Log and keep what the run has measured, on all ranks."""
         assert self.plan is not None and self._check is not None
-        self.compression.run.probe.interval = self._probe_interval
+        self.compression.run.policy.meter.interval = self._meter_interval
         useless = {}
         for name, gain in gains.items():
             measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"

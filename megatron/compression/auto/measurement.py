@@ -159,8 +159,8 @@ class Sender:
             shape = (shape[0] // group.size(), *shape[1:])
         x = _normal(shape, message.dtype, self._device)
         if rule is not None:
-            send = getattr(CommSite("timing", group, self._run(message, rule)), operation)
-            return lambda: send(x, message.traffic).wait()
+            site, nbytes = CommSite("timing", group, self._run(message, rule)), message.nbytes
+            return lambda: site.message(message.traffic, operation, nbytes).start(x).wait()
         if operation == "all_reduce":
             x.zero_()  # it is summed in place, again and again
             return lambda: dist.all_reduce(x, group=group)

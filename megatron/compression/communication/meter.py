@@ -186,9 +186,10 @@ def peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    """``[n, GROUP]``, zeros behind the last value."""
+    """``[n, GROUP]``, zeros behind the last value; fewer values than a group as one row."""
     flat = x.reshape(-1)
-    return F.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+    size = min(GROUP, flat.numel())
+    return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
 def _sample(tensor: torch.Tensor, size: int) -> torch.Tensor:

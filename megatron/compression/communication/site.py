@@ -194,8 +194,10 @@ class Message:
         site, policy = self.site, self.site.run.policy
         if site.run.ledger.evaluating or not policy.meter.due(site.name, self.traffic, policy.iteration()):
             return
+        assert self.codec is not None
         hop = {"reduce_scatter": 0, "all_gather": 1}.get(self.operation)
-        policy.meter.measure(site.name, self.traffic, x, self.codec if hop is None else self.codec.hops[hop])
+        codec = self.codec if hop is None else self.codec.hops[hop]
+        policy.meter.measure(site.name, self.traffic, x, codec)
 
 
 class Packed(NamedTuple):
@@ -203,7 +205,7 @@ class Packed(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     message: Message
-    nbytes: int
+    nbytes: int = 0
 
 
 def site_name(module_path: str, layer_number: int | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.host_memory import HostMemory, HostMemoryError, Part
@@ -26,7 +27,7 @@ OnSend = Callable[[str, int], Any]
 """Called with (operation, bytes this rank sends) for every call handed to the backend."""
 TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
 
-_TO_ALL, _GATHER = dist.AllToAllOptions(), dist.AllgatherOptions()
+_TO_ALL, _GATHER = AllToAllOptions(), AllgatherOptions()
 _TO_ALL.asyncOp = _GATHER.asyncOp = True
 
 
@@ -76,7 +77,8 @@ class TorchTransport:
         if len(self.groups) > 1:
             return self.all_to_all_rows(payloads, None, None)
         received = torch.empty_like(payloads)
-        self._report("all_to_all", payloads.nbytes)
+        if self.on_send is not None:
+            self.on_send("all_to_all", payloads.nbytes // self.world_size * (self.world_size - 1))
         return received, self.group.alltoall_base(received, payloads, [], [], _TO_ALL)
 
     def all_to_all_rows(
@@ -99,7 +101,8 @@ class TorchTransport:
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start to gather uint8 ``[bytes]`` of every rank into uint8 ``[W, bytes]``."""
         gathered = payload.new_empty((self.world_size, payload.numel()))
-        self._report("all_gather", gathered.numel())
+        if self.on_send is not None:
+            self.on_send("all_gather", payload.numel() * (self.world_size - 1))
         if len(self.groups) == 1:
             return gathered, self.group._allgather_base(gathered, payload, _GATHER)
 

@@ -48,12 +48,11 @@ class Work:
         if self._pending is not None:
             self._pending.wait()
         next_one = None if self._finish is None else self._finish()
-        if isinstance(next_one, Work) and next_one.done:
-            next_one = next_one.wait()
         if not isinstance(next_one, Work):
             self._done, self._result, self._left = True, next_one, 0
             self._pending = self._finish = None  # nothing is kept alive
         elif type(next_one) is Work:
+            self._done, self._result = next_one._done, next_one._result
             self._pending, self._finish, self._left = next_one._pending, next_one._finish, next_one._left
         else:  # it knows better how to move on
             self._pending, self._finish, self._left = None, lambda: _step(next_one), next_one.exchanges

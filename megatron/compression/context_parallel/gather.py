@@ -1,9 +1,9 @@
 """Attention under context parallelism: every rank gathers the keys and values of the whole sequence.
 
-As Megatron distributes a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one behind the other, so that
-causal attention costs all ranks the same. Queries stay where they are; the keys and values of all ranks are
-gathered and put in order, and their gradients reduce-scattered: the way of Llama 3 (arXiv
-2407.21783, section 3.3.2). Grouped queries make keys and values small beside the rest.
+As Megatron distributes a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one after the other, so
+that causal attention costs all ranks the same. Queries stay where they are; the keys and values of all ranks
+are gathered and put in order, and their gradients reduce-scattered: the way of Llama 3 (arXiv 2407.21783,
+section 3.3.2). Grouped queries make keys and values small compared with the rest.
 """
 
 import torch

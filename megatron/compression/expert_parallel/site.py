@@ -88,7 +88,7 @@ class TokenSite(CommSite):
         return self.transport(traffic)
 
     def _measure(self, x: torch.Tensor, traffic: str, codec: Codec | None) -> None:
-        """Let the error meter see the rows, when it is due; a rank may have none, so no bound concerns them."""
+        """Let the error meter see the rows, when it is due. A rank may have none, so they have no bound."""
         meter = self.run.policy.meter
         if codec is None or not meter.interval or self.run.ledger.evaluating:
             return

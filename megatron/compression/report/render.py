@@ -139,9 +139,10 @@ def _words(report: dict) -> list[str]:
         "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes over "
         "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
         "ratio: uncompressed / sent.",
-        "- training loss: the mean of a log interval. relative L2 error: |decoded - exact| / |exact| of one "
-        "encoding of what a site sends; samples: how often it was measured. ordinary values: those of at most 8 "
-        "times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all samples.",
+        "- training loss: the mean of a log interval. relative L2 error: |decoded - exact| / |exact| of "
+        "one encoding of what a site sends; samples: how often it was measured. ordinary values: those of "
+        "at most 8 times the mean magnitude of their 128; max/median: of the magnitudes, the largest of all "
+        "samples.",
     ]
     lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
     lines += [f"- {kind}: {KINDS[kind]}." for kind in KINDS if kind in kinds]
