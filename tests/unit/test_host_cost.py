@@ -66,7 +66,7 @@ class TwoRanks:
         return Done()
 
     def _allgather_base(self, gathered, own, _) -> Done:
-        gathered.copy_(own)
+        gathered.view(2, -1).copy_(own)
         return Done()
 
 

@@ -83,9 +83,9 @@ class CommSite:
         codec, why = self.decide(traffic, nbytes)
         if codec is None:
             run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
-            return Message(self, traffic, operation, None)
-        run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
-        return Message(self, traffic, operation, codec)
+        else:
+            run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
+        return Message(self, traffic, operation, codec, why)
 
     def decide(self, traffic: str, nbytes: int) -> Decision:
         """Codec or not for a message now, and why; nothing is counted."""
@@ -130,7 +130,7 @@ class CommSite:
 
     def pack(self, x: torch.Tensor, traffic: str) -> "Packed":
         nbytes = x.nbytes * self.group.size()
-        message = Message(self, traffic, "all_gather", self.decide(traffic, nbytes).codec)
+        message = Message(self, traffic, "all_gather", *self.decide(traffic, nbytes))
         return Packed(message.encode(x), x.shape, x.dtype, message, nbytes)
 
     def gather(self, packed: "Packed", traffic: str) -> Work:
@@ -150,12 +150,14 @@ class CommSite:
 class Message:
     """One message of a site; see ``CommSite.message``."""
 
-    __slots__ = ("codec", "operation", "site", "traffic")
+    __slots__ = ("codec", "operation", "site", "traffic", "why")
 
-    def __init__(self, site: CommSite, traffic: str, operation: str, codec: Codec | None) -> None:
+    def __init__(self, site: CommSite, traffic: str, operation: str, codec: Codec | None, why: str) -> None:
         self.site, self.traffic, self.operation = site, traffic, operation
         self.codec = codec
         """None: uncompressed."""
+        self.why = why
+        """One of ``ledger.KINDS``."""
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         """Start the operation on ``x``; ``wait`` gives the result, in ``out`` if given. ``x`` stays as it is,
@@ -184,10 +186,12 @@ class Message:
 
     def again(self, traffic: str, nbytes: int) -> "Message":
         """The same message once more, counted in another traffic class."""
+        site = self.site
         if self.codec is None:
-            return self.site.message(traffic, self.operation, nbytes)
-        self.site.run.ledger.record_plain(traffic, self.operation, nbytes, self.site.group.size())
-        return Message(self.site, traffic, self.operation, self.codec)
+            site.count(traffic, self.why, self.operation, nbytes)
+        else:
+            site.run.ledger.record_plain(traffic, self.operation, nbytes, site.group.size())
+        return Message(site, traffic, self.operation, self.codec, self.why)
 
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""

@@ -104,10 +104,10 @@ class TorchTransport:
         if self.on_send is not None:
             self.on_send("all_gather", payload.numel() * (self.world_size - 1))
         if len(self.groups) == 1:
-            return gathered, self.group._allgather_base(gathered, payload, _GATHER)
+            return gathered, self.group._allgather_base(gathered.view(-1), payload, _GATHER)
 
         def start(gathered: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-            return group._allgather_base(gathered, payload.contiguous(), _GATHER)
+            return group._allgather_base(gathered.view(-1), payload.contiguous(), _GATHER)
 
         return gathered, self._start(start, gathered, payload)
 
