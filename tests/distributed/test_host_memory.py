@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Policy, host_memory, transports
+from megatron.compression.communication import Policy, host_memory, transport
 from megatron.compression.communication.host_memory import (
     SLOTS,
     HostMemory,
@@ -209,7 +209,7 @@ def decisions_worker(rank: int, world: int) -> list[str]:
     for choice, disabled in (("host", ""), ("auto", "P2P"), ("auto", "P2P SHM"), ("host", "P2P SHM")):
         for way in disabled.split():
             os.environ[f"NCCL_{way}_DISABLE"] = str(int(rank == 1))  # not on all ranks
-        decided = transports.Transports(choice, communicators=1)
+        decided = transport.Transports(choice, communicators=1)
         lines += decided.prepare([dist.group.WORLD])
         shared = isinstance(decided.transport(dist.group.WORLD), HostTransport)
         assert shared == ("host memory between" in lines[-1])
