@@ -171,7 +171,7 @@ def _follow(
         if not is_loading:
             state_dict[STATE] = {"config": compression.config.asdict(), **compression.state()}
         if "optimizer" in state_dict:
-            compression.gradients.add_state(state_dict, is_loading)
+            compression.gradients.memory.add_to(state_dict, is_loading)
 
     resumed, warned = False, False
 
@@ -192,7 +192,7 @@ def _follow(
     patches.on_checkpoint_args(partial(check_checkpoint, args=args))
     patches.on_checkpoint_read(
         on_resume,
-        lambda state_dict, _: compression.gradients.state_read(state_dict),
+        lambda state_dict, _: compression.gradients.memory.loaded(state_dict),
     )
 
 

@@ -3,36 +3,36 @@
 from dataclasses import replace
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.compression.replicated_parameters import cut_without_mark
 from tests.distributed.tiny_ddp import Setup, Training, start
 
 OFFSET = "decoder.layers.0.self_attention.core_attention.softmax_offset"
 SCALE = "decoder.layers.1.mlp.scale.weight"
 
 
-class Scale(MegatronModule):
-    """A user's own layer: scales this rank's part of fc1's output. It cuts its weight by hand."""
-
-    def __init__(self, config, width: int) -> None:
-        super().__init__(config)
-        self.weight = torch.nn.Parameter(torch.zeros(width, dtype=config.params_dtype))
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Cut along the only dimension."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group()}
-        groups["dp_cp_group"] = metadata["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
-
-
 def add_scale(model: torch.nn.Module) -> None:
-    """Scale what the second layer's fc1 gives."""
+    """A user's own layer: scales what the second layer's fc1 gives. It cuts its weight by hand."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import MegatronModule
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
     mlp = model.decoder.layers[1].mlp
-    mlp.scale = Scale(model.config, mlp.linear_fc1.weight.shape[0])
+
+    class Scale(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(model.config)
+            width = mlp.linear_fc1.weight.shape[0]
+            self.weight = torch.nn.Parameter(torch.zeros(width, dtype=model.config.params_dtype))
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            state = self.state_dict(prefix="", keep_vars=True)
+            groups = {"tp_group": parallel_state.get_tensor_model_parallel_group()}
+            groups["dp_cp_group"] = metadata["dp_cp_group"]
+            return make_sharded_tensors_for_checkpoint(
+                state, prefix, {"weight": 0}, sharded_offsets, **groups
+            )
+
+    mlp.scale = Scale()
     mlp.linear_fc1.register_forward_hook(
         lambda module, given, result: (result[0] * (1 + mlp.scale.weight), result[1])
     )
@@ -40,6 +40,8 @@ def add_scale(model: torch.nn.Module) -> None:
 
 def cut_worker(rank: int) -> dict[str, tuple[float, float]]:
     """Error of gradients and of weights against the uncompressed run, relative, by parameter; TP 2 x DP 2."""
+    from megatron.compression.replicated_parameters import cut_without_mark
+
     start(rank, tensor_ranks=2)
     setup = Setup(softmax="learnable", change=add_scale)
     found = {}

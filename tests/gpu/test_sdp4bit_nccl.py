@@ -25,7 +25,7 @@ def test_an_exact_codec_changes_nothing() -> None:
 
 @_needs(4)
 def test_replicas_stay_identical() -> None:
-    """Four ranks, 50 iterations with overlap, and plain DDP with error feedback."""
+    """Four ranks, 50 iterations with overlap, and plain DDP."""
     for (first, last), (plain_first, plain_last) in spawn(replica_worker, 4, backend="nccl"):
         assert last < first - 1.0 and plain_last < plain_first - 0.3
 

@@ -86,3 +86,10 @@ def test_a_union_without_room_keeps_the_largest() -> None:
     assert 0.59 < sent.float().mean() < 0.61 and (union != 0).float().mean() > 0.79
     waits = union[~sent & (union != 0)].abs()
     assert waits.max() <= union[sent].abs().min() * 1.01, "not those at the end"
+
+
+def test_a_sketch_larger_than_the_gradients_is_refused() -> None:
+    topology = SimpleNamespace(world_size=16)
+    bucket = SimpleNamespace(topology=topology, gradients=torch.zeros(1, dtype=torch.bfloat16))
+    with pytest.raises(CompressionConfigError, match=r"have 21\.\d+ bits a value, a gradient 16; give wire"):
+        parse_gradient_compressor("tagc:wire=sketch").sketch(bucket)

@@ -36,8 +36,8 @@ def test_values_that_were_estimated_are_told_with_their_error(factor: float) -> 
     wrong = error != 0
     true = float(error.abs().sum() / values[wrong].abs().sum())
     assert abs(scalars["tagc/relative error of estimates"] - true) < 0.35 * true
-    leftovers, union = scalars["tagc/values estimated"], int(reading[1])
-    assert int(leftovers) == int(reading[2]) >= 3 * int(wrong.sum()) > 0
+    leftovers, union = scalars["tagc/values estimated"], int(reading[3])
+    assert int(leftovers) == int(reading[4]) >= 3 * int(wrong.sum()) > 0
     percent = 100 * scalars["tagc/relative error of estimates"]
     expected = f"; {leftovers:.0f} of {union} values were estimated, not recovered, and are wrong by "
     assert _line(reading).endswith(f"{expected}about {percent:.0f} % of their size")
@@ -47,7 +47,7 @@ def test_values_that_were_recovered() -> None:
     layout = count_sketch.SketchLayout(count_sketch.SketchConfig(), 60_000)
     reading, error, _ = _reading(layout, sparse(4, layout.numel, 0.9 * layout.exact_density))
     assert not error.any()
-    assert _line(reading).endswith(f"all {int(reading[1])} values recovered exactly")
+    assert _line(reading).endswith(f"all {int(reading[3])} values recovered exactly")
     assert TagcMonitor().scalars(reading)["tagc/relative error of estimates"] == 0
 
 

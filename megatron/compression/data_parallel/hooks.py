@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,7 +165,8 @@ class Gradients:
         """Every bucket's, as they are attached."""
         self._transports = run.transports
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
-        self._memory = GradientMemory(None, [], print_on_first_rank)
+        self.memory = GradientMemory(None, [], print_on_first_rank)
+        """Of the compressor, for checkpoints; that of the run's buckets once they are attached."""
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
         patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
         patches.on_master_copy(copy_masters)
@@ -182,14 +182,6 @@ class Gradients:
     def diagnostics(self) -> list[Diagnostic]:
         """What the reporter asks at each log line."""
         return [] if self.compressor is None else list(self.compressor.diagnostics())
-
-    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
-        """Put the compressor's memory into a checkpoint's state dict, or where to load it to."""
-        self._memory.add_to(state_dict, is_loading)
-
-    def state_read(self, state_dict: dict[str, Any] | None) -> None:
-        """Restore the compressor's memory from what has been read of a checkpoint; None: there is none."""
-        self._memory.loaded(state_dict)
 
     def attach(self, chunks: list) -> list:
         """Give every bucket group its gradient syncs and its weights: a ``post_wrap_hook``. Collective over
@@ -237,7 +229,7 @@ class Gradients:
             for group in chunk.expert_parallel_bucket_groups:
                 self._attach_group(group, names, in_flight, ranks, cut)
         if self.compressor is not None and self.compressor.has_memory:
-            self._memory = GradientMemory(self.compressor.name, self.syncs, print_on_first_rank)
+            self.memory = GradientMemory(self.compressor.name, self.syncs, print_on_first_rank)
         return chunks
 
     @staticmethod

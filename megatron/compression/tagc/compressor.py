@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from megatron.compression.codecs import register_gradient_compressor
 from megatron.compression.data_parallel.compressor import (
     Diagnostic,
@@ -11,6 +9,7 @@ from megatron.compression.data_parallel.compressor import (
     GradientCompressor,
     GradientSync,
 )
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tagc.monitor import TagcMonitor
 from megatron.compression.tagc.parts import PartSettings, parse_layers
 from megatron.compression.tagc.sync import TagcGradientSync
@@ -88,18 +87,19 @@ class Tagc(GradientCompressor):
         return (self.monitor,)
 
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
-        """With room for the union of the ranks' choices, were they independent; said once."""
+        """With room for the union of the ranks' choices, were they independent.
+
+        Raises: CompressionConfigError: it is larger than the gradients.
+        """
         ranks = bucket.topology.world_size
         union = 1 - self.sparsity**ranks
         sketch = SketchConfig(self.ratio or EXACT_LOAD / union, cell_bits=self.bits)
         bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
-        if self.monitor.first_bucket() and dist.get_rank() == 0:
-            line = f" compression: tagc: sketches of {ranks} ranks, {sketch.ratio:.2f} values a cell"
-            line += f", {bits:.2f} bits a value"
-            if bits >= own:
-                line += f", which is more than the {own} of a gradient: take wire=packed, or raise sparsity "
-                line += "or ratio"
-            print(line, flush=True)
+        if bits >= own:
+            raise CompressionConfigError(
+                f"--dp-compression {self.name}: sketches of {ranks} ranks have {bits:.2f} bits a value, a "
+                f"gradient {own}; give wire=packed, or more sparsity or ratio"
+            )
         return sketch
 
     def describe(self) -> str:

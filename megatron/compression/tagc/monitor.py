@@ -10,55 +10,32 @@ from just above the bound to four times it."""
 
 
 class TagcMonitor:
-    """A ``Diagnostic``: counters of a rank's decodes since the last reading."""
+    """A ``Diagnostic``: what a rank's decodes counted since the last reading."""
 
     def __init__(self) -> None:
-        self._buckets = 0
-        self._reset()
-
-    def _reset(self) -> None:
         self.sums = 0
         """Of buckets that were started: none while gradients go uncompressed."""
-        self._counters: torch.Tensor | None = None
-        self._estimates: torch.Tensor | None = None
-        self._values = 0
-        self._room = 0.0
-
-    def first_bucket(self) -> bool:
-        """Whether this is the first call."""
-        self._buckets += 1
-        return self._buckets == 1
+        self._host = [0.0, 0.0]  # values decoded, and what their unions could have been
+        self._device: torch.Tensor | None = None
 
     def add(self, decoded: Decoded, numel: int, room: float) -> None:
-        """Take in what one decode counted, of ``numel`` values; no synchronisation.
-
-        ``room`` is how many of them the union could have been.
-        """
-        if self._counters is None:
-            device = decoded.counters.device
-            self._counters = torch.zeros(2, dtype=torch.int64, device=device)
-            self._estimates = torch.zeros(2, dtype=torch.float64, device=device)
-        self._counters += decoded.counters
-        self._estimates += decoded.estimates
-        self._values += numel
-        self._room += room
+        """Count one decode of ``numel`` values, whose union could have been ``room``; no synchronisation."""
+        counted = torch.cat([decoded.counters.double(), decoded.estimates])
+        self._device = counted if self._device is None else self._device + counted
+        self._host = [self._host[0] + numel, self._host[1] + room]
 
     def read(self) -> torch.Tensor:
-        """float64 ``[7]``: values decoded, in the union, left over, what unions could have been, the two sums
-        of ``Decoded.estimates``, and sums of buckets; resets.
-
-        Waits for the device.
-        """
-        union, leftovers = self._counters.tolist() if self._counters is not None else (0, 0)
-        estimates = self._estimates.tolist() if self._estimates is not None else (0, 0)
-        numbers = [self._values, union, leftovers, self._room, *estimates, self.sums]
-        self._reset()
-        return torch.tensor(numbers, dtype=torch.float64)
+        """float64 ``[7]``: values decoded, what unions could have been, sums of buckets; values in the union,
+        those left over, and the two sums of ``Decoded.estimates``. Resets; waits for the device."""
+        counted = [0.0] * 4 if self._device is None else self._device.tolist()
+        reading = torch.tensor([*self._host, self.sums, *counted], dtype=torch.float64)
+        self.sums, self._host, self._device = 0, [0.0, 0.0], None
+        return reading
 
     def lines(self, reading: torch.Tensor) -> list[str]:
         """What the log says of a reading summed over the ranks."""
-        values, union, leftovers, room = reading[:4].tolist()
-        if not reading[6]:
+        values, room, sums, union, leftovers = reading[:5].tolist()
+        if not sums:
             return []
         if not values:
             return ["tagc: nothing was compressed; the shards are too small, or none is of its layers"]
@@ -70,7 +47,7 @@ class TagcMonitor:
 
     def scalars(self, reading: torch.Tensor) -> dict[str, float]:
         """The same as scalars, for TensorBoard and the report's history; empty where nothing was decoded."""
-        values, union, leftovers, room = reading[:4].tolist()
+        values, room, _, union, leftovers = reading[:5].tolist()
         if not values:
             return {}
         return {
@@ -83,5 +60,5 @@ class TagcMonitor:
 
 def _relative_error(reading: torch.Tensor) -> float:
     """Of the values that were estimated, about, in sums of magnitudes; 0 where all were recovered."""
-    apart, size = reading[4:6].tolist()
-    return WRONG * apart / size if size else 0.0
+    distance, size = reading[5:].tolist()
+    return WRONG * distance / size if size else 0.0
