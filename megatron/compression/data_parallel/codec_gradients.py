@@ -79,24 +79,18 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
 
 
 class CodecGradientSync(GradientSync):
-    """A ``GradientSync`` over a codec, with its first hop inside a node and its second between nodes.
-
-    Args:
-        codec: any; one that sees shapes gets tokens of 1024 values.
-        pieces: the most pieces that the bucket is sent in; None: 8 where there are two exchanges, else 1.
+    """A ``GradientSync`` over a codec, with its first hop inside a node and its second between nodes. A codec
+    that sees shapes gets tokens of 1024 values.
     """
 
-    def __init__(self, bucket: GradientBucket, codec: Codec, pieces: int | None = None) -> None:
+    def __init__(self, bucket: GradientBucket, codec: Codec) -> None:
         self.bucket = bucket
         topology = self.topology = bucket.topology
         self.shard_numel = -(-bucket.numel // topology.world_size)
         intra, inter = flat_rows(codec).hops
         self.first = inter if topology.nodes > 1 and topology.local == 1 else intra
         self.last = inter if topology.nodes > 1 else intra
-        pieces = pieces or (PIECES if topology.two_hops else 1)
-        if bucket.sharded and not topology.two_hops:
-            pieces = 1  # there is no second exchange to overlap with the first
-        size = -(-self.shard_numel // pieces)
+        size = -(-self.shard_numel // (PIECES if topology.two_hops else 1))
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         starts = range(0, self.shard_numel, size)
         self.pieces = [(start, min(start + size, self.shard_numel)) for start in starts]

@@ -1,6 +1,5 @@
 """Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
 
@@ -47,20 +46,18 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._works: deque[Work] = deque()
+        self._works: list[Work] = []
 
     def add(self, work: Work) -> None:
         """Add a reduction that has just been started, and advance all but the newest of the others."""
-        for older in list(self._works)[:-1]:
-            older.advance()
-        self._works = deque(older for older in self._works if not older.done)
+        self.advance(self._works[:-1])
         self._works.append(work)
 
-    def advance(self) -> None:
-        """Advance all: their second exchanges run while the first one's result is waited for."""
-        for work in self._works:
+    def advance(self, works: list[Work] | None = None) -> None:
+        """Advance these, or all: their second exchanges run while the first one's result is waited for."""
+        for work in self._works if works is None else works:
             work.advance()
-        self._works = deque(work for work in self._works if not work.done)
+        self._works = [work for work in self._works if not work.done]
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
