@@ -1,4 +1,4 @@
-"""Every documented setting of every kernel, as a call that launches it; tensors lie on the host."""
+"""What the pages advise of every kernel, as calls that launch it; tensors lie on the host."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from taco_kernels.sdp4bit.reference import BITS
 from taco_kernels.sdp4bit.reference import GROUP_SIZES as SDP4BIT_GROUPS
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
-from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
+from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco import launch as taco
 from taco_kernels.tah_quant import TahConfig
 from taco_kernels.tah_quant import launch as tah_quant
@@ -42,8 +42,6 @@ class Setting(NamedTuple):
     family: str
     name: str
     call: Callable[[], object]
-    advised: bool
-    """docs/choosing.md or docs/flags.md names it, as a default or as what to type."""
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -57,24 +55,20 @@ def text(*values: object) -> str:
 
 
 def configs() -> Iterator[CodecConfig]:
-    """Of TACO's codec."""
-    for values in itertools.product(FORMATS, GROUP_SIZES, SCALES, (True, False), (False, True)):
-        if values[2] != "signed" or values[0].startswith("int"):
-            yield CodecConfig(*values)
+    """TACO's default, signed integers, what goes back between stages; and some that once failed."""
+    for outliers in (False, True):
+        yield CodecConfig("fp8-e4m3", outliers=outliers)
+        for format, group_size in itertools.product(FORMATS[2:], GROUP_SIZES[:3]):
+            yield CodecConfig(format, group_size, "signed", outliers=outliers)
+        for group_size in (32, 64):
+            yield CodecConfig("int6", group_size, "single", False, outliers)
+    yield from (CodecConfig("fp8-e4m3", 256), CodecConfig("int8"), CodecConfig("int8", 256, "signed"))
 
 
 def config_text(config: CodecConfig) -> str:
     """Its name."""
     plain, outliers = " plain" * (not config.hadamard), " outliers" * config.outliers
     return f"{config.format} {config.group_size} {config.scales}{plain}{outliers}"
-
-
-def is_advised(config: CodecConfig) -> bool:
-    """Whether the pages advise it: TACO's default, signed integers, and what goes back between stages."""
-    if config.is_float:
-        return config == CodecConfig("fp8-e4m3", 128, "dual", outliers=config.outliers)
-    backward = config.format == "int6" and config.scales == "single" and config.group_size < 128
-    return backward if not config.hadamard else config.scales == "signed" and config.group_size <= 128
 
 
 def part_of_rows(dtype: torch.dtype) -> torch.Tensor:
@@ -116,37 +110,27 @@ def of_taco() -> Iterator[Setting]:
     def decode_rows(config, dtype) -> None:
         taco.decode(zeros(32, config.wire_bytes(NUMEL // 32)), config, (NUMEL,), dtype)
 
-    for format, outliers in itertools.product(FORMATS, (False, True)):  # tokens of 2048 values
-        config = CodecConfig(
-            format, scales="dual" if format.startswith("fp8") else "signed", outliers=outliers
-        )
-        for operation, dtype in itertools.product((encode_rows, decode_rows), DTYPES):
-            name = text(operation.__name__, config_text(config), dtype)
-            call = partial(operation, config, dtype)
-            yield Setting("taco", name, call, is_advised(config) and dtype == torch.bfloat16)
     for config in configs():
-        name, advised = config_text(config), is_advised(config)
-        for operation, dtype in itertools.product((encode, decode, decode_sum), DTYPES):
-            call = partial(operation, config, dtype)
-            own = advised and dtype == torch.bfloat16
-            yield Setting("taco", text(operation.__name__, name, dtype), call, own)
+        name = config_text(config)
+        for operation in (encode, decode, decode_sum):
+            call = partial(operation, config, torch.bfloat16)
+            yield Setting("taco", f"{operation.__name__} {name} bfloat16", call)
+            call = partial(operation, config, torch.bfloat16, numel=NUMEL + 100)  # the last group not whole
+            yield Setting("taco", f"{operation.__name__} {name} bfloat16 tail", call)
         for senders in SENDERS:
             call = partial(decode_sum, config, torch.bfloat16, senders)
-            yield Setting("taco", f"decode_sum {name} bfloat16 of {senders}", call, advised)
+            yield Setting("taco", f"decode_sum {name} bfloat16 of {senders}", call)
             call = partial(decode_sum_encode, config, senders)
-            yield Setting("taco", f"decode_sum_encode {name} of {senders}", call, advised)
-        if advised:  # the last group is not whole; rows of a larger tensor
-            for operation in (encode, decode, decode_sum):
-                call = partial(operation, config, torch.bfloat16, numel=NUMEL + 100)
-                yield Setting("taco", f"{operation.__name__} {name} bfloat16 tail", call, True)
-            call = partial(decode_sum_encode, config, 4, NUMEL + 100)
-            yield Setting("taco", f"decode_sum_encode {name} of 4 tail", call, True)
-            for operation in (encode_strided, decode_strided, decode_sum_strided):
-                call = partial(operation, config, torch.bfloat16)
-                yield Setting("taco", f"{operation.__name__} {name} bfloat16", call, True)
+            yield Setting("taco", f"decode_sum_encode {name} of {senders}", call)
+        call = partial(decode_sum_encode, config, 4, NUMEL + 100)
+        yield Setting("taco", f"decode_sum_encode {name} of 4 tail", call)
+        # tokens of 2048 values, and rows of a larger tensor
+        for operation in (encode_rows, decode_rows, encode_strided, decode_strided, decode_sum_strided):
+            call = partial(operation, config, torch.bfloat16)
+            yield Setting("taco", f"{operation.__name__} {name} bfloat16", call)
     first, second = CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed")
     call = partial(decode_sum_encode, first, 4, config_out=second)
-    yield Setting("taco", "decode_sum_encode int6 to int4 128 signed of 4", call, True)
+    yield Setting("taco", "decode_sum_encode int6 to int4 128 signed of 4", call)
 
 
 def of_symmetric_memory() -> Iterator[Setting]:
@@ -161,14 +145,12 @@ def of_symmetric_memory() -> Iterator[Setting]:
         else:
             getattr(collectives, operation)(channel, zeros(4, shard, dtype=dtype), config)
 
-    for config, dtype in itertools.product(configs(), DTYPES):
+    for config in configs():
         for operation in ("all_reduce", "reduce_scatter", "all_gather") if not config.outliers else ():
-            name = text(operation, config_text(config), dtype)
-            advised = is_advised(config) and config.group_size == 128 and dtype == torch.bfloat16
-            yield Setting("symmetric_memory", name, partial(call, operation, config, dtype), advised)
-            if advised:
-                tail = partial(call, operation, config, dtype, NUMEL // 4 + 25)
-                yield Setting("symmetric_memory", f"{name} tail", tail, True)
+            name = f"{operation} {config_text(config)} bfloat16"
+            yield Setting("symmetric_memory", name, partial(call, operation, config, torch.bfloat16))
+            tail = partial(call, operation, config, torch.bfloat16, NUMEL // 4 + 25)
+            yield Setting("symmetric_memory", f"{name} tail", tail)
 
 
 def of_sdp4bit() -> Iterator[Setting]:
@@ -195,10 +177,10 @@ def of_sdp4bit() -> Iterator[Setting]:
         plain = () if rotated else (quantize_difference, add_dequantized)
         for operation, dtype in itertools.product((quantize, sum_dequantize, *plain), DTYPES):
             call = partial(operation, format, dtype)
-            yield Setting("sdp4bit", text(operation.__name__, name, dtype), call, True)
+            yield Setting("sdp4bit", text(operation.__name__, name, dtype), call)
         for target in (GroupFormat(bits, 128, rotated) for bits in BITS):
             call = partial(sum_requantize, format, target)
-            yield Setting("sdp4bit", f"sum_requantize {name} to int{target.bits}", call, True)
+            yield Setting("sdp4bit", f"sum_requantize {name} to int{target.bits}", call)
 
 
 def of_tah_quant() -> Iterator[Setting]:
@@ -213,7 +195,7 @@ def of_tah_quant() -> Iterator[Setting]:
         tile, width, units, dtype = values
         config = TahConfig(tile, *width, allocation=units)
         name = text(tile, *width, units, dtype)
-        yield Setting("tah_quant", name, partial(call, config, dtype), dtype == torch.bfloat16)
+        yield Setting("tah_quant", name, partial(call, config, dtype))
 
 
 def of_gradients() -> Iterator[Setting]:
@@ -225,7 +207,7 @@ def of_gradients() -> Iterator[Setting]:
         bitmap_sparse.decode_sum(zeros(4, layout.wire_bytes), layout)
 
     for values in itertools.product((8, 16), (False, True)):
-        yield Setting("bitmap_sparse", text(*values), partial(packed, *values), True)
+        yield Setting("bitmap_sparse", text(*values), partial(packed, *values))
 
 
 def of_channels() -> Iterator[Setting]:
@@ -235,12 +217,13 @@ def of_channels() -> Iterator[Setting]:
         x, layout = zeros(64, 1024, dtype=dtype), ChannelNormLayout(64, 1024, config)
         channel_norm.decode(channel_norm.encode(x, layout), layout, dtype)
 
-    for config, dtype in itertools.product(configs(), DTYPES):
-        if not config.hadamard and not config.is_float:
-            advised = config.format in ("int4", "int6") and config.scales != "dual"
-            advised = advised and config.group_size <= 128 and dtype == torch.bfloat16
-            name = text(config_text(config), dtype)
-            yield Setting("channel_norm", name, partial(call, config, dtype), advised)
+    formats = itertools.product(
+        ("int4", "int5", "int6"), GROUP_SIZES[:3], ("single", "signed"), (False, True)
+    )
+    for format, group_size, scales, outliers in formats:
+        config = CodecConfig(format, group_size, scales, hadamard=False, outliers=outliers)
+        name = f"{config_text(config)} bfloat16"
+        yield Setting("channel_norm", name, partial(call, config, torch.bfloat16))
 
 
 def of_lossless() -> Iterator[Setting]:
@@ -253,7 +236,7 @@ def of_lossless() -> Iterator[Setting]:
         lossless.decode_sum(payloads[None], layout, target)
 
     for values in itertools.product((torch.bfloat16, torch.float32), (NUMEL, NUMEL + 100), DTYPES):
-        yield Setting("lossless", text(*values), partial(call, *values), True)
+        yield Setting("lossless", text(*values), partial(call, *values))
 
 
 def every_setting() -> list[Setting]:

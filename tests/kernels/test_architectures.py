@@ -47,12 +47,11 @@ others none. Sums on sm_90 are known to have more: its launches stay what was me
 
 
 def drawn() -> list[tuple[int, str]]:
-    """An advised setting of each family, spread over the architectures."""
+    """A setting of each family, spread over the architectures."""
     order = random.Random(22)
     families: dict[str, list[str]] = {}
     for name, setting in SETTINGS.items():
-        if setting.advised:
-            families.setdefault(setting.family, []).append(name)
+        families.setdefault(setting.family, []).append(name)
     architectures = order.sample(sorted(ARCHITECTURES), len(ARCHITECTURES)) * 2
     return [
         (architecture, order.choice(names))

@@ -114,14 +114,6 @@ def test_the_same_bits_everywhere() -> None:
             assert torch.equal((steps * code).double(), steps.double() * code)
 
 
-def test_int8_memory_is_idempotent() -> None:
-    """Decoding and quantising again gives the same bytes: a saved memory comes back to the bit."""
-    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4))
-    format = GroupFormat(8, 128)
-    wires = quantize(x, format)
-    assert torch.equal(quantize(_decoded(wires, format, 1000), format), wires)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_not_finite_stays_visible(bad: float) -> None:
     """A damaged value makes its group NaN through every operation, and no other group."""
