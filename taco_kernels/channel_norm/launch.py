@@ -18,9 +18,9 @@ from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
     empty_lists,
-    look_for_massive,
+    find_outliers,
     store_lists,
-    take_massive,
+    take_outliers,
 )
 from taco_kernels.taco.spec import make_flags, spec_of
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, store_tile
@@ -149,9 +149,9 @@ def encode_kernel(
         z = (z - tl.load(statistics + channel).to(tl.float32)) * tl.load(inverses + channel)
         if C.OUTLIERS:
             words = empty_lists(C)
-            found, limit = look_for_massive(z, groups - first, C)
+            found, limit = find_outliers(z, groups - first, C)
             if found:
-                z, words = take_massive(z, limit, groups - first, C)
+                z, words = take_outliers(z, limit, groups - first, C)
             store_lists(words, out, first, groups, C)
         encode_groups(z, out, first, groups, C)
 

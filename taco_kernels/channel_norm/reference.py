@@ -81,7 +81,7 @@ class ChannelNormLayout:
             )
 
 
-def massive_tokens(x: torch.Tensor) -> torch.Tensor:
+def outlier_tokens(x: torch.Tensor) -> torch.Tensor:
     """bool ``[tokens, channels]``: what ``statistics`` leaves out of fp32 values."""
     found = []
     for tile in x.split(TILE_TOKENS):
@@ -94,11 +94,11 @@ def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
     """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
 
     About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
-    all that there is. ``robust``: without ``massive_tokens``, unless the others are EQUAL.
+    all that there is. ``robust``: without ``outlier_tokens``, unless the others are EQUAL.
     """
     x = x.float()
     if robust:
-        left_out = massive_tokens(x)
+        left_out = outlier_tokens(x)
         count = (~left_out).sum(0)
         mean = x.masked_fill(left_out, 0.0).sum(0) / count
         variance = (x - mean).square().masked_fill(left_out, 0.0).sum(0) / count

@@ -20,10 +20,10 @@ from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
     empty_lists,
-    look_for_massive,
+    find_outliers,
     store_lists,
     sum_lists,
-    take_massive,
+    take_outliers,
 )
 from taco_kernels.taco.spec import make_flags, spec_of, tuning_for, tuning_in
 from taco_kernels.taco.wire import (
@@ -62,14 +62,14 @@ def encode_kernel(
         h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
         if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
             x_tile, words = h, empty_lists(C)
-            found, limit = look_for_massive(x_tile, groups - first, C)
+            found, limit = find_outliers(x_tile, groups - first, C)
         if C.HADAMARD:
             h = unshuffle(transform(h, matrix, C), C)
         else:
             h = h.to(tl.float32)
         if C.OUTLIERS:
             if found:
-                rest, words = take_massive(x_tile, limit, groups - first, C)
+                rest, words = take_outliers(x_tile, limit, groups - first, C)
                 if C.HADAMARD:
                     h = unshuffle(transform(rest, matrix, C), C)
                 else:

@@ -5,7 +5,7 @@ One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G
     plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only) | zeros
 
 padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses. With signed
-scales s has either sign. With ``outliers`` the lists of massive values of every block follow (outliers.py).
+scales s has either sign. With ``outliers`` the lists of outliers of every block follow (outliers.py).
 A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j`` of them
 carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits. 8-bit formats have one plane of 8
 bits, int4 one of 4, int6 a plane of the low 4 bits and one of the high 2, int5 a plane of 4 and one of 1.
@@ -48,7 +48,7 @@ class CodecConfig:
     hadamard: bool = True
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
     outliers: bool = False
-    """Massive values travel apart, not to drown their groups (outliers.py): 0.125 bits a value."""
+    """Outliers are stored separately, not to drown their groups (outliers.py): 0.125 bits a value."""
 
     def __post_init__(self) -> None:
         for name, allowed in (

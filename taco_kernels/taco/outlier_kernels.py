@@ -1,6 +1,6 @@
-"""Massive values beside the groups, inside kernels; outliers.py defines them.
+"""Outliers, stored separately from the groups, inside kernels; outliers.py defines them.
 
-A tile is whole blocks. One without massive values takes none of the branches here.
+A tile is whole blocks. One without outliers takes none of the branches here.
 """
 
 import triton
@@ -89,7 +89,7 @@ def largest_of_eight(x, C: tl.constexpr):
 
 @triton.jit
 def limits_and_largest(x, C: tl.constexpr):
-    """What massive values of x[R, G] exceed, fp32[R]; the largest magnitudes of groups' parts, fp32[R, n]."""
+    """What outliers of x[R, G] exceed, fp32[R]; the largest magnitudes of groups' parts, fp32[R, n]."""
     if C.INTERPRET or x.dtype == tl.float32:
         magnitude = tl.abs(x.to(tl.float32))
         total = tl.sum(magnitude, axis=1)
@@ -107,19 +107,19 @@ def limits_and_largest(x, C: tl.constexpr):
 
 
 @triton.jit
-def look_for_massive(x, left, C: tl.constexpr):
-    """Whether the first ``left`` groups of x[R, G] have massive values, and what those exceed, fp32[R]."""
+def find_outliers(x, left, C: tl.constexpr):
+    """Whether the first ``left`` groups of x[R, G] have outliers, and what those exceed, fp32[R]."""
     limit, largest = limits_and_largest(x, C)
     found = (largest > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
     return tl.max(found.to(tl.int32)) > 0, limit
 
 
 @triton.jit
-def take_massive(x, limit, left, C: tl.constexpr):
-    """x[R, G] without the massive values of its first ``left`` groups, and the lists of its blocks."""
-    massive = (tl.abs(x.to(tl.float32)) > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
-    best, others = take(blocks_of_words(x, massive, C), C)
-    taken = massive & (tl.reshape(others, [C.R, C.G]) == 0)
+def take_outliers(x, limit, left, C: tl.constexpr):
+    """x[R, G] without the outliers of its first ``left`` groups, and the lists of its blocks."""
+    outlier = (tl.abs(x.to(tl.float32)) > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
+    best, others = take(blocks_of_words(x, outlier, C), C)
+    taken = outlier & (tl.reshape(others, [C.R, C.G]) == 0)
     return tl.where(taken, 0.0, x.to(tl.float32)).to(x.dtype), best
 
 

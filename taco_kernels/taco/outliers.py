@@ -1,16 +1,16 @@
-"""Massive values beside the groups: what ``CodecConfig.outliers`` adds to a wire, in plain torch.
+"""Outliers, stored separately from the groups: what ``CodecConfig.outliers`` adds to a wire, in plain torch.
 
-A value is massive if it is more than THRESHOLD times its group's mean magnitude. That is beyond 6.4 sigma of
-a Gaussian group, and finds up to G / THRESHOLD - 1 equal values in one. It leaves a zero behind, travels in a
-list of its block (BLOCK values: a fixed number of groups, whatever a kernel's tile), and is added to what
-that zero has become behind the inverse transform. So everything stays linear: senders' lists add up as their
-groups do. A sum is not searched again: what no sender finds massive stays in its group, where it is at most
-sqrt(W) times as far out.
+A value is an outlier if it is more than THRESHOLD times its group's mean magnitude. That is beyond 6.4 sigma
+of a Gaussian group, and finds up to G / THRESHOLD - 1 equal values in one. It leaves a zero in its group, is
+sent in a list of its block (BLOCK values: a fixed number of groups, whatever a kernel's tile), and is added
+after the inverse transform to what that zero has become. So everything stays linear: senders' lists add up as
+their groups do. A sum is not searched again: what is an outlier of no sender stays in its group, where it is
+at most sqrt(W) times as far out.
 
 Each block has a list of SLOTS words of 31 bits: exponent and upper 11 bits of the mantissa, sign, position in
-the block; 0 where nothing is. bf16 and fp16 are exact in it, fp32 keeps 12 bits (2^-12). Of more massive
-values the largest go into the list, of equal ones the negative, then the last; the others stay in their
-groups. A group with a NaN or an infinity has no massive value, and stays what it was.
+the block; 0 where nothing is. bf16 and fp16 are exact in it, fp32 keeps 12 bits (2^-12). Of more outliers the
+largest go into the list, of equal ones the negative, then the last; the others stay in their groups. A group
+with a NaN or an infinity has no outlier, and stays what it was.
 """
 
 import torch
@@ -50,7 +50,7 @@ def take(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[
     """The values apart, and the rest: int32[blocks, SLOTS] and fp32[n, G] of fp32[n, G].
 
     Args:
-        candidates: bool[n, G], what may be taken; by default what is massive.
+        candidates: bool[n, G], what may be taken; by default the outliers.
     """
     candidates = massive(groups) if candidates is None else candidates
     words = words_of(groups.masked_fill(~candidates, 0.0))

@@ -54,7 +54,7 @@ class Spec(Constants):
     """One step with a sign (layout.CodecConfig.scales)."""
     HADAMARD: tl.constexpr
     OUTLIERS: tl.constexpr
-    """Massive values lie behind the groups (outliers.py); a tile is whole blocks."""
+    """Outliers follow the groups (outliers.py); a tile is whole blocks."""
     BEND: tl.constexpr
     """``a`` of the quadratic grid (reference.py), 0 of a uniform one."""
     FAR: tl.constexpr
@@ -140,7 +140,7 @@ TUNING = {
     "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
 }
 LEAST_TILE = 2048
-"""Values: a product of the tensor cores wants 16 rows of 128, and lists of massive values whole blocks."""
+"""Values: a product of the tensor cores wants 16 rows of 128, and lists of outliers whole blocks."""
 MOST_RANKS = 16
 """Of a collective, which has a chunk for each."""
 
@@ -185,7 +185,7 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
     if operation == "decode_sum":
         return Tuning(4096, 4, 2, 2)
     if operation == "encode" and config.outliers:
-        # Beside a tile are its words, should there be massive values. One stage: what is fetched ahead goes
+        # Beside a tile are its words, should there be outliers. One stage: what is fetched ahead goes
         # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
         crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
         return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)

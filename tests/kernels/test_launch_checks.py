@@ -47,7 +47,7 @@ def test_on_amd_the_definition_runs(monkeypatch) -> None:
 
 
 def test_symmetric_memory_has_no_lists() -> None:
-    """Its collectives would leave massive values out."""
+    """Its collectives would leave outliers out."""
     from taco_kernels.symmetric_memory import collectives
 
     with pytest.raises(ValueError, match="outliers: collectives over symmetric memory carry no lists"):

@@ -1,4 +1,4 @@
-"""Massive values apart, in plain torch: what becomes of their neighbours, in one message and in sums."""
+"""Outliers, in plain torch: what becomes of their neighbours, in one message and in sums."""
 
 import math
 
@@ -26,7 +26,7 @@ def error(found: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> float
 
 @pytest.mark.parametrize("spec", (*SUMMED, PIPELINE))
 def test_neighbours_keep_their_error(spec: str) -> None:
-    """One massive value in a group of 128: the others' error is that without it, and it comes back."""
+    """One outlier in a group of 128: the others' error is that without it, and it comes back."""
     codec, x = parse_codec(spec), values(1, 300, 1, 128)
     shape, others = x.shape[1:], torch.ones(x.shape, dtype=torch.bool)
     others[0, 7, 0, 40] = False
@@ -43,7 +43,7 @@ def test_neighbours_keep_their_error(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SUMMED)
-def test_sums_of_ranks_with_massive_values_in_different_places(spec: str) -> None:
+def test_sums_of_ranks_with_outliers_values_in_different_places(spec: str) -> None:
     """Four ranks' in the first group of each block: both exchanges of an all-reduce, and a reduce-scatter."""
     codec, senders = parse_codec(spec), [values(1, VALUES, seed=seed) for seed in range(4)]
     places = [3, 40, 77, 126]
@@ -91,7 +91,7 @@ def test_words_are_exact_in_bf16_and_fp16() -> None:
         assert ((outliers.values_of(words).view(-1) - x).abs() <= within * x.abs()).all()
 
 
-def test_more_massive_values_than_slots() -> None:
+def test_more_outliers_than_slots() -> None:
     """The largest go apart, the others stay in their groups; nor do senders' lists that overflow lose any."""
     config = CodecConfig("int8", 128, "signed", outliers=True)
     x = values(outliers.BLOCK)

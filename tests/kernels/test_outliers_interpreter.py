@@ -1,4 +1,4 @@
-"""Massive values apart, under Triton's CPU interpreter, against outliers.py: lists alike, codes nearly.
+"""Outliers, under Triton's CPU interpreter, against outliers.py: lists alike, codes nearly.
 
 TRITON_INTERPRET must be set before triton is imported: the test runs this file as a program of its own.
 """
@@ -15,7 +15,7 @@ def test_kernels_reproduce_the_reference() -> None:
 
 
 def main() -> None:
-    """A spread of configurations, numbers of massive values and ends of tensors."""
+    """A spread of configurations, numbers of outliers and ends of tensors."""
     import torch
 
     from taco_kernels.taco import CodecConfig, launch
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def check_channel_norm(dtype) -> None:
-    """Statistics without the massive tokens, lists and codes as in the reference."""
+    """Statistics without the tokens that are outliers, lists and codes as in the reference."""
     import torch
 
     from taco_kernels.channel_norm import ChannelNormLayout, launch, reference

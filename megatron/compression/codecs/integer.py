@@ -46,7 +46,7 @@ class IntCodec(GroupedCodec):
     mean and divide by the root mean square. For messages between pipeline stages."""
 
     outliers: bool = False
-    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
+    """Values of more than 8 times their group's mean magnitude are stored separately, so that they do
     not drown their neighbours: 0.125 bits a value."""
 
     def __post_init__(self) -> None:

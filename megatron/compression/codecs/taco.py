@@ -26,7 +26,7 @@ class TacoCodec(GroupedCodec):
     """off leaves the transform out: plain group scaling, a control."""
 
     outliers: bool = False
-    """Values of more than 8 times their group's mean magnitude travel apart, so that massive activations do
+    """Values of more than 8 times their group's mean magnitude are stored separately, so that they do
     not drown their neighbours: 0.125 bits a value. Not in the paper."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Every operation on values with massive ones among them, against the reference: for any device's kernels."""
+"""Every operation on values with outliers among them, against the reference: for any device's kernels."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from taco_kernels.taco import CodecConfig, outliers, reference
 from tests.kernels.wires.taco import difference
 
 
-def with_massive(shape: tuple[int, ...], count: int, seed: int, near: int = 0) -> torch.Tensor:
+def with_outliers(shape: tuple[int, ...], count: int, seed: int, near: int = 0) -> torch.Tensor:
     """fp32 normal values, ``count`` of them a few hundred to 10^4 times as large, behind the ``near``-th."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g)
@@ -34,10 +34,10 @@ def check_operations(
     """encode, decode, decode_sum and decode_sum_encode of ``launch``, in one and two chunks, three senders.
 
     Args:
-        count: massive values of each sender; more than a list's slots are left in their groups.
+        count: outliers of each sender; more than a list's slots are left in their groups.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = with_massive(shape, count, seed).to(dtype)
+    x = with_outliers(shape, count, seed).to(dtype)
     numel, chunks = x.numel(), 2
     exact = reference.encode(x, config, chunks)
     found = launch.encode(x.to(device), config, chunks, out=torch.full_like(exact, 99, device=device)).cpu()
@@ -50,14 +50,14 @@ def check_operations(
     y = launch.decode(exact.to(device), config, shape, dtype).cpu()
     torch.testing.assert_close(y, reference.decode(exact, config, shape, dtype), **loose)
     strided = torch.full((shape[0], 3 * config.group_size), 7.0, dtype=dtype)[:, : config.group_size]
-    small = reference.encode(strided.copy_(with_massive(tuple(strided.shape), min(count, 3), seed)), config)
+    small = reference.encode(strided.copy_(with_outliers(tuple(strided.shape), min(count, 3), seed)), config)
     assert_wires_alike(launch.encode(strided.to(device), config).cpu(), small, config, strided.numel())
     into = torch.empty_like(strided, device=device)
     launch.decode(small.to(device), config, tuple(strided.shape), dtype, out=into)
     expected = reference.decode(small, config, tuple(strided.shape), dtype)
     torch.testing.assert_close(into.cpu(), expected, **loose)
 
-    senders = [with_massive(shape, count, 10 * seed + w, near=600 * (w % 2)) for w in range(3)]
+    senders = [with_outliers(shape, count, 10 * seed + w, near=600 * (w % 2)) for w in range(3)]
     stack = torch.cat([reference.encode(sender, config) for sender in senders])
     total = launch.decode_sum(stack.to(device), config, shape, torch.float32).cpu()
     expected = reference.decode_sum(stack, config, shape, torch.float32)
