@@ -4,38 +4,64 @@
     python scripts/bench_end_to_end.py --shape qwen2.5-7b --tensor-parallel 2 --sequence-parallel
     python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
         --data-parallel 2 --codecs none "none --compression taco-paper" "none --compression auto" none
-    python scripts/bench_end_to_end.py --shape 6.7b --tensor-parallel 2 --ablations taco
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
         --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" tagc
-    python scripts/bench_end_to_end.py --shape thin --pipeline-parallel 4
-    python scripts/bench_end_to_end.py --codecs none int6 "int6 --tp-compression-layers 2-5" --regimes pcie
     python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
         "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves"
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
-flags behind it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
+flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
 layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage, so that point-to-point traffic
-weighs as it does between nodes); --num-layers behind the script's own options makes one fit.
---micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are on
-(--no-overlap: off, as in SDP4Bit's scripts) and gradients travel in bf16 (--fp32-gradients: Megatron's
-default).
-MEGATRON_COMPRESSION_NODE_SIZE=n behind a setting counts n ranks of this host as a node: one is what ethernet
-stands for.
+weighs as it does between nodes). Flags that are not the script's own go to pretrain_gpt.py, such as
+--num-layers. --micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are
+on (--no-overlap: off, as in SDP4Bit's scripts) and gradients are bf16 (--fp32-gradients: Megatron's default).
+MEGATRON_COMPRESSION_NODE_SIZE=n after a setting counts n ranks of this host as a node: one is what ethernet
+stands for. A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
 
-A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
+A regime is a kind of link, by NCCL's own switches:
+
+    nvlink      as it is
+    pcie        NCCL_P2P_DISABLE=1: through host memory
+    ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
+
+Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
+each, so that they see the same machine, model and weights. Both sides of every comparison use as many
+communicators (--communicators): the uncompressed collectives are split as payloads are, see _split.py.
+"none --compression auto" is a run of its own that decides, and is timed after its check.
 """
 
 import argparse
+import json
+import os
+import shlex
+import statistics
 import sys
+import tempfile
 from argparse import Namespace
+from itertools import groupby
 from pathlib import Path
 
-import _bench
-from _launch import SETTINGS_HELP
+import _launch
+from _launch import FLAGS, SETTINGS_HELP, Setting, parse_setting, torchrun
 
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
+from megatron.compression.report.render import largest
+from megatron.compression.report.render import table as markdown
 
+MODEL = """--transformer-impl local
+    --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
+    --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
+    --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
+REGIMES: dict[str, dict[str, str]] = {
+    "nvlink": {},
+    "pcie": {"NCCL_P2P_DISABLE": "1"},
+    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
+WARM_UP = 3
+"""Iterations of a block that are not timed."""
+AUTO = ("--compression", "auto")
+_ORDER = "BENCH_ORDER"
 SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
 _QWEN = megatron_flags(MODELS["2.5-7b"])
@@ -67,17 +93,6 @@ CODECS = {
     "pipeline": ["none", "pipeline-6bit", "tah-quant", "int8", "none"],
     "data": ["none", "sdp4bit", "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1"],
 }
-ABLATIONS = (
-    "none",
-    "{}",
-    "{} --compression-min-mb 8",  # Megatron's users' default; all else compresses every message
-    "{} --compression-transport collective",  # NCCL between the codec's kernels: not fused, other links too
-    "{} --tp-compression-overlap halves",  # behind the other half
-    "none --tp-compression-overlap halves",
-    "{} --no-gradient-accumulation-fusion",  # weight gradients, behind which exchanges run, take longer
-    "none --no-gradient-accumulation-fusion",
-    "none",
-)
 
 
 def flags_of(options: Namespace) -> list:
@@ -91,7 +106,7 @@ def flags_of(options: Namespace) -> list:
             f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b, and only there"
         )
     shape = SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
-    flags = [*_bench.MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
+    flags = [*MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
     if options.expert_parallel:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
@@ -112,13 +127,13 @@ def flags_of(options: Namespace) -> list:
 def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, ...]]:
     """The command line: options with the rest in ``extra``, a run's flags, the ledger's classes to show."""
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n{_bench.__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--codecs", nargs="+", help=f"settings, in turn: {SETTINGS_HELP}")
-    add("--regimes", nargs="+", choices=_bench.REGIMES, default=list(_bench.REGIMES))
+    add("--codecs", nargs="+", help=f"settings, one after the other: {SETTINGS_HELP}")
+    add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
-    add("--iterations", type=int, default=13, help=f"of a block; the first {_bench.WARM_UP} are not timed")
+    add("--iterations", type=int, default=13, help=f"of a block; the first {WARM_UP} are not timed")
     add("--json", type=Path, help="write the rows here")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
     add("--tensor-parallel", dest="ranks", type=int)
@@ -130,7 +145,6 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
     add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
-    add("--ablations", metavar="CODEC", help="instead of --codecs: this one with a part changed each")
     options, options.extra = parser.parse_known_args(words)
     options.shape = options.shape or ("qwen3-30b-a3b" if options.expert_parallel else "1.75b")
     alone = options.pipeline_parallel * options.data_parallel == 1
@@ -150,10 +164,6 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
         options.ranks *= size
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
-    if options.ablations:
-        if spread[0] != "tensor":
-            parser.error("--ablations: they are of tensor parallelism; give --tensor-parallel 2 or more")
-        options.codecs = [text.format(options.ablations) for text in ABLATIONS]
     options.codecs = options.codecs or CODECS[spread[0]]
     names = {"tensor": "tp", "pipeline": "pp", "expert": "ep"}
     traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
@@ -164,8 +174,177 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
         parser.error(str(error))
 
 
+def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
+    """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows.
+
+    Args:
+        options: as parsed, with ``extra``.
+        flags: of every run: model and parallel sizes.
+        traffic: the ledger's classes whose megabytes become columns.
+    """
+    try:
+        settings = [parse_setting(text) for text in options.codecs]
+    except ValueError as error:
+        sys.exit(f"error: --codecs {error}")
+    if options.iterations <= WARM_UP:
+        sys.exit(f"error: --iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
+    rows: list[dict] = []
+    for regime in options.regimes:
+        for together in launches(options.dimension, settings):
+            rows += _run(options, regime, together, flags, traffic)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        here = [row for row in rows if row["regime"] == regime]
+        print(f"\n{table(here, traffic)}", flush=True)
+    if len(rows) < len(options.regimes) * len(settings):
+        sys.exit(1)
+
+
+def launches(dimension: str, settings: list[Setting]) -> list[list[Setting]]:
+    """Neighbours that differ in their codecs alone; gradients and weights keep theirs for a whole run."""
+    if dimension == "data":
+        return [[setting] for setting in settings]
+    return [list(together) for _, together in groupby(settings, lambda setting: setting.flags)]
+
+
+def _run(
+    options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
+) -> list[dict]:
+    # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
+    first = max(settings, key=lambda one: (any("lossless" in spec for spec in one.specs), one.compresses))
+    words, auto = _words(options, first, flags), is_auto(first)
+    before = checked_in(options) if auto else 0
+    words += ["--train-iters", before + options.iterations * len(settings)]
+    order = {"settings": [one.words(options.dimension) for one in settings]}
+    order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report")
+        environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
+        environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
+        words += ["--compression-report", report]
+        status, end = torchrun(
+            options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment
+        )
+        if status:
+            print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
+            return []
+        history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()][before:]
+        memory = largest(json.loads((report / "report.json").read_text())["memory_by_rank"])
+        peak = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
+        print(f"{regime} {', '.join(one.text for one in settings)}: peak {peak}", flush=True)
+        if auto:
+            said = Path(folder, "log.txt").read_text().splitlines()
+            print(*(one for one in said if one.startswith(("compression auto:", " | ", " |--"))), sep="\n")
+    rows = []
+    for block, setting in enumerate(settings):
+        lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
+        row = {"regime": regime, "communicators": options.communicators, "codec": setting.text, "auto": auto}
+        row |= {"ranks": options.ranks, "flags": shlex.join(map(str, _words(options, setting, flags)))}
+        rows.append(row | summary(lines, traffic) | {"launch_memory": memory})
+    return rows
+
+
+def _used(options: Namespace) -> list[str]:
+    """Dimensions with more than one rank."""
+    return [name for name in FLAGS if getattr(options, f"{name}_parallel") > 1]
+
+
+def checked_in(options: Namespace) -> int:
+    """Iterations in which --compression auto checks its choice at most, and those before them."""
+    return 4 + 2 * 4 * (1 + len(_used(options)))
+
+
+def is_auto(setting: Setting) -> bool:
+    """Whether the setting leaves the choice to the run."""
+    return setting.flags[: len(AUTO)] == AUTO
+
+
+def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
+    """What a run of this setting alone is started with."""
+    return [*flags, *setting.words(options.dimension), *options.extra]
+
+
+def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
+    """Of the history's rows of a block: times and the bytes of its last iteration."""
+    times = [line["milliseconds_per_iteration"] for line in lines]
+    row = {"milliseconds": statistics.median(times), "least": min(times), "most": max(times)}
+    for name in traffic:
+        kinds = lines[-1]["bytes_per_iteration"].get(name, {})
+        row[f"{name} MB"] = sum(pair["sent"] for pair in kinds.values()) / 1e6
+    return row | {"iterations": len(times), "last_loss": next(iter(lines[-1]["losses"].values()))}
+
+
+def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
+    """Markdown; speed-ups against the first setting of each regime, of medians and of the extremes."""
+    columns = ["regime", "codec", "ms (least - most)", "speed-up (range)"]
+    columns += [*(f"{name} MB" for name in traffic), "loss"]
+    lines = [columns]
+    for row in rows:
+        base = next(other for other in rows if other["regime"] == row["regime"])
+        speed_up = base["milliseconds"] / row["milliseconds"]
+        least, most = base["least"] / row["most"], base["most"] / row["least"]
+        cells = [row["regime"], row["codec"]]
+        cells.append(f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})")
+        cells.append(f"{speed_up:.2f} ({least:.2f} - {most:.2f})")
+        cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
+        lines.append([*cells, f"{row['last_loss']:.4f}"])
+    text = "\n".join(markdown(*lines))
+    return f"{text}\nCommunicators of every message: {rows[0]['communicators']}." if rows else "No rows."
+
+
+class BlockRules(dict):
+    """The policy's rules, those of the block that the iteration is in."""
+
+    def __init__(self, launched: dict, blocks: list[dict], length: int, iteration) -> None:
+        super().__init__(launched)
+        self.blocks, self.length, self.iteration = blocks, length, iteration
+
+    def get(self, traffic: str, default=None):
+        """The rule of a traffic class now."""
+        block = min(self.iteration() // self.length, len(self.blocks) - 1)
+        return self.blocks[block].get(traffic, default)
+
+
+def worker() -> None:
+    """One rank of a run."""
+    order = json.loads(os.environ[_ORDER])
+
+    def change(args, compression, model_config) -> None:
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from megatron.compression import flags
+
+        compression.run.policy.meter.interval = 0  # what it encodes would be timed too
+        if len(order["settings"]) > 1:
+            blocks = []
+            for words in order["settings"]:
+                own, _megatrons = flags.add_flags(argparse.ArgumentParser()).parse_known_args(words)
+                blocks.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
+            policy = compression.run.policy
+            policy.rules = BlockRules(policy.rules, blocks, order["iterations"], policy.iteration)
+        if order["communicators"] > 1:
+            import _split
+
+            def before_building(chunks: list) -> list:
+                groups = [
+                    parallel_state.get_tensor_model_parallel_group(),
+                    parallel_state.get_data_parallel_group(with_context_parallel=True),
+                    parallel_state.get_expert_model_parallel_group(),
+                ]
+                groups = {tuple(dist.get_process_group_ranks(one)): one for one in groups if one.size() > 1}
+                _split.split_over(groups.values(), order["communicators"])
+                return chunks
+
+            _split.install()
+
+            model_config.pre_wrap_hooks.insert(0, before_building)  # before auto times anything
+
+    _launch.train(change)
+
+
 if __name__ == "__main__":
-    if _bench.is_worker():
-        _bench.worker()
+    if _ORDER in os.environ:
+        worker()
     else:
-        _bench.run(*parse(sys.argv[1:]))
+        run(*parse(sys.argv[1:]))

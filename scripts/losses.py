@@ -16,13 +16,10 @@ is missing. Flags that are not the script's own go to Megatron.
 
 import argparse
 import json
-import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest, sha256
 from pathlib import Path
 
@@ -88,7 +85,6 @@ def parse_args() -> argparse.Namespace:
     add("--output", type=Path, help="folder for everything (default: runs/DIMENSION)")
     add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     add("--time-limit", type=float, help="seconds: start no run that would end later, by the longest so far")
-    add("--jobs", type=int, default=1, help="runs at once on the same devices; their times mean nothing then")
     options, options.extra = parser.parse_known_args()
     options.dimension, options.ranks = next(
         (name, ranks) for name in FLAGS if (ranks := getattr(options, f"{name}_parallel"))
@@ -119,9 +115,8 @@ def train_missing(
     output: Path,
     time_limit: float | None = None,
     report: Callable[[list[dict]], None] = lambda results: None,
-    jobs: int = 1,
 ) -> list[dict]:
-    """Train what ``results.json`` does not hold yet.
+    """Train what ``results.json`` does not hold yet, one run after the other.
 
     Args:
         runs: what decides each run; JSON-ready.
@@ -129,7 +124,6 @@ def train_missing(
         output: folder of results.json.
         time_limit: seconds: start no run that would end later, by the longest so far.
         report: called after each training with the results of ``runs`` that there are.
-        jobs: trainings at once; ``train`` is then called from several threads.
 
     Returns:
         The results of ``runs`` that there are, each its run with what ``train`` returned.
@@ -140,40 +134,23 @@ def train_missing(
     output.mkdir(parents=True, exist_ok=True)
     file, began, longest = output / "results.json", time.monotonic(), 0.0
     results = json.loads(file.read_text()) if file.exists() else []
-    lock, failed = threading.Lock(), threading.Event()
 
     def present() -> list[dict]:
         return [result for run in runs if (result := find(results, run)) is not None]
 
-    def attempt(run: dict) -> None:
-        nonlocal longest
-        spent = time.monotonic() - began
-        late = time_limit is not None and longest and spent + longest > time_limit
-        if late or failed.is_set():
-            return
+    for run in runs:
+        started = time.monotonic()
+        late = time_limit is not None and longest and started - began + longest > time_limit
+        if late or find(results, run) is not None:
+            continue
         try:
-            result = {**run, **train(run)}
-        except BaseException:
-            failed.set()  # here, since a worker takes the next run before anybody reads this one's result
-            raise
-        with lock:
-            results.append(result)
-            longest = max(longest, time.monotonic() - began - spent)
-            file.write_text(json.dumps(results, indent=1) + "\n")
-            report(present())
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for training in [pool.submit(attempt, run) for run in runs if find(results, run) is None]:
-            try:
-                training.result()
-            except RuntimeError as error:
-                print(f"error: {error}", file=sys.stderr)
-                sys.exit(1)
-            except KeyboardInterrupt:
-                failed.set()  # start no more
-                raise
-    left = len(runs) - len(present())
-    if left:
+            results.append({**run, **train(run)})
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
+        longest = max(longest, time.monotonic() - started)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        report(present())
+    if left := len(runs) - len(present()):
         print(runs_left(left, len(runs)), flush=True)
     return present()
 
@@ -235,12 +212,9 @@ def train(setting: Setting, seed: int, data: dict[str, str], common: dict, optio
     words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
     words += ["--compression-report", folder / "report", "--seed", seed, *setting.words(options.dimension)]
     words += options.extra
-    script = "pretrain_gpt.py"
-    if options.shared:
-        script, words = "tests/shared_gpus.py", [script, *words]
     environment = setting.environment | ({} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
     began = time.monotonic()
-    status, end = torchrun(options.ranks, script, words, folder / "log.txt", **environment)
+    status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
     if status:
         raise RuntimeError(
             f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}"
@@ -275,8 +249,7 @@ def main() -> None:
     """Train what is missing and print the table, which is also written after each run."""
     options = parse_args()
     gpus = gpu_count()
-    options.shared = os.environ.get("SHARE_GPUS") == "1" and 0 < gpus < options.ranks
-    options.on_gpus = options.shared or gpus >= options.ranks
+    options.on_gpus = gpus >= options.ranks
     options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
     data = demo.prepare_data(
         options.data.resolve() if options.data else options.output / "data",
@@ -299,7 +272,7 @@ def main() -> None:
     def train_one(run: dict) -> dict:
         return train(settings[run["setting"]], run["seed"], data, common, options)
 
-    results = train_missing(runs, train_one, options.output, options.time_limit, report, options.jobs)
+    results = train_missing(runs, train_one, options.output, options.time_limit, report)
     print("\n" + table(results, baseline), end="")
 
 

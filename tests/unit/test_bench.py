@@ -1,4 +1,4 @@
-"""What the benchmarks of iteration time share: settings, turns, the table."""
+"""scripts/bench_end_to_end.py: settings, which of them share a run, the table."""
 
 import sys
 from argparse import Namespace
@@ -8,9 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import _bench
 import _launch
-import bench_end_to_end
+import bench_end_to_end as bench
 
 from megatron.compression.auto import plan
 
@@ -44,29 +43,25 @@ def test_neighbours_share_a_run_where_only_codecs_differ():
         _launch.parse_setting(t) for t in ("none", "int6", "int6 --tp-compression-overlap halves", "none")
     ]
 
-    def keys(dimension: str) -> list:
-        options = Namespace(dimension=dimension)
-        return [_bench._launch_key(options, index, one) for index, one in enumerate(settings)]
-
-    assert keys("tensor") == [(), (), ("--tp-compression-overlap", "halves"), ()]
-    assert len(set(keys("data"))) == 4
+    assert [len(together) for together in bench.launches("tensor", settings)] == [2, 1, 1]
+    assert [len(together) for together in bench.launches("data", settings)] == [1, 1, 1, 1]
 
 
 def test_auto_is_timed_behind_its_check():
     """As many iterations as the check has turns."""
-    options, _, _ = bench_end_to_end.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
+    options, _, _ = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
     found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
-    assert _bench.checked_in(options) == 1 + plan.WARM_UP + found.iterations
-    options, _, _ = bench_end_to_end.parse(["--data-parallel", "2"])
-    assert _bench.checked_in(options) == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
+    assert bench.checked_in(options) == 1 + plan.WARM_UP + found.iterations
+    options, _, _ = bench.parse(["--data-parallel", "2"])
+    assert bench.checked_in(options) == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
-def test_rules_take_turns():
+def test_each_block_has_its_rules():
     now = [0]
-    turns = _bench.Turns({}, [{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
+    rules = bench.BlockRules({}, [{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
     found = []
     for now[0] in (0, 4, 5, 9, 10):
-        found.append((turns.get("tp.forward"), turns.get("tp.backward", "off")))
+        found.append((rules.get("tp.forward"), rules.get("tp.backward", "off")))
     assert found == [(1, "off"), (1, "off"), (2, 3), (2, 3), (2, 3)], "the last block goes on"
 
 
@@ -79,34 +74,18 @@ def test_ranges_and_speed_ups_of_the_table():
     traffic = ("tp.forward", "tp.backward")
     rows = [
         {"regime": "pcie", "communicators": 2, "codec": codec}
-        | _bench.summary(list(map(line, times)), traffic)
+        | bench.summary(list(map(line, times)), traffic)
         for codec, times in (("none", (20.0, 22.0, 24.0)), ("int6", (10.0, 11.0, 12.0)))
     ]
-    text = _bench.table(rows, traffic)
+    text = bench.table(rows, traffic)
     assert "| pcie | none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) | 1.5 | 0.0 | 5.0000 |" in text
     assert "| pcie | int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) | 1.5 | 0.0 | 5.0000 |" in text
     assert text.endswith("Communicators of every message: 2.")
 
 
-def test_auto_is_compared_with_the_fastest_uncompressed_block_and_setting():
-    assert [
-        _bench.is_auto(_launch.parse_setting(t)) for t in ("none --compression auto", "int8", "none")
-    ] == [*(True, False, False)]
-    times = {"none": 20.0, "int6": 10.0, "none --compression auto": 12.5}
-    rows = [
-        {"regime": "pcie", "codec": codec, "milliseconds": milliseconds, "auto": "--" in codec}
-        for codec, milliseconds in times.items()
-    ]
-    (line,) = _bench.verdicts(rows)
-    assert line == "pcie: auto has 1.600 of the speed uncompressed and 0.800 of the best fixed setting's"
-    assert not _bench.verdicts(rows[:2])
-    log = "x\ncompression auto: decided in 3.0 s\n | dimension |\n |-----|\n | tp |\niteration 1 | 2"
-    assert len(_bench.decision_lines(log)) == 4
-
-
 def test_a_layout_makes_ranks_flags_and_columns():
     def parse(text: str) -> tuple[Namespace, str, tuple[str, ...]]:
-        options, flags, traffic = bench_end_to_end.parse(text.split())
+        options, flags, traffic = bench.parse(text.split())
         return options, " ".join(map(str, flags)), traffic
 
     options, flags, traffic = parse("")
@@ -119,13 +98,11 @@ def test_a_layout_makes_ranks_flags_and_columns():
     assert {name[:2] for name in traffic} == {"tp", "pp", "dp"} and "--grad-reduce-in-bf16" in flags
     options, flags, traffic = parse("--expert-parallel 2 --iterations 5")
     assert (options.ranks, options.dimension, traffic) == (2, "expert", ("ep.forward", "ep.backward"))
-    options, _, _ = parse("--ablations int8 --tensor-parallel 2")
-    assert "int8 --no-gradient-accumulation-fusion" in options.codecs and "none" in options.codecs
     for text in ("--micro-batch-size 8", "--micro-batch-size=8"):
         _, flags, _ = parse(f"{text} --micro-batches 3")
         assert "--global-batch-size 24" in flags, "Megatron's flags behind win over the shape's"
     experts = ("--shape 350m", "--micro-batches 4", "--no-overlap")
-    for wrong in (*(f"--expert-parallel 2 {one}" for one in experts), "--ablations int8 --data-parallel 2"):
+    for wrong in (f"--expert-parallel 2 {one}" for one in experts):
         with pytest.raises(SystemExit):
             parse(wrong)
 
@@ -138,7 +115,7 @@ def test_what_a_setting_says_in_other_words():
         ("none --grad-reduce-in-bf16", False),
     ):
         assert _launch.parse_setting(text).compresses == compressed
-    assert _bench.is_auto(_launch.parse_setting("none --compression=auto"))
+    assert bench.is_auto(_launch.parse_setting("none --compression=auto"))
     nodes = _launch.parse_setting("sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1")
     assert nodes.environment == {"MEGATRON_COMPRESSION_NODE_SIZE": "1"}
     assert nodes.words("data") == ["--dp-compression", "sdp4bit"]

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def test_another_setup_is_another_run(tmp_path: Path, monkeypatch) -> None:
     assert len(trainings.trained) == 2
 
 
-def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path) -> None:
     def train(run: dict) -> dict:
         if run["setting"] == "codec":
             raise RuntimeError("the codec run failed")
@@ -105,18 +104,5 @@ def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path, monke
 
     with pytest.raises(SystemExit) as ended:
         losses.train_missing(_runs(), train, tmp_path)
-    assert ended.value.code == 1 and "error: the codec run failed" in capsys.readouterr().err
+    assert ended.value.code == "error: the codec run failed"
     assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
-
-
-def test_jobs_are_trained_at_once_and_all_kept(tmp_path: Path) -> None:
-    """Two trainings that wait for each other end; each result is there once, whatever the order."""
-    barrier = threading.Barrier(2, timeout=30)
-
-    def train(run: dict) -> dict:
-        barrier.wait()
-        return {"validation_loss": LOSSES[run["setting"], run["seed"]]}
-
-    results = losses.train_missing(_runs(), train, tmp_path, jobs=2)
-    assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES), "in the order of the plan"
-    assert len(json.loads((tmp_path / "results.json").read_text())) == 4
