@@ -7,15 +7,15 @@ posted, reads wait for an answer. ``SymmetricGroup`` is the interface; ``channel
 from taco_kernels.symmetric_memory.channel import SymmetricMemoryError
 from taco_kernels.symmetric_memory.group import (
     SymmetricGroup,
-    apart_reason,
-    strangers_reason,
+    hosts_reason,
+    peer_access_reason,
     unavailable_reason,
 )
 
 __all__ = [
     "SymmetricGroup",
     "SymmetricMemoryError",
-    "apart_reason",
-    "strangers_reason",
+    "hosts_reason",
+    "peer_access_reason",
     "unavailable_reason",
 ]

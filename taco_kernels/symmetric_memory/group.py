@@ -46,10 +46,10 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
 
     Every rank gets the same answer.
     """
-    return apart_reason(group) or strangers_reason(group)
+    return hosts_reason(group) or peer_access_reason(group)
 
 
-def apart_reason(group: dist.ProcessGroup) -> str | None:
+def hosts_reason(group: dist.ProcessGroup) -> str | None:
     """Why the ranks are not on one host with a device of one kind each, or None. Collective."""
     if group.size() > collectives.MAX_WORLD_SIZE:
         return f"the group has {group.size()} ranks, more than {collectives.MAX_WORLD_SIZE}"
@@ -67,7 +67,7 @@ def apart_reason(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def strangers_reason(group: dist.ProcessGroup) -> str | None:
+def peer_access_reason(group: dist.ProcessGroup) -> str | None:
     """Which devices of a host have no access to each other's memory, or None. Collective."""
     views = [None] * group.size()
     dist.all_gather_object(views, _view()["uuid"], group=group)

@@ -203,7 +203,7 @@ def decisions_worker(rank: int, world: int) -> list[str]:
     from taco_kernels import symmetric_memory
 
     torch.cuda.is_available = lambda: True
-    symmetric_memory.apart_reason = symmetric_memory.strangers_reason = lambda group: None
+    symmetric_memory.hosts_reason = symmetric_memory.peer_access_reason = lambda group: None
     HostMemory.__init__.__defaults__ = (Threads,)
     host_memory._FOLDER, lines = tempfile.gettempdir(), []
     for choice, disabled in (("host", ""), ("auto", "P2P"), ("auto", "P2P SHM"), ("host", "P2P SHM")):
@@ -256,8 +256,8 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
     """As on a host with two GPUs that have no peer access, with threads in place of copy engines."""
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
-        mock.patch("taco_kernels.symmetric_memory.apart_reason", lambda group: None),
-        mock.patch("taco_kernels.symmetric_memory.strangers_reason", lambda group: "no peer access"),
+        mock.patch("taco_kernels.symmetric_memory.hosts_reason", lambda group: None),
+        mock.patch("taco_kernels.symmetric_memory.peer_access_reason", lambda group: "no peer access"),
         mock.patch.object(HostMemory.__init__, "__defaults__", (streams,)),
     ):
         yield

@@ -114,8 +114,8 @@ def test_what_carries_payloads_inside_a_host(
     where = "megatron.compression.communication.transport._disabled"
     monkeypatch.setattr(where, lambda group: set(disabled.split()))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("taco_kernels.symmetric_memory.apart_reason", lambda group: apart)
-    monkeypatch.setattr("taco_kernels.symmetric_memory.strangers_reason", lambda group: strangers)
+    monkeypatch.setattr("taco_kernels.symmetric_memory.hosts_reason", lambda group: apart)
+    monkeypatch.setattr("taco_kernels.symmetric_memory.peer_access_reason", lambda group: strangers)
     monkeypatch.setattr(HostMemory, "__init__", lambda self, group: None)
     group, transports = mock.Mock(**{"size.return_value": 2}), Transports(choice)
     if through_host is None:

@@ -328,11 +328,11 @@ class Transports:
             return None, "no CUDA device"
         from taco_kernels import symmetric_memory
 
-        if reason := symmetric_memory.apart_reason(group):
+        if reason := symmetric_memory.hosts_reason(group):
             return None, reason
         disabled = _disabled(group)
         reason = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
-        reason = reason or symmetric_memory.strangers_reason(group)
+        reason = reason or symmetric_memory.peer_access_reason(group)
         no_peers = reason is not None
         if reason is None and not fused:
             reason = "no fused kernels for these messages"
