@@ -30,8 +30,13 @@ from megatron.compression.startup.implementation import (
     describe,
     missing_extension_overrides,
 )
-from megatron.compression.torch_native import add_native_defaults, apply_native_defaults
-from megatron.compression.torch_native.spec import block_spec, is_covered, is_covered_local
+from megatron.compression.torch_native.spec import (
+    add_native_defaults,
+    apply_native_defaults,
+    block_spec,
+    is_covered,
+    is_covered_local,
+)
 
 STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""

@@ -50,7 +50,7 @@ def build(ranks: int, kind, run: Run | None = None):
 
     from megatron.compression.context_parallel import hooks
     from megatron.compression.context_parallel.config import ContextParallelConfig
-    from megatron.compression.torch_native import SDPACoreAttention
+    from megatron.compression.torch_native.attention import SDPACoreAttention
 
     class Collection:
         cp = dist.group.WORLD

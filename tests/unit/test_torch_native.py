@@ -14,14 +14,16 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
-from megatron.compression.torch_native import (  # noqa: E402
-    SDPACoreAttention,
+from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
+from megatron.compression.torch_native.norm import (  # noqa: E402
     TorchLayerNorm,
     TorchRMSNorm,
-    fill_rope_fusion_slot,
+    row_rms_norm,
 )
-from megatron.compression.torch_native.rope import rotary  # noqa: E402
-from megatron.compression.torch_native.row_norm import row_rms_norm  # noqa: E402
+from megatron.compression.torch_native.spec import (
+    fill_rope_fusion_slot,
+    rotary,
+)
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 
 SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16

@@ -21,8 +21,8 @@ from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
 from megatron.compression.setup import gpt_layer_spec  # noqa: E402
-from megatron.compression.torch_native import (  # noqa: E402
-    SDPACoreAttention,
+from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
+from megatron.compression.torch_native.spec import (  # noqa: E402
     add_native_defaults,
     apply_native_defaults,
     fill_rope_fusion_slot,

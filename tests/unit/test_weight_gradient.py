@@ -19,7 +19,7 @@ from megatron.compression.tensor_parallel.functions import (  # noqa: E402
     row_parallel_linear,
 )
 from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient  # noqa: E402
-from megatron.compression.torch_native import defaults, weight_gradient  # noqa: E402
+from megatron.compression.torch_native import spec, weight_gradient  # noqa: E402
 from megatron.compression.torch_native.weight_gradient import (  # noqa: E402
     add_product,
     dropped_gradient,
@@ -169,11 +169,11 @@ def test_deferred_embedding_gradients_have_it(slot) -> None:
 def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monkeypatch) -> None:
     """Unless it is switched off, or megatron-core would call other kernels for it."""
     filled = []
-    monkeypatch.setattr(defaults, "fill_weight_gradient_slot", lambda: filled.append(True) or True)
+    monkeypatch.setattr(spec, "fill_weight_gradient_slot", lambda: filled.append(True) or True)
     asked = dict(transformer_impl="local", gradient_accumulation_fusion=True)
     others = dict(use_megatron_fsdp=False, defer_embedding_wgrad_compute=False)
     args = Namespace(**{**asked, **others, **changes})
-    said = defaults._fuse_weight_gradients(args)
+    said = spec._fuse_weight_gradients(args)
     assert args.gradient_accumulation_fusion == fused
     off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
     assert said is None if fused or off is None else said.startswith(off)

@@ -28,7 +28,7 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedVocabParallelEmbedding,
 )
 from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
-from megatron.compression.torch_native.latent_attention import LatentSelfAttention
+from megatron.compression.torch_native.attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,

@@ -1,8 +1,22 @@
-"""Which modules a GPT's layers are made of: megatron-core's local ones with torch's attention and norms.
+"""Which modules a GPT's torch-native layers are made of, and the arguments whose best value depends on them.
 
-Linear layers but fc2 are megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
+megatron-core's local layers with torch's attention, norms and RoPE. Linear layers but fc2 are
+megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
+
+RoPE is compiled, for the slot that Transformer Engine fills in megatron-core:
+
+    [a, b] -> [a cos - b sin, b cos + a sin]      a, b: the halves of a head
+
+The backward is the rotation by the opposite angle. Angles, sine and cosine are fp32 and nothing is rounded on
+the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds four times.
 """
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+import torch
+from megatron.core.jit import jit_fuser
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
@@ -11,10 +25,12 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.compression import patches
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.tensor_parallel.layers import CompressedRowParallelLinear
-from megatron.compression.torch_native.attention import SDPACoreAttention
-from megatron.compression.torch_native.latent_attention import LatentSelfAttention
+from megatron.compression.torch_native.attention import LatentSelfAttention, SDPACoreAttention
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
+from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
 
 def is_covered_local(transformer) -> bool:
@@ -61,3 +77,120 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
             mlp.linear_fc2 = CompressedRowParallelLinear
         layer.sharded_state_dict_keys_map = names
     return block
+
+
+def add_native_defaults(parser: ArgumentParser) -> ArgumentParser:
+    """Let `--attention-backend local` pass validation (an `extra_args_provider`).
+
+    Megatron requires `--spec local` with it, which it then tries to import as a module.
+    `apply_native_defaults` takes that default back.
+    """
+    parser.set_defaults(spec=["local"])
+    return parser
+
+
+def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
+    """Adapt the arguments of `--transformer-impl local` to the torch-native modules. Idempotent.
+
+    Args:
+        args: after validation, before the datasets and the configs are built from it. `--spec local`, ours
+            or the user's, becomes no `--spec`: our layer spec is the local one.
+        command_line: the arguments as given: what the user asked for is kept.
+    Returns: One line for each value that changed or has no effect, for the log.
+    """
+    if args.spec == ["local"]:
+        args.spec = None
+    changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
+    kind, several = getattr(args, "cp_comm_type", None), getattr(args, "context_parallel_size", 1) > 1
+    if args.transformer_impl == "local" and several and kind not in (None, ["p2p"]):
+        changed.append(
+            f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored"
+        )
+    return [line for line in changed if line is not None]
+
+
+def leave_out_causal_mask(args: Namespace) -> str | None:
+    """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one.
+
+    The dataset's [b, 1, s, s] mask differs from the causal mask only with `--reset-attention-mask`. Both
+    local attentions make the causal mask themselves; without the tensor, torch's flash kernels can run and
+    tensor-parallel ranks need not be sent it.
+    """
+    unneeded = args.transformer_impl == "local" and not args.reset_attention_mask
+    if not (unneeded and args.create_attention_mask_in_dataloader):
+        return None
+    args.create_attention_mask_in_dataloader = False
+    return "attention is causal: --no-create-attention-mask-in-dataloader, no mask tensor is needed"
+
+
+def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
+    """Let RoPE fusion, Megatron's default, stand where our compiled RoPE can be the fused one.
+
+    Not on the CPU, where nothing is compiled.
+    """
+    usable = (
+        args.transformer_impl == "local"
+        and args.position_embedding_type == "rope"
+        and not args.rotary_interleaved
+        and not getattr(args, "multi_latent_attention", False)
+        and torch.cuda.is_available()
+        and "--no-rope-fusion" not in command_line
+    )
+    if not usable or not fill_rope_fusion_slot() or args.apply_rope_fusion:
+        return None
+    args.apply_rope_fusion = True
+    return "RoPE runs compiled (--no-rope-fusion: megatron-core's unfused one)"
+
+
+def _fuse_weight_gradients(args: Namespace) -> str | None:
+    """Let gradient accumulation fusion, Megatron's default, stand: without apex torch's GEMMs do it."""
+    if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
+        return None
+    flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
+    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:  # unfused, it is refused
+        flag = "--defer-embedding-wgrad-compute"
+    if flag is None:
+        return None
+    args.gradient_accumulation_fusion = False
+    return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
+
+
+def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned = t[..., : cos.shape[-1]].float()
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned.to(t.dtype), t[..., cos.shape[-1] :]), dim=-1)
+
+
+@jit_fuser
+def _rotate(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    return _rotation(t, freqs.cos(), freqs.sin())
+
+
+@jit_fuser
+def _rotate_back(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    return _rotation(t, freqs.cos(), -freqs.sin())
+
+
+def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first ``freqs.shape[-1]`` values of each head by their position's angles.
+
+    Args:
+        t: ``[s, b, heads, head_dim]``.
+        freqs: fp32 angles ``[s, 1, 1, rotated]``, both halves alike; no gradient.
+        interleaved: pair neighbours in place of halves (``--rotary-interleaved``): megatron-core's unfused
+            path does that.
+    """
+    if interleaved:
+        return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
+    return WithBackward.apply(t, lambda t: _rotate(t, freqs), lambda grad: _rotate_back(grad, freqs))
+
+
+def fill_rope_fusion_slot() -> bool:
+    """Make ``--apply-rope-fusion``, megatron-core's default, work without Transformer Engine. Idempotent.
+
+    Packed sequences are not covered. Call it before a ``TransformerConfig`` is built: that checks the slot.
+
+    Returns: Whether our function is in the slot.
+    """
+    return patches.fill_rope_slot(rotary)

@@ -1,11 +1,26 @@
-"""What stands in for Transformer Engine's three communication functions.
+"""What stands in for Transformer Engine's three communication functions, and weight gradients that overlap.
 
 TE's linear layers call ``allreduce``, ``reduce_scatter_along_first_dim`` and ``gather_along_first_dim`` of
 their own module. Each returns ``(tensor, handle)``, where the handle, None unless ``async_op``, is waited for
 once. The functions are told a process group and no layer, so a layer says before its forward and its backward
 that it is the one (``Exchanges.enter``).
+
+TE computes a layer's weight gradient right where its backward comes to it: that of a column-parallel layer
+overlaps with the all-reduce or reduce-scatter of its input gradient, none with a row-parallel layer's
+all-gather. TE can also defer a weight gradient (its ``wgrad_store``). Here that is done for one exchange: a
+deferred weight gradient overlaps with the next exchange of the backward pass.
+
+    row-parallel     gather the output gradient  [weight gradient of the layer above]
+                     input gradient; the weight gradient is deferred
+    column-parallel  input gradient, sum it      [the row-parallel layer's weight gradient]
+                     its own: overlaps with the sum's second exchange, or deferred with sequence parallelism
+
+The gradient is added to ``main_grad``, in which autograd has no part, so it may come late: whatever waits is
+computed before a bucket is reduced and at the end of the backward pass. Cost in memory: the inputs of one
+weight gradient live that much longer.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +28,50 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite
-from megatron.compression.transformer_engine.weight_gradients import WeightGradients
+
+
+class WeightGradients:
+    """Deferred ones, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, compute: Callable[[], object]) -> None:
+        """Defer one; called in a backward pass, at whose end it will have been computed."""
+        if not self._waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        self._waiting.append(compute)
+
+    def compute_one(self) -> None:
+        """Launch the oldest."""
+        self._waiting.popleft()()
+
+    def flush(self) -> None:
+        """Launch all."""
+        while self._waiting:
+            self.compute_one()
+
+
+class DeferredStore:
+    """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to the queue.
+
+    Args:
+        may_come_late: whether it is deferred now: TE's GEMM has to add to ``main_grad`` itself.
+    """
+
+    def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
+        self._queue, self._may_come_late = queue, may_come_late
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the layer's next weight gradient is deferred."""
+        return self._may_come_late()
+
+    def put(self, tensors: list, compute: Callable) -> None:
+        """TE's own call in the layer's backward."""
+        self._queue.put(lambda: compute(*tensors))
 
 
 class Handle(Protocol):
@@ -37,7 +95,7 @@ class Exchanges:
     """Communication of the layers that are marked as running; of others it is left alone.
 
     Args:
-        weight_gradients: what waits to be computed behind an exchange of the backward pass.
+        weight_gradients: deferred ones, which overlap with exchanges of the backward pass.
     """
 
     def __init__(self, weight_gradients: WeightGradients) -> None:
@@ -60,9 +118,9 @@ class Exchanges:
             if place is None:
                 return original(inp, tp_group, async_op, **others)
             if not self._compresses(place, "all_reduce", inp, inp.nbytes):
-                return self._behind(place, original, inp, tp_group, async_op=async_op, **others)
+                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **others)
             out = torch.empty_like(inp, memory_format=torch.contiguous_format)
-            return self._hand_over(place, out, place.site.all_reduce(inp, place.traffic, out), async_op)
+            return self._result(place, out, place.site.all_reduce(inp, place.traffic, out), async_op)
 
         return allreduce
 
@@ -75,11 +133,11 @@ class Exchanges:
                 return original(inp, tp_group, async_op, output, **others)
             if not self._compresses(place, "reduce_scatter", inp, inp.nbytes):
                 given = {"output": output} | others
-                return self._behind(place, original, inp, tp_group, async_op=async_op, **given)
+                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **given)
             if output is None:
                 output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
             work = place.site.reduce_scatter(inp, place.traffic, output)
-            return self._hand_over(place, output, work, async_op)
+            return self._result(place, output, work, async_op)
 
         return reduce_scatter_along_first_dim
 
@@ -95,17 +153,17 @@ class Exchanges:
             if place is None:
                 return original(inp, process_group, async_op, **given)
             if quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter):
-                result = self._behind(place, original, inp, process_group, async_op=async_op, **given)
+                result = self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
                 place.site.count_uncompressed(place.traffic, "all_gather", gathered_bytes(result[0]), "fp8")
                 return result
             nbytes = inp.nbytes * process_group.size()
             if others.get("output_tensor") is not None or not self._compresses(
                 place, "all_gather", inp, nbytes
             ):
-                return self._behind(place, original, inp, process_group, async_op=async_op, **given)
+                return self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
             out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
             work = place.site.all_gather(inp, place.traffic, out)
-            return self._hand_over(place, out, work, async_op, hide=not async_op)
+            return self._result(place, out, work, async_op, overlap=not async_op)
 
         return gather_along_first_dim
 
@@ -121,12 +179,12 @@ class Exchanges:
         place.site.count_uncompressed(place.traffic, operation, nbytes)
         return False
 
-    def _behind(
+    def _uncompressed(
         self, place: Place, original: Callable[..., Result], inp: torch.Tensor, group: Any, **given: Any
     ) -> Result:
-        """TE's own exchange, with a weight gradient behind it where one waits.
+        """TE's own exchange, overlapped with a weight gradient where one is deferred.
 
-        A gather that TE itself starts ahead is left to run behind the GEMM that TE has for it.
+        A gather that TE itself starts ahead is left to overlap with the GEMM that TE has for it.
         """
         asynchronous = given.pop("async_op")
         ahead = asynchronous and "quantizer" in given
@@ -139,15 +197,15 @@ class Exchanges:
         handle.wait()
         return result, None
 
-    def _hand_over(
-        self, place: Place, out: torch.Tensor, work: Work, asynchronous: bool, hide: bool = True
+    def _result(
+        self, place: Place, out: torch.Tensor, work: Work, asynchronous: bool, overlap: bool = True
     ) -> Result:
-        """Hide what is hidden best here, and give TE the tensor that the handle fills."""
-        if place.traffic == "tp.backward" and hide:
+        """Overlap a weight gradient, and give TE the tensor that the handle fills."""
+        if place.traffic == "tp.backward" and overlap:
             if self.weight_gradients:
                 self.weight_gradients.compute_one()
             if work.exchanges > 1:
-                work.advance()  # its second exchange runs behind the weight gradient that TE computes next
+                work.advance()  # its second exchange overlaps with the weight gradient that TE computes next
         if asynchronous:
             return out, work
         work.wait()

@@ -9,8 +9,7 @@ from torch.autograd.function import BackwardCFunction
 
 from megatron.compression import patches
 from megatron.compression.communication.site import CommSite, Run
-from megatron.compression.transformer_engine.exchanges import Exchanges
-from megatron.compression.transformer_engine.weight_gradients import Aside, WeightGradients
+from megatron.compression.transformer_engine.exchanges import DeferredStore, Exchanges, WeightGradients
 
 _DEEPEST = 4
 """Nodes between a layer's output and its autograd function: an added bias, a view."""
@@ -21,7 +20,7 @@ class TransformerEngineLayers:
 
     Args:
         run: whose policy and ledger the sites take. Where it compresses gradients and TE adds weights' to
-            ``main_grad``, those wait for an exchange to run behind.
+            ``main_grad``, those are deferred to overlap with an exchange.
     """
 
     def __init__(self, run: Run) -> None:
@@ -49,7 +48,7 @@ class TransformerEngineLayers:
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
         if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
-            module.wgrad_store = Aside(self.weight_gradients, partial(self._may_come_late, module))
+            module.wgrad_store = DeferredStore(self.weight_gradients, partial(self._may_come_late, module))
 
     def _may_come_late(self, module: torch.nn.Module) -> bool:
         """Whether there is compression to schedule for, and autograd has no part in the gradient."""
