@@ -20,7 +20,7 @@ from megatron.compression.torch_native.norm import (  # noqa: E402
     TorchRMSNorm,
     row_rms_norm,
 )
-from megatron.compression.torch_native.spec import (
+from megatron.compression.torch_native.spec import (  # noqa: E402
     fill_rope_fusion_slot,
     rotary,
 )

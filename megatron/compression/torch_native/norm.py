@@ -7,8 +7,8 @@ Statistics and arithmetic are fp32 inside the kernels whatever the dtype.
 
 torch's kernel gives each row a thread block, which leaves most of it idle at a head's 64 or 128 values: short
 rows, of queries and keys, have compiled expressions. On an H200 in bf16, forward and backward of [65536, 128]
-take torch 278 us and these 73 us, of [65536, 64] 241 and 22; the host needs 150 us more. For long rows torch's
-is as fast.
+take torch 278 us and these 73 us, of [65536, 64] 241 and 22; the host needs 150 us more. For long rows
+torch's is as fast.
 """
 
 import torch
