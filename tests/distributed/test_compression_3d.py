@@ -43,22 +43,20 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
         assert before.parameters == after.parameters
 
 
-AUTO = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
+RECIPES = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
     --tp-compression tensor-6bit --pp-compression pipeline-6bit --compression-min-mb 0"""
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def test_recommended_settings_resume_exactly(tmp_path: Path) -> None:
-    """Both ``auto``: the log says what they stand for, replicas agree, and a resumed run ends in the same
-    bits, though it recomputes."""
-    saved, flags = tmp_path / "saved", tiny_flags(*AUTO.split())
+def test_recipes_resume_exactly(tmp_path: Path) -> None:
+    """The log says what recipes stand for, replicas agree, and a resumed run ends in the same bits, though it
+    recomputes."""
+    saved, flags = tmp_path / "saved", tiny_flags(*RECIPES.split())
     whole = pretrain(*flags, "--save", str(saved), "--save-interval", "2", ranks=4, directory=tmp_path)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     assert "tensor parallelism uses int6:outliers=on, messages of at least 0 MiB" in whole.output
-    assert (
-        "pipeline stages send int4:group=32,normalize=standardize,outliers=on, back int6:group=32,"
-        in whole.output
-    )
+    forward = "int6:group=64,scales=single,normalize=standardize,outliers=on"
+    assert f"pipeline stages send {forward}, back int6:group=32," in whole.output
     check_replicas(whole, tied=True)
     for channel in (*SIX[:2], *SIX[4:]):
         rows = [row for rank in whole.ranks for row in rank.ledger if row["traffic"] == channel]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.compression.codecs import Codec, parse_codec
-from megatron.compression.codecs.taco import TacoCodec
+from megatron.compression.codecs.grouped import TacoCodec
 from megatron.compression.communication import meter
 from megatron.compression.communication.meter import ErrorMeter
 

@@ -377,7 +377,7 @@ class Measurement:
             return {}, "no layer sends any" if possible else reason
         exposed = sum(message.exposed(self._times[message]) for message in messages)
         if exposed < LEAST_GAIN * whole:
-            return {}, f"its messages hold up an iteration by {100 * exposed / whole:.1f} % only"
+            return {}, f"its messages lengthen an iteration by {100 * exposed / whole:.1f} % only"
         allowed, reason = self._possible(dimension, budget)
         if allowed and dimension in _LAYERS:
             self.lines += self._sender.prepare(messages, any(not one.exact for one in allowed))

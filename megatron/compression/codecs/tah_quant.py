@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from megatron.compression.codecs.base import Codec, Shape, stacked
-from megatron.compression.codecs.integer import IntCodec
+from megatron.compression.codecs.grouped import IntCodec
 from megatron.compression.codecs.registry import register_codec
 from taco_kernels import tah_quant
 from taco_kernels.tah_quant import TahConfig, layout_of

@@ -18,7 +18,7 @@ class TwoHops(Codec):
     def __post_init__(self) -> None:
         if self.first.lossless or self.second.lossless:
             raise CompressionConfigError(
-                f"{self.name}: beside another codec, lossless keeps bits of a lossy sum; give it alone"
+                f"{self.name}: together with another codec, lossless keeps bits of a lossy sum; give it alone"
             )
         if self.first.sees_shape != self.second.sees_shape or self.first.block != self.second.block:
             raise CompressionConfigError(
