@@ -11,7 +11,7 @@ from tests.unit.megatron_args import experts, megatron
 
 class TestIteration:
     def test_exposed_communication_is_what_was_measured(self):
-        """TP 4, docs/results/iterations.md, with 120.7 ms of GEMMs: 128 sums of 4.14 ms in pcie add 499 ms, of
+        """TP 4, docs/results/iterations.md, 120.7 ms of GEMMs: 128 sums of 4.14 ms in pcie add 499 ms, of
         0.357 ms on NVLink 22.5."""
         work = workload(megatron(), 0, 4 * 0.1207 * 1e15, 1e15)
         forward, backward = work.messages
