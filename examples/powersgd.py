@@ -2,7 +2,7 @@
 
     torchrun ... pretrain_gpt.py ... --dp-compression examples.powersgd:PowerSGD:rank=4
 
-A matrix of gradients M [m, n] travels as P [m, rank] and Q [n, rank], whose product P Q^T is near it. Each
+A matrix of gradients M [m, n] is sent as P [m, rank] and Q [n, rank], whose product P Q^T is near it. Each
 training iteration does one step of the power iteration, from the last one's Q:
 
     P = sum of M Q over the ranks, made orthonormal     Q = sum of M^T P over the ranks     sum of M ~ P Q^T

@@ -161,7 +161,7 @@ def _check_weights(args: Namespace) -> None:
     reasons = {
         "use_precision_aware_optimizer": "writes the weights inside its own kernel, where the difference to "
         "the old ones is lost",
-        "optimizer_cuda_graph": "replays the optimizer's step, where the host has to hand over the "
+        "optimizer_cuda_graph": "replays the optimizer's step, in which the host computes the "
         "difference of the weights",
     }
     refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
