@@ -23,7 +23,7 @@ FLAGS = {
 """By dimension: the flag that takes a setting's specs."""
 SETTINGS_HELP = (
     'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
-    'further flags behind them if need be ("tagc --compression-start-iteration 0"), in quotes'
+    'further flags after them if need be ("tagc --compression-start-iteration 0"), in quotes'
 )
 _VARIABLES = "MEGATRON_COMPRESSION_"
 

@@ -1,8 +1,8 @@
 """Uncompressed collectives over several communicators: the same number for both sides of a comparison.
 
-One communicator does not fill a TCP link; compressed payloads travel over as many as
+One communicator does not fill a TCP link; compressed payloads use as many as
 MEGATRON_COMPRESSION_COMMUNICATORS says. Here torch.distributed's functions (and megatron-core's names for
-them) cut large tensors into as many parts, a part on each communicator.
+them) split large tensors into as many parts, a part on each communicator.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +16,16 @@ from megatron.compression.communication.transport import new_groups
 from megatron.compression.communication.work import join
 
 LEAST_BYTES = 2**20
-"""Of a tensor that is cut."""
+"""Of a tensor that is split."""
 LEAST_VALUES = 128
-"""Of a row that is cut."""
+"""Of a row that is split."""
 
 _groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
 _collecting: list[list[Work]] = []
 
 
 def split_over(groups: Iterable[dist.ProcessGroup], communicators: int) -> None:
-    """Cut what goes over these groups from now on. Collective over all ranks of the job."""
+    """Split what goes over these groups from now on. Collective over all ranks of the job."""
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         _groups[tuple(ranks)] = [group, *new_groups([ranks] * (communicators - 1))]
@@ -83,8 +83,8 @@ def _groups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup] | Non
 
 
 def _parted(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """The communicators for a tensor; none where it is not cut."""
-    # payloads (uint8) are cut by our own transport
+    """The communicators for a tensor; none where it is not split."""
+    # payloads (uint8) are split by our own transport
     if tensor.dtype == torch.uint8 or tensor.nbytes < LEAST_BYTES or not tensor.is_contiguous():
         return []
     return _groups_of(group) or []
@@ -159,7 +159,7 @@ def split_reduce_scatter(original: Callable) -> Callable:
 def split_all_to_all(original: Callable) -> Callable:
     """By parts of what goes to each rank; where ranks get different numbers of rows, by parts of a row.
 
-    Such a message is cut whatever its size, which the ranks do not know of each other's.
+    Such a message is split whatever its size, which the ranks do not know of each other's.
     """
 
     def all_to_all_single(

@@ -65,7 +65,7 @@ _ORDER = "BENCH_ORDER"
 SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
 _QWEN = megatron_flags(MODELS["2.5-7b"])
-del _QWEN["--padded-vocab-size"]  # Megatron's own padding: --vocab-size behind the options counts
+del _QWEN["--padded-vocab-size"]  # Megatron's own padding: --vocab-size after the options counts
 EXPERTS = """--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
     --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 --vocab-size 32000
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
@@ -132,7 +132,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add = parser.add_argument
     add("--codecs", nargs="+", help=f"settings, one after the other: {SETTINGS_HELP}")
     add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
-    add("--communicators", type=int, default=1, help="over which each message travels, compressed or not")
+    add("--communicators", type=int, default=1, help="over which each message is sent, compressed or not")
     add("--iterations", type=int, default=13, help=f"of a block; the first {WARM_UP} are not timed")
     add("--json", type=Path, help="write the rows here")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")

@@ -34,18 +34,6 @@ ITERATION = re.compile(
 )
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder for everything")
-    parser.add_argument("--iterations", type=int, default=120, help="training iterations of each run")
-    parser.add_argument(
-        "--tensor-parallel", type=int, help="ranks (default: 2; 4 or 2 where there are that many GPUs)"
-    )
-    return parser.parse_args()
-
-
 def prepare_data(
     directory: Path,
     source: str = "stdlib",
@@ -66,17 +54,10 @@ def prepare_data(
         paths[split] = str(directory / f"{split}_text_document")
         if Path(paths[split] + ".idx").exists():
             continue
-        command = [
-            *(
-                sys.executable,
-                ROOT / "scripts" / "preprocess_data.py",
-                "--input",
-                directory / f"{split}.jsonl",
-            ),
-            *("--output-prefix", directory / split, "--append-eod", "--workers", os.cpu_count() or 1),
-            *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer),
-        ]
-        subprocess.run(list(map(str, command)), check=True)
+        words = [sys.executable, ROOT / "scripts" / "preprocess_data.py", "--append-eod"]
+        words += ["--input", directory / f"{split}.jsonl", "--output-prefix", directory / split]
+        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer]
+        subprocess.run(list(map(str, words)), check=True)
     return paths
 
 
@@ -114,20 +95,6 @@ def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, op
     return json.loads((directory / "report" / "report.json").read_text())["summary"]
 
 
-def compare_reports(output: Path) -> None:
-    """Both runs' times, bytes, losses and memory in one table, and their curves, under output/comparison."""
-    reports = [output / name / "report" for name in ("baseline", "taco")]
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.compression.report",
-        *reports,
-        "--output",
-        output / "comparison",
-    ]
-    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-
-
 def show_progress(name: str, line: str) -> None:
     """A short line for each of Megatron's."""
     if match := ITERATION.search(line):
@@ -143,35 +110,40 @@ def show_progress(name: str, line: str) -> None:
 
 def main() -> None:
     """Run everything and write summary.json."""
-    options = parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=ROOT / "runs" / "demo", help="folder for everything")
+    add("--iterations", type=int, default=120, help="training iterations of each run")
+    add("--tensor-parallel", type=int, help="ranks (default: 2; 4 where there are that many GPUs)")
+    options = parser.parse_args()
     options.output = options.output.resolve()
     gpus = gpu_count()
     ranks = options.tensor_parallel or (4 if gpus >= 4 else 2)
     data = prepare_data(options.output / "data")
-    runs = {
-        "baseline": train("baseline", "", data, ranks, gpus, options),
-        "taco": train("taco", TACO_ARGS, data, ranks, gpus, options),
-    }
+    flags = {"baseline": "", "taco": TACO_ARGS}
+    runs = {name: train(name, extra, data, ranks, gpus, options) for name, extra in flags.items()}
     keys = ("first_validation_loss", "validation_loss", "first_loss", "last_loss", "tp_bytes_per_iteration")
     summary = {name: {key: run[key] for key in keys} for name, run in runs.items()}
     baseline, taco = summary["baseline"], summary["taco"]
     summary["ratio"] = baseline["tp_bytes_per_iteration"] / taco["tp_bytes_per_iteration"]
     summary["validation_loss_difference"] = taco["validation_loss"] / baseline["validation_loss"] - 1
-    summary["setup"] = {
-        "tensor_parallel": ranks,
-        "iterations": options.iterations,
-        "backend": "nccl" if gpus >= ranks else "gloo",
-        "taco_flags": TACO_ARGS,
-    }
+    backend = "nccl" if gpus >= ranks else "gloo"
+    setup = {"tensor_parallel": ranks, "iterations": options.iterations, "backend": backend}
+    summary["setup"] = setup | {"taco_flags": TACO_ARGS}
     (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\n{'':10} {'training loss':>21} {'validation loss':>16} {'TP bytes/iteration/rank':>24}")
-    for name in ("baseline", "taco"):
+    for name in flags:
         run = summary[name]
         losses = f"{run['first_loss']:.4f} -> {run['last_loss']:.4f}"
         print(f"{name:10} {losses:>21} {run['validation_loss']:16.4f} {run['tp_bytes_per_iteration']:24,.0f}")
     print(f"\ntensor-parallel bytes: {summary['ratio']:.3f}x fewer with --taco", end="")
     print(f"; validation loss {summary['validation_loss_difference']:+.2%}")
-    compare_reports(options.output)
+    words = [sys.executable, "-m", "megatron.compression.report"]
+    words += [str(options.output / name / "report") for name in flags]
+    words += ["--output", str(options.output / "comparison")]
+    subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     print(f"{options.output / 'summary.json'}; reports: {options.output}/{{baseline,taco}}/report/report.md")
     print(f"both runs side by side: {options.output / 'comparison' / 'comparison.md'}")
 

@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan(settings: list[str], seeds: list[int], noise_seed: int) -> list[tuple[str, int]]:
-    """(setting, seed) of every run, in order: what a stop leaves behind compares with its baseline."""
+    """(setting, seed) of every run, in order: what a stop leaves compares with its baseline."""
     runs = [(setting, seed) for seed in seeds for setting in dict.fromkeys(settings)]
     if noise_seed and noise_seed not in seeds:
         runs.append((settings[0], noise_seed))

@@ -20,7 +20,7 @@
 #          3d         the paper's set-up of three dimensions: TACO, SDP4Bit, TAH-Quant
 #          e5m2       TACO as its code has it: e5m2 in groups of 256
 #          tah-quant  the paper's control: TAH-Quant's codec on tensor parallelism
-#          per-tensor another control: FP8 with one scale for a whole tensor, per_tensor_fp8.py beside this
+#          per-tensor another control: FP8 with one scale for a whole tensor, per_tensor_fp8.py
 # Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
 # name is appended to the command line and wins over what is written here. Environment: examples/common.sh
 # says which variables there are.
@@ -28,7 +28,7 @@
 # Of the original: the Pile is replaced by DATA_PATH; e5m2 has its own range here, where the code clips at e4m3's
 # largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2; 3d: TP 2, PP 2,
 # DP 2), the Qwen runs' warm-up and decay (cosine over the run; Qwen3 constant), Qwen3's batch (Qwen2.5's) and first weights
-# (HF_DIR's), and what beside tensor parallelism the Qwen2.5 run compressed.
+# (HF_DIR's), and what besides tensor parallelism the Qwen2.5 run compressed.
 set -euo pipefail
 : "${MODEL:=gpt-350m}" "${VARIANT:=taco}"
 [[ "${TINY:-0} $MODEL $VARIANT" != 1*@(qwen3-0.6b @(taco|none|e5m2)|3d) ]] || : "${PP:=2}" "${GPUS_PER_NODE:=4}"

@@ -90,7 +90,7 @@ class DataParallel:
             torch._foreach_copy_(self.parameters, self._split(self.held))
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All values one behind the other, zero padded."""
+        """All values one after the other, zero padded."""
         flat = torch.cat([one.flatten() for one in tensors])
         return F.pad(flat, (0, -len(flat) % (RANKS * ALIGNMENT)))
 

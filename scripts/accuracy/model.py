@@ -89,8 +89,8 @@ class RMSNorm(nn.Module):
 def angles(model: DenseModel, sequence: int) -> Tensor:
     """[2, sequence, 1, head]: cosine and sine of each position's rotations, halves of a head alike."""
     powers = torch.arange(0, model.head_dim, 2) / model.head_dim
-    turns = torch.arange(sequence)[:, None] / model.rotary_base**powers
-    both = torch.cat([turns, turns], dim=-1)
+    angle = torch.arange(sequence)[:, None] / model.rotary_base**powers
+    both = torch.cat([angle, angle], dim=-1)
     return torch.stack([both.cos(), both.sin()])[:, :, None]
 
 
@@ -101,7 +101,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class QwenBlock(nn.Module):
-    """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group behind the other,
+    """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group after the other,
     fc1 gates and values in turn, so that equal slices of them are the ranks' own.
 
     Args:

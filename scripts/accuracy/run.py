@@ -109,14 +109,14 @@ class Worker:
         done = {record["id"] for record in load([file] if file.exists() else [])}
         checkpoint = args.work_dir / "checkpoints" / f"late-{seed}.pt"
         late = max(1, round(LATE * args.steps))
-        base, *endings = ids_of(args, seed)
-        if base not in done or (not checkpoint.exists() and not done.issuperset(endings)):
+        base, *continuations = ids_of(args, seed)
+        if base not in done or (not checkpoint.exists() and not done.issuperset(continuations)):
             if self._late(args.steps):
                 return
             checkpoint.parent.mkdir(exist_ok=True)
             self.trainer.start(seed)
             self._record(file, base, BASE, seed, args.steps, {late: checkpoint})
-        for run, name in zip(endings, args.settings, strict=True):
+        for run, name in zip(continuations, args.settings, strict=True):
             if run in done:
                 continue
             if self._late(args.steps - late):

@@ -5,6 +5,7 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs.recipes import expand
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
@@ -133,7 +134,8 @@ def _one_kind(name: str) -> tuple[str, dict]:
         sent = config(compression=there, backward=other or None)
         codecs, more = (sent.forward_codec, sent.backward_codec), {}
     else:
-        specs = there, other or there
+        there, backward = expand("--tp-compression", there, other or None)
+        specs = there, backward or there
         codecs = tuple(None if spec == "none" else parse_codec(spec) for spec in specs)
         more = {"sequence_parallel": name.endswith("-sp")}
     names = (codec.name if codec else "none" for codec in codecs)

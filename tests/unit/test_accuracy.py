@@ -166,6 +166,8 @@ def test_kinds_of_parallelism_are_joined():
         16,
         2,
     )
+    assert setting_of("tensor-6bit").backward == setting_of("int6:outliers=on").forward == "int6:outliers=on"
+    assert setting_of("pipeline-6bit-pp").stage_backward.startswith("int6:")
     apart = setting_of("int5/int6,,int5-sp")
     assert (apart.forward, apart.backward, apart.sequence_parallel) == ("int5/int6", "int5", True)
     assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
