@@ -168,25 +168,27 @@ def test_layers_that_send_in_another_way_are_named():
     assert expert_hooks.why_not_attachable([chunk]) is context_hooks.why_not_attachable([chunk]) is None
 
 
-class TestFlags:
-    def test_a_dimension_with_its_own_flag_is_not_open(self):
-        every = ("tensor_parallel", "data_parallel", "pipeline_parallel")
-        assert resolve(parsed("--compression", "auto")).auto == every
-        assert resolve(parsed()).auto == resolve(parsed("--compression", "none")).auto == ()
-        config = resolve(parsed("--compression", "auto", "--tp-compression", "int8"))
-        assert config.auto == every[1:] and config.tensor_parallel.compression == "int8"
-        assert resolve(parsed("--compression", "auto", "--tp-compression", "none")).auto == every[1:]
-        assert resolve(parsed("--compression", "auto", "--taco")).auto == every[1:]
-        assert resolve(parsed("--compression", "auto", "--pp-compression", "none", "int8")).auto == every[:2]
+EXPERTS_AND_CONTEXT = ["expert_parallel", "context_parallel"]
 
-    def test_experts_and_context_parallelism_are_open_where_they_are_in_use(self):
-        more = ("expert_parallel", "context_parallel")
-        assert resolve(parsed("--compression", "auto", **USED)).auto[3:] == more
-        by_hand = ("--compression", "auto", "--ep-compression", "int8", "--cp-compression", "none")
-        config = resolve(parsed(*by_hand, **USED))
-        assert len(config.auto) == 3 and config.expert_parallel.compression == "int8"
-        alone = {**USED, "expert_model_parallel_size": 1, "context_parallel_size": 1}
-        assert len(resolve(parsed("--compression", "auto", **alone)).auto) == 3
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("flags", "more", "closed"),
+        [
+            ("", {}, EXPERTS_AND_CONTEXT),
+            ("", USED, []),
+            ("", USED | {"expert_model_parallel_size": 1, "context_parallel_size": 1}, EXPERTS_AND_CONTEXT),
+            ("--tp-compression int8", USED, ["tensor_parallel"]),
+            ("--tp-compression none", USED, ["tensor_parallel"]),
+            ("--taco", USED, ["tensor_parallel"]),
+            ("--ep-compression int8 --cp-compression none", USED, EXPERTS_AND_CONTEXT),
+        ],
+    )
+    def test_dimensions_in_use_without_a_flag_are_open(self, flags, more, closed):
+        """Experts and context parallelism where they are in use, the others always."""
+        open_parts = resolve(parsed("--compression", "auto", *flags.split(), **more)).auto
+        assert set(open_parts) == set(RECIPES) - set(closed)
+        assert not resolve(parsed(*flags.split(), **more)).auto
 
     @pytest.mark.parametrize(
         ("flags", "said"),

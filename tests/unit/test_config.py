@@ -149,6 +149,8 @@ def test_taco_and_another_codec_are_refused() -> None:
         _config("--taco", "--tp-compression", "int6")
     with pytest.raises(CompressionConfigError, match="--taco is --tp-compression taco, not none"):
         _config("--taco", "--tp-compression", "none")
+    with pytest.raises(CompressionConfigError, match=r"^--taco: taco:group=48: group=48 is not"):
+        _config("--taco", "group=48")
 
 
 def test_a_resumed_run_says_what_it_does_otherwise() -> None:
