@@ -1,6 +1,8 @@
 """A whole model under tensor parallelism: replicas, and a ledger that matches the transport."""
 
 import hashlib
+import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -111,77 +113,82 @@ def test_recomputation_rounds_as_the_forward_did(ran: list[tuple]) -> None:
         assert recomputed == first[::-1] + second[::-1]
 
 
-def _audit_worker(rank: int, world_size: int, cases: list[dict]) -> list[dict]:
+def audit_worker(rank: int, world_size: int) -> dict[tuple, tuple]:
+    """By case: what the transport was given in two iterations, and what the ledger says."""
     start_model_parallel(world_size)
-    results = []
-    for settings in cases:
-        run = run_with(**settings)
-        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
+    results = {}
+    for sequence_parallel, name, trained in itertools.product((False, True), CASES, (True, False)):
+        run = run_with(**CASES[name])
+        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
+        if not trained:
+            frozen = model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1
+            for module in frozen:
+                module.requires_grad_(False)
         with TransportAudit(world_size) as audit:
-            model(**batch(0, rank, BATCH)).float().mean().backward()
-            run.step += 1
-            model(**batch(1, rank, BATCH)).float().mean().backward()
-        results.append({"audit": audit.sent, "rows": run.ledger.rows()})
+            for run.step in range(2):
+                model(**batch(run.step, rank, BATCH)).float().mean().backward()
+        got = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert got == {name for name, p in model.named_parameters() if p.requires_grad}
+        results[sequence_parallel, name, trained] = audit.sent, run.ledger.rows()
     return results
 
 
-def _sum(rows: list[dict], key: str, **match) -> int:
-    return sum(row[key] for row in rows if all(row[name] == value for name, value in match.items()))
+CASES = {
+    "compressed": {},
+    "off": {"codec": "none"},
+    "small": {"min_mb": 1.0},
+    "warmup": {"start_iteration": 1},
+    "a layer": {"layers": "1"},
+}
+MESSAGE = SEQUENCE * BATCH * HIDDEN * 2  # the whole sequence in bf16
+# Messages of one size over all ranks. With sequence parallelism a layer gathers before qkv and fc1 and
+# scatters after the projection and fc2; the backward does the opposite and gathers the inputs of qkv and fc1
+# again. The embedding reduces (learned positions are added before the split) and its backward gathers; the
+# output layer gathers, and its backward gathers again and scatters.
+MESSAGES = {
+    (False, "tp.forward"): {"all_reduce": 2 * LAYERS + 1},
+    (False, "tp.backward"): {"all_reduce": 2 * LAYERS + 1},
+    (True, "tp.forward"): {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS, "all_reduce": 1},
+    (True, "tp.backward"): {"all_gather": 4 * LAYERS + 2, "reduce_scatter": 2 * LAYERS + 1},
+}
+FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (W-1)/W
 
 
-def test_ledger_matches_the_transport() -> None:
-    """What the ledger says is what c10d was given, compressed or not; and it is the sites' hand count."""
-    world_size = 2
-    cases = [
-        {},
-        {"codec": "none"},
-        {"min_mb": 1.0},
-        {"start_iteration": 1},
-    ]
-    message = SEQUENCE * BATCH * HIDDEN * 2
-    sites = 2 * LAYERS + 1  # forward: embedding, projection and fc2; backward: qkv, fc1 and the output layer
-    for results in spawn(_audit_worker, world_size, cases):
-        for result in results:
-            assert total_of(result["rows"]) == result["audit"]
-            for channel in ("tp.forward", "tp.backward"):
-                plain = _sum(result["rows"], "plain_bytes", traffic=channel)
-                assert plain == 2 * sites * message * 2 * (world_size - 1) // world_size
-        compressed, off, small, warmup = (
-            [row for row in r["rows"] if row["traffic"] != "tp.other"] for r in results
-        )
-        assert {row["kind"] for row in compressed} == {"compressed"}
-        assert {row["kind"] for row in off} == {"off"}
-        assert {row["kind"] for row in small} == {"small"}
-        plain = [_sum(warmup, "plain_bytes", kind=kind) for kind in ("warmup", "compressed")]
-        assert plain[0] == plain[1] > 0, "one iteration each"
-        sent = _sum(compressed, "sent_bytes", traffic="tp.forward")
-        assert sent * 16 == _sum(compressed, "plain_bytes", traffic="tp.forward") * 8.5, "8.5 bits a value"
+@pytest.fixture(scope="module")
+def audited() -> list[dict]:
+    """By rank."""
+    return spawn(audit_worker, 2)
 
 
-def frozen_worker(rank: int, world_size: int, sequence_parallel: bool) -> list[tuple]:
-    """What was sent and counted with an embedding and a first layer that do not train: each setting once."""
-    start_model_parallel(world_size)
-    results = []
-    for settings in ({"codec": "none"}, {}, {"layers": "1"}):
-        run = run_with(**settings)
-        model = build_tiny_gpt(rank, world_size, run, torch.float32, sequence_parallel=sequence_parallel)
-        frozen = (model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1)
-        for module in frozen:
-            module.requires_grad_(False)
-        with TransportAudit(world_size) as audit:
-            model(**batch(0, rank, BATCH)).mean().backward()
-        trained = {name for name, p in model.named_parameters() if p.grad is not None}
-        assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
-        results.append((audit.sent, total_of(run.ledger.rows())))
-    return results
+def test_ledger_matches_the_transport(audited: list[dict]) -> None:
+    """What the ledger says is what c10d was given: compressed or not, trained or frozen in part."""
+    for results in audited:
+        for case, (sent, rows) in results.items():
+            assert total_of(rows) == sent, case
 
 
+@pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_frozen_layers_send_what_is_counted(sequence_parallel: bool) -> None:
-    """Nothing is counted for backwards that never come."""
-    for results in spawn(frozen_worker, 2, sequence_parallel):
-        for sent, counted in results:
-            assert sent == counted
+def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: bool, channel: str) -> None:
+    """Uncompressed for one reason, or all payload of 8.5 bits; of a warm-up iteration each."""
+    wanted = {
+        operation: 2 * count * FACTORS[operation] * MESSAGE // 2
+        for operation, count in MESSAGES[sequence_parallel, channel].items()
+    }
+    for results in audited:
+        for name in ("compressed", "off", "small", "warmup"):
+            rows = [row for row in results[sequence_parallel, name, True][1] if row["traffic"] == channel]
+            kinds = {"warmup", "compressed"} if name == "warmup" else {name}
+            assert {row["kind"] for row in rows} == kinds
+            for kind in kinds:
+                stands_for: Counter[str] = Counter()
+                for row in rows:
+                    if row["kind"] == kind and row["plain_bytes"]:
+                        stands_for[row["operation"].removeprefix("instead_of_")] += row["plain_bytes"]
+                share = 2 if len(kinds) == 2 else 1
+                assert stands_for == {operation: size // share for operation, size in wanted.items()}
+            if name == "compressed":
+                assert sum(row["sent_bytes"] for row in rows) * 16 == sum(wanted.values()) * 8.5
 
 
 def recomputed_mlp_worker(rank: int, world_size: int) -> None:
