@@ -139,7 +139,7 @@ def test_other_numbers_of_expert_ranks(resumed: tuple[ForkedRun, Path], tmp_path
 
 
 def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
-    """Errors both ways of dispatch and combine, the layer that predicts a second token among them; plots."""
+    """Errors both ways of dispatch and combine, the layer that predicts a second token among them."""
     report = compressed[1] / "report"
     written = json.loads((report / "report.json").read_text())
     assert written["summary"]["dimensions"]["expert parallel"]["ratio"] > 1.3, "32 values and a scale"
@@ -148,7 +148,6 @@ def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
     sites = {f"{layer}.mlp.{way}" for layer in layers for way in ("dispatch", "combine")}
     assert errors.keys() == {(site, f"ep.{way}") for site in sites for way in ("forward", "backward")}
     assert all(0.004 < error < 0.007 for error in errors.values())
-    assert all((report / name).stat().st_size for name in ("bytes.png", "error.png"))
 
 
 def test_int8_after_100_iterations(tmp_path: Path) -> None:

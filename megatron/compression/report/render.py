@@ -1,16 +1,12 @@
 """What people read of a finished run: report.md with its pictures, and the comparison of two runs."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.compression.communication.ledger import DIMENSIONS, KINDS, TRAFFIC
 from megatron.compression.report.figures import (
-    MB,
-    dimension_total,
     evaluations,
     loss_of,
-    mean_bytes,
     summarize,
     training_rows,
 )
@@ -235,12 +231,11 @@ def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
 
 
 def draw_report(report: dict, directory: Path) -> tuple[list[str], str | None]:
-    """Draw loss.png, time.png, bytes.png and error.png, as far as there is something to draw.
+    """Draw loss.png and time.png, as far as there is something to draw.
 
     Returns: The files written, and why there is none.
     """
-    pictures = {"loss.png": _losses, "time.png": _times, "bytes.png": _bars, "error.png": _error_curves}
-    return _draw(pictures, [("", _LINE, report)], directory)
+    return _draw([("", _LINE, report)], directory)
 
 
 def draw_comparison(
@@ -249,22 +244,20 @@ def draw_comparison(
     """Draw loss.png and time.png of two runs with their names. Result as ``draw_report``'s."""
     wide = {"color": "0.75", "linewidth": 5, "markersize": 8}  # equal curves are both seen
     curves = [(f", {names[0]}", wide, baseline), (f", {names[1]}", _LINE, run)]
-    return _draw({"loss.png": _losses, "time.png": _times}, curves, directory)
+    return _draw(curves, directory)
 
 
 _LINE = {"color": "C0", "linewidth": 1.2, "markersize": 3}
 
 
-def _draw(
-    pictures: dict, curves: list[tuple[str, dict, dict]], directory: Path
-) -> tuple[list[str], str | None]:
+def _draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[str], str | None]:
     """``curves``: what to add to a label, style, report."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return [], "matplotlib is not installed, so nothing is drawn; pip install matplotlib"
     written = []
-    for name, draw in pictures.items():
+    for name, draw in (("loss.png", _losses), ("time.png", _times)):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         if draw(axes, curves):
@@ -298,69 +291,6 @@ def _times(axes, curves: list) -> bool:
         axes.set_ylim(0, 2 * max(medians))  # the first iterations take many times as long
     axes.set(xlabel="iteration", ylabel="ms an iteration, mean of a log interval")
     return _legend(axes)
-
-
-def _bars(axes, curves: list) -> bool:
-    """Two bars a dimension, without compression and sent; what is sent by whether a codec made it."""
-    (_, _, report), *_ = curves
-    means, summary = mean_bytes(training_rows(report)), report["summary"]["dimensions"]
-    names = [name for name in DIMENSIONS if name in summary]
-    for place, name in enumerate(names):
-        of_codecs = {
-            traffic: {"c": kinds["compressed"]} for traffic, kinds in means.items() if "compressed" in kinds
-        }
-        payload, _ = dimension_total(of_codecs, DIMENSIONS[name])
-        sent, plain = summary[name]["sent"], summary[name]["uncompressed"]
-        for shift, height, bottom, color, label in (
-            (-0.2, plain, 0, "C7", "without compression"),
-            (0.2, payload, 0, "C0", "sent: compressed"),
-            (0.2, sent - payload, payload, "C1", "sent: uncompressed"),
-        ):
-            named = None if place else label
-            axes.bar(place + shift, height / MB, 0.38, bottom=bottom / MB, color=color, label=named)
-        fewer = f"{plain / sent:.2f}x fewer" if sent < plain else ""
-        axes.annotate(fewer, (place + 0.2, sent / MB), ha="center", va="bottom")
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="MB sent by one GPU in one iteration")
-    if names:
-        axes.legend()
-    return bool(names)
-
-
-def _error_curves(axes, curves: list) -> bool:
-    """Error by place in the model: embedding, layers, output layer, then pipeline stages."""
-    (_, _, report), *_ = curves
-    places = {_place(row["site"]) for row in report["errors"]}
-    order = {place: number for number, place in enumerate(sorted(places))}
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in report["errors"]:
-        label = f"{_short(row['site'])} {row['traffic']}"
-        series.setdefault(label, []).append((order[_place(row["site"])], row["relative_error"]))
-    for label, points in sorted(series.items()):
-        axes.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=label)
-    every = -(-len(order) // 16)  # more ticks cannot be read
-    shown = [place for place in order if place[0] != 1 or place[1] % every == 0]
-    axes.set_xticks([order[place] for place in shown], [place[2] for place in shown], rotation=45, ha="right")
-    axes.set(xlabel="layer", ylabel="relative L2 error")
-    axes.set_ylim(bottom=0)
-    return _legend(axes)
-
-
-def _place(site: str) -> tuple[int, int, str]:
-    """Where a site stands from left to right, and its tick: ``decoder.layers.3.mlp...`` -> (1, 3, "3")."""
-    if layer := re.search(r"layers\.(\d+)", site):
-        return 1, int(layer[1]), layer[1]
-    if site.startswith("embedding"):
-        return 0, 0, "embedding"
-    if site.startswith("output_layer"):
-        return 2, 0, "output"
-    number = re.search(r"\d+", site)
-    return 3, int(number[0]) if number else 0, site.removeprefix("pipeline ")
-
-
-def _short(site: str) -> str:
-    """``decoder.layers.3.mlp.linear_fc2`` -> ``linear_fc2``, ``pipeline stage 1`` -> ``pipeline stage``."""
-    return re.sub(r" \d+$", "", site.rsplit(".", 1)[-1])
 
 
 def _legend(axes) -> bool:
