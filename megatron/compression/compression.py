@@ -8,7 +8,7 @@ A loop over megatron-core without megatron.training:
     ... forward_backward_func(...); optimizer.step(); compression.step()
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Compression:
             ErrorMeter(config.error_bound),
         )
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
-        self.gradients = data_parallel.Gradients(config.data_parallel, self.run)
+        self.gradients = data_parallel.Gradients(config.data_parallel, self.run, say)
         """The data-parallel part: state for checkpoints, diagnostics."""
         self._pipeline = pipeline_parallel.attach(policy, ledger)
         self._experts = Experts(config.expert_parallel, self.run)
@@ -111,6 +111,18 @@ class Compression:
     def on_attached(self, follow: Callable[[list[torch.nn.Module]], None]) -> None:
         """Call ``follow(chunks)`` with the wrapped chunks once there are any."""
         self._when_attached.append(follow)
+
+    def summary(self) -> str:
+        """What this rank has sent in training so far, and would have sent uncompressed: a line for each class
+        of traffic, and one for all."""
+        rows = {name: _sum(kinds.values()) for name, kinds in self.ledger.totals().items()}
+        rows = {name: pair for name, pair in rows.items() if any(pair)}
+        rows["all"] = _sum(rows.values())
+        return "\n".join(
+            f"{name:12s} {sent / 1e6:12.3f} MB sent, {plain / 1e6:12.3f} MB uncompressed, ratio "
+            f"{plain / sent if sent else 1:.2f}"
+            for name, (sent, plain) in rows.items()
+        )
 
     def step(self) -> None:
         """An iteration has ended; for loops that do not tell the iteration otherwise."""
@@ -176,3 +188,8 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression
+
+
+def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    pairs = list(pairs)
+    return sum(sent for sent, _ in pairs), sum(plain for _, plain in pairs)

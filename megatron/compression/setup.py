@@ -42,6 +42,34 @@ STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""
 
 
+class _Log:
+    """Lines of ours for the log: kept until training begins, so that they stand together, last before
+    iteration 1."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] | None = []
+
+    def keep(self) -> None:
+        """Keep lines from now on."""
+        self._kept = self._kept or []
+
+    def __call__(self, line: str) -> None:
+        if self._kept is None:
+            print_rank_0(line)
+        else:
+            self._kept.append(line)
+
+    def show(self, *_: object) -> None:
+        """Print what was kept, and every further line at once."""
+        kept, self._kept = self._kept, None
+        for line in kept or []:
+            print_rank_0(line)
+
+
+_log = _Log()
+"""One a process: lines come from parsing on, before there is a run."""
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser (an ``extra_args_provider``).
 
@@ -74,8 +102,9 @@ def adapt_arguments(args: Namespace) -> None:
         )
     checks.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
+    _log.keep()
     for line in lines:
-        print_rank_0(line)
+        _log(line)
 
 
 def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compression:
@@ -88,6 +117,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     Returns: What was put into the run.
     Raises: CompressionConfigError: a setting that cannot be honoured.
     """
+    _log.keep()
     config = flags.resolve(args)
     checks.check_evaluation(args)
     checks.check_vocabulary(args, get_tokenizer().vocab_size)
@@ -99,7 +129,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         config,
         iteration=partial(current_iteration, args),
         train_iters=train_iterations(args),
-        say=print_rank_0,
+        say=_log,
         broadcasts_batch=True,
     )
     if config.report:
@@ -108,7 +138,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     automatic = None
     if config.auto:
         flops = partial(num_floating_point_operations, args, args.global_batch_size)
-        automatic = Automatic(args, compression, flops, print_rank_0, settings.update)
+        automatic = Automatic(args, compression, flops, _log, settings.update)
     if model_config is None:
         attach_next = automatic.attach_next if automatic else compression.attach_model
         patches.around_model_building(attach_next, compression.attach_wrapped)
@@ -133,14 +163,12 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     _follow(args, compression, reporter, automatic)
     compression.on_attached(  # by then --compression auto has decided, too
-        lambda chunks: repetition.attach(args, compression.config, compression.run, print_rank_0)
+        lambda chunks: repetition.attach(args, compression.config, compression.run, _log)
     )
     if model_config is not None and not is_covered(model_config.transformer):
-        print_rank_0(
-            "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"
-        )
+        _log("compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted")
     for line in [] if automatic else config.describe(args):
-        print_rank_0(f"compression: {line}")
+        _log(f"compression: {line}")
     return compression
 
 
@@ -162,14 +190,20 @@ def _follow(
 
     def on_training_log(iteration: int, losses: dict) -> None:
         for line in audit.finish():
-            print_rank_0(f"compression: {line}")
+            _log(f"compression: {line}")
         reporter.on_training_log(iteration, losses)
         compression.on_training_log(iteration, args.log_interval)
         if automatic is not None:
             automatic.on_training_log(iteration)
 
     patches.on_training_log(on_training_log)
-    patches.around_evaluate(reporter.before_evaluate, reporter.after_evaluate)
+
+    def before_evaluate(split: str) -> None:
+        _log.show()  # a run that only evaluates
+        reporter.before_evaluate(split)
+
+    patches.before_training(_log.show)
+    patches.around_evaluate(before_evaluate, reporter.after_evaluate)
     patches.on_training_end(reporter.finish)
 
     def add_state(state_dict: dict, is_loading: bool) -> None:
@@ -185,12 +219,12 @@ def _follow(
         begun_from = (state_dict or {}).get("args")
         if begun_from is not None and not warned and (warning := other_weights(begun_from, args)):
             warned = True
-            print_rank_0(warning)
+            _log(warning)
         saved = (state_dict or {}).get(STATE)
         if saved and not args.finetune and not resumed:
             resumed = True
             if changed := changed_settings(saved["config"], compression.config.asdict()):
-                print_rank_0(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
+                _log(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
             compression.load_state(saved)
 
     patches.around_checkpoint_state(add_state)

@@ -174,7 +174,7 @@ def test_a_linear_of_ones_own_is_named_by_the_audit(runs: Runs) -> None:
 def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: str) -> dict:
     """Three iterations, of which the first goes uncompressed; saved behind the second, and resumed."""
     os.environ["RANK"] = str(rank)
-    from tests.distributed.ways_in.own_loop import COMPRESSED, Loop
+    from examples.own_loop import COMPRESSED, Loop
 
     def trained(loop, iterations) -> tuple[list, dict]:
         with TransportAudit(smallest=64) as audit:
@@ -232,15 +232,18 @@ def test_a_loop_of_ones_own(tmp_path: Path, tensor: int, pipeline: int) -> None:
     assert all(loss == loss and loss > 0 for loss in losses)
 
 
-def test_a_loop_of_ones_own_loads_no_training_loop(tmp_path: Path) -> None:
-    """Way 4 in a process of its own: megatron.training is nowhere in it."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", f"{WAYS}/own_loop.py", str(tmp_path / "store")],
-        env=environment(),
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=240,
+def test_the_example_of_a_loop_says_what_it_sent(tmp_path: Path) -> None:
+    """Way 4 as a user types it: losses, a checkpoint and the summary; and without megatron.training."""
+    words = ("--tensor", "2", "--iterations", "3", "--save", str(tmp_path / "saved"))
+    run = start_torchrun("examples/own_loop.py", *words, processes=4).finish(240)
+    assert run.returncode == 0, run.output[-3000:]
+    assert len(re.findall(r"iteration \d: loss \d", run.output)) == 3 and any((tmp_path / "saved").iterdir())
+    rows = dict(re.findall(r"^([a-z.]+) .*ratio ([\d.]+)$", run.output, re.M))
+    assert {"tp.forward", "tp.backward", "dp.gradient", "dp.weight", "all"} <= set(rows)
+    assert 1 < float(rows["all"]) < float(rows["tp.forward"])
+    code = (
+        "import examples.own_loop, sys; print([m for m in sys.modules if m.startswith('megatron.training')])"
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.splitlines()[-1] == "training: []"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    loaded = subprocess.run(command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=240)
+    assert loaded.stdout.splitlines()[-1] == "[]", loaded.stderr[-3000:]

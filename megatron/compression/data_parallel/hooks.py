@@ -1,6 +1,6 @@
 """Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import torch
@@ -155,14 +155,16 @@ class Gradients:
     Patches megatron-core: counts its collectives, replaces the masters' copy, aligns replicas.
     """
 
-    def __init__(self, config: DataParallelConfig, run: Run) -> None:
-        self.policy, self.ledger = run.policy, run.ledger
+    def __init__(
+        self, config: DataParallelConfig, run: Run, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.policy, self.ledger, self._say = run.policy, run.ledger, say or print_on_first_rank
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached."""
         self._transports = run.transports
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
-        self.memory = GradientMemory(None, [], print_on_first_rank)
+        self.memory = GradientMemory(None, [], self._say)
         """Of the compressor, for checkpoints; that of the run's buckets once they are attached."""
         patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
         patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
@@ -194,7 +196,7 @@ class Gradients:
         if not self.config.enabled:
             return chunks
         if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
-            print_on_first_rank(
+            self._say(
                 "compression: --dp-compression has nothing to compress: the model is not wrapped by "
                 "DistributedDataParallel, as under --skip-train"
             )
@@ -202,7 +204,7 @@ class Gradients:
         start = self.policy.rule("dp.gradient").start_iteration
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
             name = self.compressor.name
-            print_on_first_rank(f"compression: {name}: gradients go uncompressed before iteration {start}")
+            self._say(f"compression: {name}: gradients go uncompressed before iteration {start}")
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
                 raise TypeError(
@@ -226,17 +228,16 @@ class Gradients:
             for group in chunk.expert_parallel_bucket_groups:
                 self._attach_group(group, names, in_flight, ranks, cut)
         if self.compressor is not None and self.compressor.has_memory:
-            self.memory = GradientMemory(self.compressor.name, self.syncs, print_on_first_rank)
+            self.memory = GradientMemory(self.compressor.name, self.syncs, self._say)
         return chunks
 
-    @staticmethod
-    def _cut(module: torch.nn.Module) -> Collection[torch.nn.Parameter]:
+    def _cut(self, module: torch.nn.Module) -> Collection[torch.nn.Parameter]:
         """The parameters that are cut over tensor parallelism without Megatron's mark, named in the log."""
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ()
         cut = cut_without_mark(module)
         if cut:
-            print_on_first_rank(
+            self._say(
                 "compression: cut over tensor parallelism without tensor_model_parallel, and so not taken "
                 f"for replicas: {', '.join(cut.values())}"
             )
@@ -299,7 +300,7 @@ class Gradients:
             size = self.config.node_size
             topology = find_topology(ranks, size and max(1, int(size * part)), self._transports)
             self._topologies[ranks] = topology
-            print_on_first_rank(f"compression: {whose} data-parallel group is {topology.describe()}")
+            self._say(f"compression: {whose} data-parallel group is {topology.describe()}")
         return self._topologies[ranks]
 
 

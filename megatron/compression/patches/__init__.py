@@ -37,6 +37,7 @@ from megatron.compression.patches.loop import (
     around_evaluate,
     around_model_building,
     around_pretrain,
+    before_training,
     on_checkpoint_args,
     on_checkpoint_read,
     on_training_end,

@@ -67,6 +67,24 @@ def on_training_log(after: Callable[[int, dict], None]) -> None:
     follow(training, "training_log", ("loss_dict", "iteration"), run)
 
 
+def before_training(before: Callable[[], None]) -> None:
+    """Call ``before()`` when ``train`` begins.
+
+    Why: everything is built and loaded by then, and what follows is the first iteration. Not reached: runs
+    that only evaluate.
+    """
+    from megatron.training import training
+
+    def wrap(train):
+        def wrapper(*args, **kwargs):
+            before()
+            return train(*args, **kwargs)
+
+        return wrapper
+
+    replace(training, "train", ("forward_step_func", "model"), wrap)
+
+
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
     """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
 

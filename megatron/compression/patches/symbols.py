@@ -1,4 +1,4 @@
-"""Replaces a symbol of another package: checked, once, with a line in the log. Nothing else does it."""
+"""Replaces a symbol of another package: checked, once, with a line at debug level. Nothing else does it."""
 
 import functools
 import inspect
@@ -42,7 +42,7 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
     setattr(replacement, _MARK, patch)
     setattr(owner, name, replacement)
     if os.environ.get("RANK", "0") == "0":
-        logger.info("patch: %s", where)
+        logger.debug("patch: %s", where)
 
 
 def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
