@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core import parallel_state
 
 from megatron.compression import patches, repetition
@@ -25,6 +27,7 @@ from megatron.compression.communication.transport import Transports
 from megatron.compression.config import CompressionConfig
 from megatron.compression.context_parallel import hooks as context_parallel
 from megatron.compression.data_parallel import hooks as data_parallel
+from megatron.compression.dimension import naming_arguments
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.hooks import Experts
 from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
@@ -104,9 +107,23 @@ class Compression:
         """Hook into the chunks that DDP has wrapped. Collective."""
         if line := fp8_in_software(c for rule in self.run.policy.rules.values() for c in rule.codecs):
             self._say(f"compression: {line}")
+        self._refuse_unmet(chunks)
         for follow in self._when_attached:
             follow(chunks)
         return self.gradients.attach(chunks)
+
+    def _refuse_unmet(self, chunks: list[torch.nn.Module]) -> None:
+        """Refuse a part of a spec by site or layer that no site of any rank meets. Collective."""
+        config = self.config.tensor_parallel
+        by_site = any(";" in (text or "") for text in config.specs) or config.layers != "all"
+        if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return
+        unmet: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(unmet, tensor_parallel.unmet_parts(chunks, config))
+        if nowhere := sorted(set.intersection(*unmet)):
+            raise CompressionConfigError(
+                f"{nowhere[0]} names nothing that this model sends over tensor parallelism; drop that part"
+            )
 
     def on_attached(self, follow: Callable[[list[torch.nn.Module]], None]) -> None:
         """Call ``follow(chunks)`` with the wrapped chunks once there are any."""
@@ -166,6 +183,7 @@ class Compression:
             self._say(f"compression: uncompressed as when the checkpoint was saved: {sites}")
 
 
+@naming_arguments()
 def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: Any) -> Compression:
     """Compress what megatron-core models send, in a loop of one's own.
 

@@ -12,6 +12,7 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.dimension import named_by_arguments
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig, expert_ranks, replicas
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
@@ -32,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Namespace], int]] = {
 """Dimensions that send activations, and the number of ranks in each."""
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
     """What is compressed and how. Built by ``flags.resolve`` or by hand; plain values all the way down."""

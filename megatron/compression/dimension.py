@@ -1,15 +1,75 @@
 """What the settings of every dimension of parallelism have in common."""
 
+import contextlib
+import functools
 import math
+import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
 from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import CompressionConfigError, naming
+
+
+def _arguments() -> dict[str, str]:
+    kinds = {"tp": "Tensor", "pp": "Pipeline", "cp": "Context", "ep": "Expert", "dp": "Data"}
+    found = {"--taco": "TensorParallelConfig(compression='taco')"}
+    for short, kind in kinds.items():
+        second = "WEIGHTS" if short == "dp" else "BACKWARD"
+        found[f"--{short}-compression"] = f"{kind}ParallelConfig.compression"
+        found[f"--{short}-compression {second}"] = f"{kind}ParallelConfig.{second.lower()}"
+    for name in ("layers", "overlap"):
+        found[f"--tp-compression-{name}"] = f"TensorParallelConfig.{name}"
+    for name in ("loss_budget", "start_iteration", "transport", "error_bound", "report"):
+        found[f"--compression-{name.replace('_', '-')}"] = f"CompressionConfig.{name}"
+    found["--compression-min-mb"] = "min_mb"
+    found["--validate-uncompressed"] = "CompressionConfig.validate_uncompressed"
+    found["--caat-net-sync-fraction"] = "CaatNetConfig.sync_fraction"
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+
+
+ARGUMENTS = _arguments()
+"""Flag, and a flag with its second value -> the argument that is the same in Python; longer ones first."""
+
+
+@contextlib.contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Have what is refused name arguments, for who gives no flags."""
+    try:
+        yield
+    except CompressionConfigError as error:
+        text = str(error)
+        for flag, argument in ARGUMENTS.items():
+            text = re.sub(rf"{flag}(?![\w-])", argument, text)
+        raise CompressionConfigError(text) from None
+
+
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """Have what ``naming_arguments`` refuses name flags again, for who gives them."""
+    try:
+        yield
+    except CompressionConfigError as error:
+        text = str(error)
+        for flag, argument in ARGUMENTS.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(argument)}(?!\w)", flag, text)
+        raise CompressionConfigError(text) from None
+
+
+def named_by_arguments[Settings: type](settings: Settings) -> Settings:
+    """Have a class of settings name its arguments where it refuses one."""
+    made = settings.__init__
+
+    def __init__(self: Any, **given: Any) -> None:
+        with naming_arguments():
+            made(self, **given)
+
+    settings.__init__ = functools.wraps(made)(__init__)  # type: ignore[misc]
+    return settings
 
 
 def codec_of(spec: str | None, flag: str) -> Codec | None:
@@ -17,8 +77,15 @@ def codec_of(spec: str | None, flag: str) -> Codec | None:
 
     Raises: CompressionConfigError: there is none; the message names the flag.
     """
+    if spec in (None, "none"):
+        return None
+    name = spec.partition(":")[0]
+    if name in GRADIENT_COMPRESSORS.names() and CODECS.entry(name) is None:
+        raise CompressionConfigError(
+            f"{flag} {spec}: {name} compresses gradients of weights only; choose a codec"
+        )
     with naming(flag):
-        return None if spec in (None, "none") else parse_codec(spec)
+        return parse_codec(spec)
 
 
 def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
@@ -119,7 +186,7 @@ class SentOnce(Dimension):
             if "/" in (text or ""):
                 raise CompressionConfigError(
                     f"{flag} {text}: {self.messages} is sent once, so one codec encodes it; the gradients' "
-                    f"codec is the second value: {self.flag} SPEC BACKWARD"
+                    f"codec is {self.backward_flag}"
                 )
             codec_of(text, flag)
 

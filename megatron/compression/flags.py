@@ -12,6 +12,7 @@ from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_code
 from megatron.compression.codecs.recipes import TACO_PAPER
 from megatron.compression.codecs.registry import field_docs, settings_of
 from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
+from megatron.compression.dimension import naming_flags
 from megatron.compression.errors import CompressionConfigError, InputError, naming
 
 _WHERE_IN_USE = ("expert_parallel", "context_parallel")
@@ -157,6 +158,7 @@ def _value(args: Namespace, flag: str) -> Any:
     return getattr(args, flag.strip("-").replace("-", "_"))
 
 
+@naming_flags()
 def resolve(args: Namespace) -> CompressionConfig:
     """What the parsed flags and the environment say. Pure: nothing is written into ``args``.
 

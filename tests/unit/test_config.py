@@ -93,6 +93,7 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         ("--tp-backward-compression=int6", "second value: --tp-compression SPEC BACKWARD"),
         ("--compression-3d", "give --compression taco-paper"),
         ("--compression int6:group=64", "--tp-compression int6:group=64"),
+        ("--tp-compression int8 --ep-compression int8 int6 int4", "--ep-compression: takes SPEC"),
         ("--compression everything", "choose none, auto or taco-paper"),
         ("--ep-compression int8 int6 int4", "takes SPEC [BACKWARD], not 3 values"),
     ],
@@ -180,15 +181,19 @@ def test_off_by_default() -> None:
         ({"compression": "taco:group=100"}, "taco:group=100", "choose one of 32, 64"),
         ({"compression": "taco:group=1024"}, "taco:group=1024", "256"),
         ({"compression": "taco:scales=signed"}, "scales=signed", "give int6"),
-        ({"compression": "fp8"}, "--tp-compression: codec 'fp8' is unknown", "choose one of"),
-        ({"backward": "fp8"}, "--tp-compression BACKWARD: codec 'fp8' is unknown", "choose one of"),
-        ({"min_mb": -1.0}, "--compression-min-mb", ">= 0"),
-        ({"min_mb": float("nan")}, "--compression-min-mb", ">= 0"),
-        ({"compression": "none", "layers": "0"}, "--tp-compression-layers given", "add --taco"),
+        ({"compression": "fp8"}, "TensorParallelConfig.compression: codec 'fp8' is unknown", "choose one of"),
+        ({"backward": "fp8"}, "TensorParallelConfig.backward: codec 'fp8' is unknown", "choose one of"),
+        ({"min_mb": -1.0}, "min_mb -1.0", ">= 0"),
+        ({"min_mb": float("nan")}, "min_mb nan", ">= 0"),
+        (
+            {"compression": "none", "layers": "0"},
+            "TensorParallelConfig.layers given",
+            "or TensorParallelConfig.compression",
+        ),
     ],
 )
-def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
-    """One line with the flag and what to do."""
+def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
+    """One line with the argument of a loop of one's own, and what to do; flags are named by ``resolve``."""
     with pytest.raises(CompressionConfigError) as error:
         TensorParallelConfig(**{"compression": "taco", **settings})
     message = str(error.value)
@@ -198,10 +203,10 @@ def test_impossible_settings_name_flag_and_fix(settings, flag, fix) -> None:
 @pytest.mark.parametrize(
     ("settings", "flag", "fix"),
     [
-        ({"start_iteration": -1}, "--compression-start-iteration -1", ">= 0"),
-        ({"error_bound": 0.0}, "--compression-error-bound 0.0", "must be a relative error > 0"),
-        ({"error_bound": float("nan")}, "--compression-error-bound nan", "must be a relative error > 0"),
-        ({"transport": "pigeon"}, "--compression-transport pigeon", "choose one of auto"),
+        ({"start_iteration": -1}, "CompressionConfig.start_iteration -1", ">= 0"),
+        ({"error_bound": 0.0}, "CompressionConfig.error_bound 0.0", "must be a relative error > 0"),
+        ({"error_bound": float("nan")}, "CompressionConfig.error_bound nan", "must be a relative error > 0"),
+        ({"transport": "pigeon"}, "CompressionConfig.transport pigeon", "choose one of auto"),
     ],
 )
 def test_impossible_settings_of_all_dimensions(settings, flag, fix) -> None:
@@ -390,9 +395,9 @@ def test_layers(text: str, layers) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "4-2", "1,,2", "-1", "1-", "0x1", "99999", "all,1"])
-def test_bad_layers_name_the_flag(text: str) -> None:
+def test_bad_layers_name_the_argument(text: str) -> None:
     """One line with the flag and what is understood."""
-    with pytest.raises(CompressionConfigError, match=r"--tp-compression-layers .* is not a layer; give"):
+    with pytest.raises(CompressionConfigError, match=r"TensorParallelConfig.layers .* is not a layer; give"):
         TensorParallelConfig(compression="taco", layers=text)
 
 
@@ -401,3 +406,22 @@ def test_an_empty_spec_is_no_way_to_say_none(dimension: str) -> None:
     """``--ep-compression "$CODEC"`` of a script that has not set CODEC."""
     with pytest.raises(CompressionConfigError, match=f"--{dimension}-compression.* is unknown"):
         resolve(parsed(f"--{dimension}-compression", ""))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--tp-compression int9", "--tp-compression: codec 'int9' is unknown"),
+        ("--cp-compression int8 int9", "--cp-compression BACKWARD: codec 'int9' is unknown"),
+        ("--tp-compression tagc", "--tp-compression tagc: tagc compresses gradients of weights only"),
+        ("--tp-compression-layers 1", "--tp-compression-layers given, .* add --taco or --tp-compression$"),
+        ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error"),
+        (
+            "--dp-compression int8 --compression-start-iteration 100",
+            "not before the last of 100",
+        ),
+    ],
+)
+def test_on_the_command_line_flags_are_named(flags: str, line: str) -> None:
+    with pytest.raises(CompressionConfigError, match=line):
+        _config(*flags.split())

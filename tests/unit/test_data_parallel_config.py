@@ -80,11 +80,14 @@ def test_neither_needs_activations() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compression": "powersgd"}, "--dp-compression powersgd is unknown; choose one of identity, int4"),
-        ({"compression": "examples.nothing:At"}, "--dp-compression: .*examples.nothing:At"),
+        (
+            {"compression": "powersgd"},
+            "DataParallelConfig.compression powersgd is unknown; choose one of id",
+        ),
+        ({"compression": "examples.nothing:At"}, "DataParallelConfig.compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
-        ({"compression": "int6:group=100"}, "--dp-compression: int6:group=100"),
-        ({**ON, "weights": "tagc"}, "--dp-compression WEIGHTS: codec 'tagc' is unknown"),
+        ({"compression": "int6:group=100"}, "DataParallelConfig.compression: int6:group=100"),
+        ({**ON, "weights": "tagc"}, "DataParallelConfig.weights tagc: tagc compresses gradients of weights"),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
         ({**ON, "node_size": 0}, "DataParallelConfig.node_size 0 must be"),
     ],

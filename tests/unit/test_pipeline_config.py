@@ -84,12 +84,15 @@ def test_rules() -> None:
 @pytest.mark.parametrize(
     "settings, line",
     (
-        ({"compression": "mycodec"}, "--pp-compression: codec 'mycodec' is unknown"),
+        ({"compression": "mycodec"}, "PipelineParallelConfig.compression: codec 'mycodec' is unknown"),
         (
             {"compression": "int8", "backward": "int6:gruop=64"},
-            "--pp-compression BACKWARD: int6: no setting 'gruop'",
+            "PipelineParallelConfig.backward: int6: no setting 'gruop'",
         ),
-        ({"compression": "int4/int6"}, "--pp-compression int4/int6: .* is the second value"),
+        (
+            {"compression": "int4/int6"},
+            "int4/int6: .* codec is PipelineParallelConfig.backward",
+        ),
     ),
     ids=str,
 )

@@ -151,7 +151,7 @@ def test_parts_that_no_message_goes_by(settings: dict, unmet: list[str]) -> None
         ("int6;int5", "'int5' must be"),
         ("int6;=int5", "'=int5' must be"),
         ("int6;@0-x=int5", "'0-x' is not a layer"),
-        ("int6;fc2=int7", "--tp-compression: codec 'int7' is unknown"),
+        ("int6;fc2=int7", "TensorParallelConfig.compression: codec 'int7' is unknown"),
     ],
 )
 def test_parts_that_name_no_site_or_codec(text: str, message: str) -> None:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.compression.dimension import refuse_flags
+from megatron.compression.dimension import named_by_arguments, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why a model of one stream a rank cannot have it
@@ -22,6 +22,7 @@ _REFUSED = {
 }
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class CaatNetConfig:
     """Partially synchronised tensor parallelism (CAAT-Net, arXiv 2506.19645): another model, less traffic."""

@@ -4,10 +4,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_fp16
+from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_cuda_graphs, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelConfig(SentOnce):
     """Compression of the keys, values and their gradients that attention exchanges over a sequence."""

@@ -11,6 +11,7 @@ from megatron.compression.data_parallel.compressor import GradientCompressor
 from megatron.compression.dimension import (
     Dimension,
     codec_of,
+    named_by_arguments,
     refuse_cuda_graphs,
     refuse_flags,
     refuse_fp16,
@@ -35,6 +36,7 @@ _WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossless": "l
 (sdp4bit: as in arXiv 2410.15526)."""
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig(Dimension):
     """Compression of the gradients and weights that data parallelism sends."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
+from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
@@ -15,6 +15,7 @@ _REFUSED = {
 }
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelConfig(SentOnce):
     """Compression of the tokens that go to experts and back, and of their gradients."""

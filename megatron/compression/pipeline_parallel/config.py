@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.dimension import SentOnce, refuse_fp16
+from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallelConfig(SentOnce):
     """Compression of the activations and their gradients that go from stage to stage."""

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.policy import SITES, Choice, Rule
 from megatron.compression.communication.rows import why_not_rows
-from megatron.compression.dimension import Dimension, codec_of, refuse_flags, refuse_fp16
+from megatron.compression.dimension import Dimension, codec_of, named_by_arguments, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 GATHERED_BY_MEGATRON = {
@@ -55,6 +55,7 @@ NAMED_LAYERS = ("embedding", "output")
 Overlap = Literal["weights", "halves"]
 
 
+@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig(Dimension):
     """Compression of the activations and their gradients that tensor parallelism sends."""
