@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core import parallel_state
 
 from megatron.compression import patches, repetition
 from megatron.compression.caat_net import hooks as caat_net

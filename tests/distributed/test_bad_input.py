@@ -40,6 +40,25 @@ def test_a_command_line_that_cannot_be_is_one_line(flags: str, line: str) -> Non
     assert_one_line(pretrain(*flags.split(), check=False, processes=1), line)
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--tp-compression none;fc2@output=int8", "--tp-compression fc2@output=int8"),
+        ("--tp-compression int8;@1=int4 --tp-compression-layers 0", "--tp-compression @1=int4"),
+        ("--tp-compression int8 none;proj=int8", "--tp-compression BACKWARD proj=int8"),
+    ],
+)
+def test_a_part_of_a_spec_that_meets_no_site_is_named(flags: str, part: str) -> None:
+    run = pretrain("--tensor-model-parallel-size", "2", *flags.split(), check=False)
+    assert_one_line(run, f"{part} names nothing that this model sends over tensor parallelism")
+
+
+def test_a_part_of_a_spec_may_be_for_another_stage() -> None:
+    stages = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    run = pretrain(*stages, "--tp-compression", "none;fc2@1=int8", processes=4, train_iters="1")
+    assert "tensor parallelism uses none;fc2@1=int8" in run.output
+
+
 def test_data_of_another_tokenizer_and_damaged_data_do_not_train(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", token=200)
     data = ("--data-path", str(tmp_path / "data"), "--split", "1,1,1")
