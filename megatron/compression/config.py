@@ -146,7 +146,8 @@ class CompressionConfig:
         self.data_parallel.check(args)
         self.caat_net.check(args)
         last = train_iterations(args)
-        if last and self.start_iteration is not None and self.start_iteration >= last:
+        trains = last and not getattr(args, "skip_train", False)
+        if trains and self.start_iteration is not None and self.start_iteration >= last:
             raise CompressionConfigError(
                 f"--compression-start-iteration {self.start_iteration} is not before the last of {last} "
                 "iterations, so nothing would be compressed; lower it"
@@ -183,6 +184,8 @@ class CompressionConfig:
             lines.append(
                 "ranks that share an expert send each other tokens uncompressed: give --tp-compression, too"
             )
+        if self.data_parallel.enabled and getattr(args, "skip_train", False):
+            lines.append("--dp-compression has nothing to compress here: --skip-train sends no gradients")
         for name, number in ((COMMUNICATORS, self.communicators), (NODE_SIZE, self.data_parallel.node_size)):
             if number:
                 lines.append(f"{name}={number}")

@@ -289,7 +289,9 @@ def test_what_the_ledger_does_not_see_is_said() -> None:
 
 
 def test_dimensions_without_ranks_are_said() -> None:
-    """Not an error, and never silent: compression that has nothing to do on one rank."""
+    """Not an error, and never silent: compression that has nothing to do on one rank, or without training."""
+    evaluates = parsed("--dp-compression", "int8", data_parallel_size=2, skip_train=True)
+    assert "--skip-train sends no gradients" in resolve(evaluates).describe(evaluates)[-1]
     flags = ("--tp-compression", "--pp-compression", "--dp-compression", "--cp-compression")
     config = _config(*(word for flag in flags for word in (flag, "int8")))
     parts = config.tensor_parallel, config.pipeline_parallel, config.data_parallel, config.context_parallel
