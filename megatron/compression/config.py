@@ -145,9 +145,8 @@ class CompressionConfig:
         self.expert_parallel.check(args)
         self.data_parallel.check(args)
         self.caat_net.check(args)
-        last = train_iterations(args)
-        trains = last and not getattr(args, "skip_train", False)
-        if trains and self.start_iteration is not None and self.start_iteration >= last:
+        last = None if getattr(args, "skip_train", False) else train_iterations(args)
+        if last and self.start_iteration is not None and self.start_iteration >= last:
             raise CompressionConfigError(
                 f"--compression-start-iteration {self.start_iteration} is not before the last of {last} "
                 "iterations, so nothing would be compressed; lower it"
