@@ -55,7 +55,7 @@ SETTINGS = {
     "forward alone": {"compression": "identity", "backward": "none"},
     "warm-up": {"compression": "identity"},
     "tah-quant": {"compression": "tah-quant"},
-    "auto": {"compression": "auto"},
+    "pipeline-6bit": {"compression": "pipeline-6bit"},
     "taco": {"compression": "taco"},
     "sdp4bit": {"compression": "sdp4bit"},
     "lossless": {"compression": "lossless"},
@@ -66,7 +66,7 @@ SETTINGS = {
 EXACT = ("none", "identity", "forward alone", "warm-up")
 LOSSLESS = ("lossless", "overflow")
 """All payloads fit; hardly any does, and the pass is repeated."""
-OTHER_CODECS = ("auto", "taco", "sdp4bit")
+OTHER_CODECS = ("pipeline-6bit", "taco", "sdp4bit")
 
 ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
 CASES = (

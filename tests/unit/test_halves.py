@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.site import Packed
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel import overlap
@@ -43,17 +42,16 @@ class _Site(OneRankSite):
 
         return Work(None, finish)
 
-    def reduce_scatter(self, tensor: torch.Tensor, traffic: str) -> Work:
-        return self._start("scatter", traffic, tensor)
-
-    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
-        return self._start("gather", traffic, tensor)
-
-    def pack(self, tensor: torch.Tensor, traffic: str) -> Packed:
-        return Packed(tensor, tensor.shape, tensor.dtype, None)
-
-    def gather(self, packed: Packed, traffic: str) -> Work:
-        return self._start("input", traffic, packed.payload)
+    def message(self, traffic: str, operation: str, nbytes: int) -> SimpleNamespace:
+        if operation == "all_reduce":
+            return super().message(traffic, operation, nbytes)
+        what = {"reduce_scatter": "scatter", "all_gather": "gather"}[operation]
+        return SimpleNamespace(
+            start=lambda tensor: self._start(what, traffic, tensor),
+            encode=lambda tensor: tensor,
+            gather=lambda payload, shape, dtype: self._start("input", traffic, payload),
+            again=lambda traffic, nbytes: self.message(traffic, operation, nbytes),
+        )
 
 
 class _Linear(torch.nn.Module):

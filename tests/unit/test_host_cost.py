@@ -16,7 +16,7 @@ from megatron.compression.communication import CommSite, Ledger, Policy, Rule, R
 from megatron.compression.communication.overflow import State, overflow
 from tests.unit.test_overlap import leaves, mlp_loss
 
-OURS = str(Path(__file__).parents[2] / "megatron")
+OURS = str(Path(__file__).parents[2] / "megatron" / "compression")
 
 
 class Operations(TorchDispatchMode):

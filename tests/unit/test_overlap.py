@@ -1,5 +1,6 @@
 """The order of a backward: exchange under way, weight gradients behind it, then the rest."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,10 @@ class OneRankSite:
     def __init__(self, log: list[str], name: str, exchanges: int = 2) -> None:
         self.log, self.name, self.group, self.exchanges = log, name, None, exchanges
 
-    def all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
+    def message(self, traffic: str, operation: str, nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(start=partial(self._all_reduce, traffic=traffic))
+
+    def _all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
         self.log.append(f"{self.name} {traffic} start")
 
         def second() -> torch.Tensor:

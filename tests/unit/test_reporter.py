@@ -44,6 +44,21 @@ def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
     assert [row["losses"]["lm loss"] for row in _rows(tmp_path)] == [4.0, 3.5]
 
 
+def test_an_evaluation_is_not_counted_as_training() -> None:
+    """From its beginning to its end, whatever it sends; what the log line and the ratio read stays as it was."""
+    ledger = Ledger()
+    reporter = _reporter(ledger=ledger)
+    for split in ("valid", "test"):
+        ledger.record("tp.forward", "compressed", "all_to_all", 100, 400)
+        reporter.before_evaluate(split)
+        ledger.record("tp.forward", "compressed", "all_to_all", 7, 28)
+        ledger.record("dp.gradient", "compressed", "all_to_all", 7, 28, "inter")
+        reporter.after_evaluate(None)
+    assert ledger.totals()["tp.forward"]["compressed"] == (200, 800)
+    assert ledger.totals("eval")["tp.forward"]["compressed"] == (14, 56)
+    assert ledger.between_nodes()["dp.gradient"] == (0, 0)
+
+
 def test_times_leave_evaluations_out(tmp_path, monkeypatch) -> None:
     """Milliseconds an iteration, by the clock that was given or by one's own."""
     now = 0.0

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.collectives import WithBackward
+from megatron.compression.communication.collectives import WithBackward, fp32_all_reduce
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
@@ -39,9 +39,13 @@ from megatron.compression.tensor_parallel.overlap import (
 
 def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:
     """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
-    if site.compresses(tensor.nbytes, traffic):
-        return site.all_reduce(tensor, traffic)
-    return site.all_reduce_uncompressed(tensor, traffic)
+    codec, why = site.decide(traffic, tensor.nbytes)
+    if codec is None and traffic == "tp.backward" and tensor.itemsize == 2:  # summed in fp32, rounded once
+        for operation in ("all_to_all", "all_gather"):
+            site.count(traffic, why, operation, tensor.nbytes)
+        return fp32_all_reduce(tensor, site.group)
+    message = site.message(traffic, "all_reduce", tensor.nbytes)
+    return message.start(tensor, tensor if codec is None else None)
 
 
 class _PartialRowParallelLinear(torch.autograd.Function):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megatron.compression.codecs.registry import CODECS
+from megatron.compression.errors import CompressionConfigError
 
 if TYPE_CHECKING:
     from taco_kernels.taco import CodecConfig
@@ -129,6 +132,66 @@ class Codec(abc.ABC):
     def bits_per_value(self, shape: Shape = (2**20,)) -> float:
         """What a value of a row of ``shape`` costs, scales and padding included."""
         return 8 * self.payload_bytes(shape) / math.prod(shape)
+
+
+@dataclass(frozen=True)
+class TwoHops(Codec):
+    """``int5/int6``: ``first`` for partial sums and single messages, ``second`` for what is sent of sums."""
+
+    first: Codec
+    second: Codec
+
+    def __post_init__(self) -> None:
+        if self.first.lossless or self.second.lossless:
+            raise CompressionConfigError(
+                f"{self.name}: together with another codec, lossless keeps bits of a lossy sum; give it alone"
+            )
+        if self.first.sees_shape != self.second.sees_shape or self.first.block != self.second.block:
+            raise CompressionConfigError(
+                f"{self.name}: the two codecs cut a tensor differently; give them the same group size"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name}/{self.second.name}"
+
+    @property
+    def sees_shape(self) -> bool:
+        return self.first.sees_shape
+
+    @property
+    def block(self) -> int:
+        return self.first.block
+
+    @property
+    def hops(self) -> tuple[Codec, Codec]:
+        return self.first, self.second
+
+    def payload_bytes(self, shape: Shape) -> int:
+        return self.first.payload_bytes(shape)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first.encode(x)
+
+    def decode(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.first.decode(payloads, shape, dtype, out)
+
+
+@functools.cache
+def parse_codec(text: str) -> Codec:
+    """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
+
+    Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
+    """
+    if "/" in text:
+        first, _, second = text.partition("/")
+        return TwoHops(parse_codec(first), parse_codec(second))
+    codec = CODECS.parse(text)
+    if not isinstance(codec, Codec):
+        raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
+    return codec
 
 
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -177,27 +177,6 @@ register_gradient_compressor = GRADIENT_COMPRESSORS.register
 """``@register_gradient_compressor("name")`` on a frozen dataclass that is a ``GradientCompressor``."""
 
 
-@functools.cache
-def parse_codec(text: str):
-    """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
-
-    Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
-    """
-    from megatron.compression.codecs.base import Codec
-    from megatron.compression.codecs.two_hops import TwoHops
-
-    if "/" in text:
-        first, _, second = text.partition("/")
-        return TwoHops(parse_codec(first), parse_codec(second))
-    name = text.partition(":")[0]
-    if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
-        raise CompressionConfigError(f"{name} compresses gradients only; give it to --dp-compression")
-    codec = CODECS.parse(text)
-    if not isinstance(codec, Codec):
-        raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
-    return codec
-
-
 def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dataclasses.Field]:
     """The settings of a registered dataclass by name, without the fields that its name fixes."""
     hints = typing.get_type_hints(cls)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from megatron.compression.communication.collectives import (
     all_gather,
     all_gather_encoded,
     all_reduce,
-    fp32_all_reduce,
     reduce_scatter,
     uncompressed_all_gather,
     uncompressed_all_reduce,
@@ -103,40 +101,6 @@ class CommSite:
         """
         self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
 
-    # until the tensor-parallel layers ask for messages
-    def uncompressed(self, nbytes: int) -> "CommSite":
-        return self
-
-    def count_uncompressed(self, traffic: str, operation: str, nbytes: int, why: str | None = None) -> None:
-        self.count(traffic, why or self.decide(traffic, nbytes).why, operation, nbytes)
-
-    def all_reduce(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        return self.message(traffic, "all_reduce", x.nbytes).start(x, out)
-
-    def all_reduce_uncompressed(self, x: torch.Tensor, traffic: str) -> Work:
-        why = self.decide(traffic, x.nbytes).why
-        if traffic == "tp.backward" and x.itemsize == 2:
-            for operation in ("all_to_all", "all_gather"):
-                self.count(traffic, why, operation, x.nbytes)
-            return fp32_all_reduce(x, self.group)
-        self.count(traffic, why, "all_reduce", x.nbytes)
-        return uncompressed_all_reduce(x, self.group, x)
-
-    def reduce_scatter(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        return self.message(traffic, "reduce_scatter", x.nbytes).start(x, out)
-
-    def all_gather(self, x: torch.Tensor, traffic: str, out: torch.Tensor | None = None) -> Work:
-        return self.message(traffic, "all_gather", x.nbytes * self.group.size()).start(x, out)
-
-    def pack(self, x: torch.Tensor, traffic: str) -> "Packed":
-        nbytes = x.nbytes * self.group.size()
-        message = Message(self, traffic, "all_gather", *self.decide(traffic, nbytes))
-        return Packed(message.encode(x), x.shape, x.dtype, message, nbytes)
-
-    def gather(self, packed: "Packed", traffic: str) -> Work:
-        message = packed.message.again(traffic, packed.nbytes)
-        return message.gather(packed.payload, packed.shape, packed.dtype)
-
     def transport(self, traffic: str) -> TorchTransport:
         """Carries payloads and counts them."""
         version, found = self._transports.get(traffic, (-1, None))
@@ -202,14 +166,6 @@ class Message:
         hop = {"reduce_scatter": 0, "all_gather": 1}.get(self.operation)
         codec = self.codec if hop is None else self.codec.hops[hop]
         policy.meter.measure(site.name, self.traffic, x, codec)
-
-
-class Packed(NamedTuple):
-    payload: torch.Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    message: Message
-    nbytes: int = 0
 
 
 def site_name(module_path: str, layer_number: int | None) -> str:

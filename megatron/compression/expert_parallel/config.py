@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.communication.rows import why_not_rows
+from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 

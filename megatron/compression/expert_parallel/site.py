@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import Decision, rows
+from megatron.compression.communication import Decision, collectives
 from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.communication.work import Work
@@ -38,11 +38,11 @@ class TokenSite(CommSite):
     def all_to_all_rows(
         self, x: torch.Tensor, traffic: str, to: Sequence[int] | None, came: Sequence[int] | None
     ) -> torch.Tensor:
-        """Send ``[n, values]`` by splits in rows; see ``rows.all_to_all_rows``."""
+        """Send ``[n, values]`` by splits in rows; see ``collectives.all_to_all_rows``."""
         decision = self.decide(traffic, x.nbytes)
         transport = self._row_transport(decision, traffic, "all_to_all", x.nbytes, x.nbytes)
         self._measure(x, traffic, decision.codec)
-        return rows.all_to_all_rows(x, decision.codec, transport, to, came).wait()
+        return collectives.all_to_all_rows(x, decision.codec, transport, to, came).wait()
 
     def all_gather_rows(
         self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
@@ -53,13 +53,17 @@ class TokenSite(CommSite):
             why: leave it exact, for this reason (one of the ledger's kinds).
         """
         row = x.shape[1:].numel() * x.element_size()
-        return self._unequal(rows.all_gather_rows, x, traffic, sizes, "all_gather", sum(sizes) * row, why)
+        return self._unequal(
+            collectives.all_gather_rows, x, traffic, sizes, "all_gather", sum(sizes) * row, why
+        )
 
     def reduce_scatter_rows(
         self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
     ) -> torch.Tensor:
         """Sum ``[sum(sizes), values]`` over the ranks and keep ``sizes[rank]`` rows. ``why`` as above."""
-        return self._unequal(rows.reduce_scatter_rows, x, traffic, sizes, "reduce_scatter", x.nbytes, why)
+        return self._unequal(
+            collectives.reduce_scatter_rows, x, traffic, sizes, "reduce_scatter", x.nbytes, why
+        )
 
     def _unequal(
         self,

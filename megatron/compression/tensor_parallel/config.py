@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.communication.policy import SITES, Choice, Rule
-from megatron.compression.communication.rows import why_not_rows
 from megatron.compression.dimension import Dimension, codec_of, named_by_arguments, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 

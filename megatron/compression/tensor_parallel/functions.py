@@ -27,13 +27,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient):
         ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
-        ctx.exchange, ctx.gradient, ctx.x_shape = exchange, gradient, x.shape
+        ctx.exchange, ctx.gradient, ctx.x_shape, ctx.dtype = exchange, gradient, x.shape, x.dtype
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
-            packed = site.pack(x, "tp.forward")
-            x = site.gather(packed, "tp.forward").wait()
-            ctx.save_for_backward(packed.payload, weight)
-            ctx.packed = packed._replace(payload=None)
+            ctx.message = site.message("tp.forward", "all_gather", x.nbytes * site.group.size())
+            payload = ctx.message.encode(x)
+            ctx.save_for_backward(payload, weight)
+            x = ctx.message.gather(payload, x.shape, x.dtype).wait()
         else:
             ctx.save_for_backward(x, weight)
         output = torch.matmul(x, weight.t())
@@ -45,11 +45,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
         saved, weight = ctx.saved_tensors
         site, gathered = ctx.site, None
         if ctx.sequence_parallel and ctx.gradient is not None:
-            gathered = site.gather(ctx.packed._replace(payload=saved), "tp.backward")
+            nbytes = ctx.x_shape.numel() * ctx.dtype.itemsize * site.group.size()
+            gathered = ctx.message.again("tp.backward", nbytes).gather(saved, ctx.x_shape, ctx.dtype)
         placeholder_of_sum = None
         if ctx.needs_input_grad[0]:
-            start = site.reduce_scatter if ctx.sequence_parallel else site.all_reduce
-            ctx.exchange.work = start(torch.matmul(grad_output, weight), "tp.backward")
+            own = torch.matmul(grad_output, weight)
+            operation = "reduce_scatter" if ctx.sequence_parallel else "all_reduce"
+            ctx.exchange.work = site.message("tp.backward", operation, own.nbytes).start(own)
+            del own
             placeholder_of_sum = placeholder(weight, ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.gradient is not None:
@@ -105,15 +108,18 @@ class _RowParallelLinear(torch.autograd.Function):
     def forward(ctx, x, weight, site, sequence_parallel, gradient, fusion):
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
-        start = site.reduce_scatter if sequence_parallel else site.all_reduce
-        return start(torch.matmul(x, weight.t()), "tp.forward").wait()
+        partial_sum = torch.matmul(x, weight.t())
+        operation = "reduce_scatter" if sequence_parallel else "all_reduce"
+        work = site.message("tp.forward", operation, partial_sum.nbytes).start(partial_sum)
+        del partial_sum
+        return work.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = ctx.site.all_gather(grad_output, "tp.backward").wait()
+            grad_output = _gather(ctx.site, grad_output, "tp.backward")
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -154,10 +160,17 @@ def row_parallel_linear(
     return _RowParallelLinear.apply(x, weight, site, sequence_parallel, gradient, fusion)
 
 
+def _gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
+    """``[W * n, ...]`` of every rank's ``[n, ...]``."""
+    return site.message(traffic, "all_gather", x.nbytes * site.group.size()).start(x).wait()
+
+
 def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
     """Sum the ranks' partial sums through the site's codec; the gradient passes unchanged."""
     return WithBackward.apply(
-        partial_sum, lambda x: site.all_reduce(x, "tp.forward").wait(), lambda grad: grad
+        partial_sum,
+        lambda x: site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait(),
+        lambda grad: grad,
     )
 
 
@@ -165,8 +178,8 @@ def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: 
     """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
     return WithBackward.apply(
         partial_sum,
-        lambda x: site.reduce_scatter(x, "tp.forward").wait(),
-        lambda grad: site.all_gather(grad, "tp.backward").wait(),
+        lambda x: site.message("tp.forward", "reduce_scatter", x.nbytes).start(x).wait(),
+        lambda grad: _gather(site, grad, "tp.backward"),
     )
 
 
@@ -177,7 +190,7 @@ def scatter_to_sequence_parallel_region(x: torch.Tensor, site: CommSite) -> torc
         # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
         return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
 
-    return WithBackward.apply(x, own_slice, lambda grad: site.all_gather(grad, "tp.backward").wait())
+    return WithBackward.apply(x, own_slice, lambda grad: _gather(site, grad, "tp.backward"))
 
 
 def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
@@ -188,13 +201,13 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
     ranks = site.group.size()
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        gathered = site.all_gather(x, "tp.forward").wait().view(ranks, *x.shape)
+        gathered = _gather(site, x, "tp.forward").view(ranks, *x.shape)
         return torch.cat(gathered[first : first + count].unbind(), dim=-1)
 
     def scatter(grad: torch.Tensor) -> torch.Tensor:
         parts = torch.stack(grad.chunk(count, dim=-1))
         full = parts.new_zeros(ranks, *parts.shape[1:])
         full[first : first + count] = parts
-        return site.reduce_scatter(full.flatten(0, 1), "tp.backward").wait()
+        return site.message("tp.backward", "reduce_scatter", full.nbytes).start(full.flatten(0, 1)).wait()
 
     return WithBackward.apply(x, gather, scatter)

@@ -24,6 +24,7 @@ its gradients are added on the stream one after the other, and DDP's hook runs o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.site import CommSite, Packed
+from megatron.compression.communication.site import CommSite, Message
 from megatron.compression.tensor_parallel.overlap import placeholder
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -91,13 +92,10 @@ class _Site:
     """Stands in for a layer's site while a block of one half runs, and in its backward."""
 
     def __init__(self, site: CommSite) -> None:
-        self._layers_site, self.group = site, site.group
-        self.site = site
+        self.site, self.group = site, site.group
 
     def compresses(self, nbytes: int, *traffic: str) -> bool:
-        """True, so that the layer sends by this site; what is to go uncompressed does so by ``site``."""
-        site = self._layers_site
-        self.site = site if site.compresses(nbytes, *traffic) else site.uncompressed(nbytes)
+        """True, so that the layer sends by this site, which leaves what goes uncompressed under way too."""
         return True
 
 
@@ -108,21 +106,22 @@ class _RowSite(_Site):
     gathered: Work | None = None
     has_backward = False
 
-    def all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """Start the sum; the layer gets a tensor without values."""
-        self.total = self.site.all_reduce(tensor, traffic)
-        return Work.completed(_empty(tensor, tensor.dtype))
+    def message(self, traffic: str, operation: str, nbytes: int) -> Any:
+        """A sum that stays under way, for which the layer gets a tensor without values; or the gather of the
+        gradient that is under way, or a new one."""
+        if operation == "all_gather":
+            gathered, self.gathered = self.gathered, None
+            if gathered is not None:
+                return SimpleNamespace(start=lambda _: gathered)
+            return self.site.message(traffic, operation, nbytes)
+        message, ranks = self.site.message(traffic, operation, nbytes), self.group.size()
 
-    def reduce_scatter(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """As ``all_reduce``."""
-        self.total = self.site.reduce_scatter(tensor, traffic)
-        shape = tensor.shape[0] // self.group.size(), *tensor.shape[1:]
-        return Work.completed(_empty(tensor, tensor.dtype, shape))
+        def start(tensor: torch.Tensor) -> Work:
+            self.total = message.start(tensor)
+            rows = tensor.shape[0] // (ranks if operation == "reduce_scatter" else 1)
+            return Work.completed(_empty(tensor, tensor.dtype, (rows, *tensor.shape[1:])))
 
-    def all_gather(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """The gather of the gradient that is under way, or a new one."""
-        gathered, self.gathered = self.gathered, None
-        return gathered or self.site.all_gather(tensor, traffic)
+        return SimpleNamespace(start=start)
 
 
 class _ColumnSite(_Site):
@@ -134,35 +133,57 @@ class _ColumnSite(_Site):
 
     def start_gather(self, y: torch.Tensor) -> None:
         """Begin to gather the layer's input ``[s / W, b, h]``."""
-        self.compresses(y.nbytes * self.group.size(), "tp.forward", "tp.backward")
-        self._packed: Packed = self.site.pack(y, "tp.forward")
-        self._gathered: Work | None = self.site.gather(self._packed, "tp.forward")
+        message = self.site.message("tp.forward", "all_gather", y.nbytes * self.group.size())
+        payload = message.encode(y)
+        self._gather: _InputGather | None = _InputGather(
+            self, message, payload, message.gather(payload, y.shape, y.dtype)
+        )
 
-    def pack(self, tensor: torch.Tensor, traffic: str) -> Packed:
-        """What ``start_gather`` has packed."""
-        packed = self._packed
-        del self._packed
-        return packed
+    def message(self, traffic: str, operation: str, nbytes: int) -> Any:
+        """The gather that ``start_gather`` has started; or the sum of the input gradient, which stays under
+        way."""
+        if operation == "all_gather":
+            gather, self._gather = self._gather, None
+            return gather
+        message, ranks = self.site.message(traffic, operation, nbytes), self.group.size()
 
-    def gather(self, packed: Packed, traffic: str) -> Work:
-        """The gather that is under way; in the backward, where the input is gathered again, a new one."""
-        gathered, self._gathered = self._gathered, None
-        if gathered is not None:
-            return gathered
-        work = self.site.gather(packed, traffic)
-        if self.other is not None:
-            self.other.start_gather()
+        def start(tensor: torch.Tensor) -> Work:
+            self.gradient = message.start(tensor)
+            rows = tensor.shape[0] // (ranks if operation == "reduce_scatter" else 1)
+            return _KeptUnderWay(self.gradient, placeholder(tensor[:rows]))
+
+        return SimpleNamespace(start=start)
+
+
+class _InputGather:
+    """The gather of a column-parallel layer's input, which is under way."""
+
+    def __init__(
+        self, column: _ColumnSite, message: Message, payload: torch.Tensor | None, work: Work | None
+    ) -> None:
+        self._column, self._message, self._payload, self._work = column, message, payload, work
+
+    def encode(self, _: torch.Tensor) -> torch.Tensor | None:
+        """What is sent."""
+        payload, self._payload = self._payload, None
+        return payload
+
+    def gather(self, *_: Any) -> Work | None:
+        """What is under way."""
+        work, self._work = self._work, None
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """Start the sum of the input gradient."""
-        self.gradient = self.site.all_reduce(tensor, traffic)
-        return _KeptUnderWay(self.gradient, placeholder(tensor))
+    def again(self, traffic: str, nbytes: int) -> Any:
+        """In the backward a new one, after which the other half's gather of its gradient begins."""
+        message = self._message.again(traffic, nbytes)
 
-    def reduce_scatter(self, tensor: torch.Tensor, traffic: str) -> Work:
-        """As ``all_reduce``."""
-        self.gradient = self.site.reduce_scatter(tensor, traffic)
-        return _KeptUnderWay(self.gradient, placeholder(tensor[: tensor.shape[0] // self.group.size()]))
+        def gather(*what: Any) -> Work:
+            work = message.gather(*what)
+            if self._column.other is not None:
+                self._column.other.start_gather()
+            return work
+
+        return SimpleNamespace(gather=gather)
 
 
 class _KeptUnderWay(Work):
@@ -290,7 +311,9 @@ class _InputBackward:
             return
         if self.column is not None and self.column.gradient is not None:
             self._found = self.gradients(self._grad_x, None)
-            self.last.gathered = self.last.site.all_gather(self._found[1], "tp.backward")
+            gradient, row = self._found[1], self.last
+            message = row.site.message("tp.backward", "all_gather", gradient.nbytes * row.group.size())
+            row.gathered = message.start(gradient)
 
     def gradients(self, grad_x: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple:
         """Of the residual stream before, of dropout's input, and of the norm's parameters."""

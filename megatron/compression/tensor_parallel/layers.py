@@ -99,12 +99,12 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
                 input, weight, kwargs["bias"], self.site, sequence_parallel, self.deferred, fusion
             )
         if sequence_parallel:
-            self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
+            self.site.message("tp.forward", "all_gather", nbytes)
         if has_backward(input, weight):
             if sequence_parallel and weight.requires_grad:
-                self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
+                self.site.message("tp.backward", "all_gather", nbytes)
             operation = "reduce_scatter" if sequence_parallel else "all_reduce"
-            self.site.count_uncompressed("tp.backward", operation, nbytes)
+            self.site.message("tp.backward", operation, nbytes)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -162,7 +162,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
         nbytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
         if not self.site.compresses(nbytes, "tp.backward"):
             if has_backward(*self.parameters()):
-                self.site.count_uncompressed("tp.backward", "all_gather", nbytes)
+                self.site.message("tp.backward", "all_gather", nbytes)
             return super().forward(input_ids, position_ids, tokentype_ids)
         embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
         embeddings = embeddings.transpose(0, 1)
@@ -210,10 +210,10 @@ class CompressedSelfAttention(SelfAttention):
         tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
         nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
         if not self.site.compresses(nbytes, *self.traffic):
-            self.site.count_uncompressed("tp.forward", "all_gather", nbytes)
+            self.site.message("tp.forward", "all_gather", nbytes)
             result = inherited(hidden_states, key_value_states, output_gate, split_qkv)
             if result[0].requires_grad:
-                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes)
+                self.site.message("tp.backward", "reduce_scatter", nbytes)
             return result
         sharers = ranks // self.config.num_query_groups
         position = self.site.group.rank() % sharers
@@ -239,11 +239,11 @@ class CompressedSelfAttention(SelfAttention):
 def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:
     """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
     if not sequence_parallel:
-        site.count_uncompressed("tp.forward", "all_reduce", nbytes)
+        site.message("tp.forward", "all_reduce", nbytes)
         return
-    site.count_uncompressed("tp.forward", "reduce_scatter", nbytes)
+    site.message("tp.forward", "reduce_scatter", nbytes)
     if backward:
-        site.count_uncompressed("tp.backward", "all_gather", nbytes)
+        site.message("tp.backward", "all_gather", nbytes)
 
 
 def has_backward(*inputs: torch.Tensor) -> bool:

@@ -300,13 +300,13 @@ class LatentSelfAttention(MLASelfAttention):
             positions = WithBackward.apply(positions, lambda x: x, self._sum)
         elif self.site is not None:  # megatron-core gathers them
             nbytes = positions.numel() * positions.element_size() * self.tp_group.size()
-            self.site.count_uncompressed("tp.forward", "all_gather", nbytes, "exact")
+            self.site.count("tp.forward", "exact", "all_gather", nbytes)
             if has_backward(positions):
-                self.site.count_uncompressed("tp.backward", "reduce_scatter", nbytes, "exact")
+                self.site.count("tp.backward", "exact", "reduce_scatter", nbytes)
         return query, torch.cat([latent, positions], dim=-1)
 
     def _sum(self, gradient: torch.Tensor) -> torch.Tensor:
         """Each rank has what its own heads add."""
         if self.site is not None:
-            self.site.count_uncompressed("tp.backward", "all_reduce", gradient.nbytes, "exact")
+            self.site.count("tp.backward", "exact", "all_reduce", gradient.nbytes)
         return uncompressed_all_reduce(gradient, self.tp_group).wait()

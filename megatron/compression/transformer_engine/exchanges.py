@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.site import CommSite, Message
 
 
 class WeightGradients:
@@ -117,10 +117,11 @@ class Exchanges:
             place = self._place(tp_group)
             if place is None:
                 return original(inp, tp_group, async_op, **others)
-            if not self._compresses(place, "all_reduce", inp, inp.nbytes):
+            message = self._compressed(place, "all_reduce", inp, inp.nbytes)
+            if message is None:
                 return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **others)
             out = torch.empty_like(inp, memory_format=torch.contiguous_format)
-            return self._result(place, out, place.site.all_reduce(inp, place.traffic, out), async_op)
+            return self._result(place, out, message.start(inp, out), async_op)
 
         return allreduce
 
@@ -131,12 +132,13 @@ class Exchanges:
             place = self._place(tp_group)
             if place is None:
                 return original(inp, tp_group, async_op, output, **others)
-            if not self._compresses(place, "reduce_scatter", inp, inp.nbytes):
+            message = self._compressed(place, "reduce_scatter", inp, inp.nbytes)
+            if message is None:
                 given = {"output": output} | others
                 return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **given)
             if output is None:
                 output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
-            work = place.site.reduce_scatter(inp, place.traffic, output)
+            work = message.start(inp, output)
             return self._result(place, output, work, async_op)
 
         return reduce_scatter_along_first_dim
@@ -154,15 +156,16 @@ class Exchanges:
                 return original(inp, process_group, async_op, **given)
             if quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter):
                 result = self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
-                place.site.count_uncompressed(place.traffic, "all_gather", gathered_bytes(result[0]), "fp8")
+                place.site.count(place.traffic, "fp8", "all_gather", gathered_bytes(result[0]))
                 return result
             nbytes = inp.nbytes * process_group.size()
-            if others.get("output_tensor") is not None or not self._compresses(
-                place, "all_gather", inp, nbytes
-            ):
+            message = None
+            if others.get("output_tensor") is None:
+                message = self._compressed(place, "all_gather", inp, nbytes)
+            if message is None:
                 return self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
             out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
-            work = place.site.all_gather(inp, place.traffic, out)
+            work = message.start(inp, out)
             return self._result(place, out, work, async_op, overlap=not async_op)
 
         return gather_along_first_dim
@@ -172,12 +175,13 @@ class Exchanges:
         place = self._places[-1] if self._places else None
         return place if place is not None and place.site.group == group else None
 
-    def _compresses(self, place: Place, operation: str, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Whether a message is compressed; if not it is counted as what the caller will send."""
-        if tensor.is_floating_point() and place.site.compresses(nbytes, place.traffic):
-            return True
-        place.site.count_uncompressed(place.traffic, operation, nbytes)
-        return False
+    def _compressed(self, place: Place, operation: str, tensor: torch.Tensor, nbytes: int) -> Message | None:
+        """What is about to be sent, counted; None: uncompressed, by the caller."""
+        if not tensor.is_floating_point():
+            place.site.count(place.traffic, "exact", operation, nbytes)
+            return None
+        message = place.site.message(place.traffic, operation, nbytes)
+        return message if message.codec is not None else None
 
     def _uncompressed(
         self, place: Place, original: Callable[..., Result], inp: torch.Tensor, group: Any, **given: Any
