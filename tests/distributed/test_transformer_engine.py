@@ -192,9 +192,7 @@ def late_worker(rank: int, world_size: int) -> None:
             for path, module in model.named_modules():
                 if getattr(module, "parallel_mode", None):
                     engine.attach(module, path, None)
-                    site, kinds = module.site, ("all_reduce", "reduce_scatter", "all_gather")
-                    for kind in kinds:
-                        setattr(site, kind, noting(getattr(site, kind), kind, order))
+                    module.site.message = noting(module.site.message, order)
             trained(model, rank, sequence_parallel)
             assert not engine.weight_gradients, "nothing may wait behind a backward pass"
             order = order[: len(order) // 2]  # of one micro-batch
@@ -211,12 +209,12 @@ def noting_launch(launch, order: list) -> None:
     launch()
 
 
-def noting(method, kind: str, order: list):
-    """``method``, which notes what it starts."""
+def noting(message, order: list):
+    """A site's ``message``, which notes what is about to start."""
 
-    def wrapper(tensor, traffic, out=None):
-        order.append(kind if traffic == "tp.backward" else f"{kind} forward")
-        return method(tensor, traffic, out)
+    def wrapper(traffic: str, operation: str, nbytes: int):
+        order.append(operation if traffic == "tp.backward" else f"{operation} forward")
+        return message(traffic, operation, nbytes)
 
     return wrapper
 

@@ -45,7 +45,7 @@ def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
 
 
 def test_an_evaluation_is_not_counted_as_training() -> None:
-    """From its beginning to its end, whatever it sends; what the log line and the ratio read stays as it was."""
+    """From its beginning to its end; what the log line and the ratio read stays as it was."""
     ledger = Ledger()
     reporter = _reporter(ledger=ledger)
     for split in ("valid", "test"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from megatron.compression.codecs.registry import CODECS
+from megatron.compression.codecs.registry import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.errors import CompressionConfigError
 
 if TYPE_CHECKING:
@@ -188,6 +188,9 @@ def parse_codec(text: str) -> Codec:
     if "/" in text:
         first, _, second = text.partition("/")
         return TwoHops(parse_codec(first), parse_codec(second))
+    name = text.partition(":")[0]
+    if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
+        raise CompressionConfigError(f"{name} compresses gradients only; give it to --dp-compression")
     codec = CODECS.parse(text)
     if not isinstance(codec, Codec):
         raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
