@@ -114,16 +114,3 @@ def test_overflow_skips_a_step(tmp_path: Path) -> None:
     assert "nan iterations:   1" not in run.output
     assert 1 <= skips <= 2 and len(run.losses) == ITERATIONS - skips, "a skipped step has no loss"
     assert min(run.losses.values()) == run.losses[max(run.losses)]
-
-
-def test_warm_up_and_other_codecs(tmp_path: Path) -> None:
-    """TACO forward, uncompressed back, both from the third iteration on."""
-    more = "--pp-compression taco none --compression-start-iteration 2"
-    run = pretrain(*flags(*more.split()), ranks=2, directory=tmp_path)
-    half = ITERATIONS * MESSAGES // 2
-    taco = 4096 + 4096 // 128 * 8
-    assert sent(run, "pp.forward") == {
-        "warmup": (half, half * PLAIN, half * PLAIN),
-        "compressed": (half, half * taco, half * PLAIN),
-    }
-    assert sent(run, "pp.backward") == {"off": (2 * half, 2 * half * PLAIN, 2 * half * PLAIN)}

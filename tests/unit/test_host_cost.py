@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import CommSite, Ledger, Policy, Rule, Run
-from megatron.compression.communication.overflow import State, overflow
 from tests.unit.test_overlap import leaves, mlp_loss
 
 OURS = str(Path(__file__).parents[2] / "megatron" / "compression")
@@ -121,17 +120,6 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
         loss.backward()
     made = {name: count for name, count in operations.seen.items() if "zero" in name or "fill" in name}
     assert not made, made
-
-
-def test_lossless_that_is_off_costs_no_more() -> None:
-    """A site decides for no codec, and nothing is encoded."""
-    site = site_of_two_ranks()
-    site.run.policy.rules["tp.forward"] = Rule(type("Lossless", (OneOperation,), {"lossless": True})())
-    overflow.state = State.OFF
-    try:
-        assert site.decide("tp.forward", 8).why == "overflow"
-    finally:
-        overflow.state = State.ASKED
 
 
 def test_codecs_and_communication_need_torch_and_triton_alone() -> None:

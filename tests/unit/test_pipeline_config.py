@@ -1,14 +1,19 @@
-"""Settings of pipeline parallelism: specs, what follows from them, and what is refused, in one line."""
+"""Pipeline parallelism: settings and what is refused; channels that are normalised; sends under way."""
 
 import dataclasses
+import weakref
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron.compression.communication import Policy
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import Policy, Work
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 
 ARGS = Namespace(
     cuda_graph_impl="none",
@@ -130,3 +135,37 @@ def test_idle() -> None:
     assert "--pipeline-model-parallel-size is 1" in PipelineParallelConfig(compression="int8").idle_reason(1)
     assert PipelineParallelConfig(compression="int8").idle_reason(2) is None
     assert PipelineParallelConfig().idle_reason(1) is None
+
+
+def early_activations(shape: tuple[int, ...] = (64, 4, 192)) -> torch.Tensor:
+    """A mean that all tokens share, ten times what tells them apart; some channels far wider than others."""
+    generator = torch.Generator().manual_seed(0)
+    width = torch.logspace(-1, 1, shape[-1])[torch.randperm(shape[-1], generator=generator)]
+    mean = 10 * width * torch.randn(shape[-1], generator=generator)
+    return mean + width * torch.randn(shape, generator=generator)
+
+
+def test_normalized_channels_keep_what_tells_tokens_apart() -> None:
+    """4 bits of a large common part are worthless; standardised they are not."""
+    x = early_activations()
+    plain, standardized = (
+        float((codec.decode(codec.encode(x[None]), x.shape, x.dtype)[0] - x).norm())
+        / float((x - x.mean((0, 1))).norm())
+        for codec in map(parse_codec, ("int4:group=64,hadamard=off", "int4:group=64,normalize=standardize"))
+    )
+    assert plain > 5 * standardized
+    assert standardized < 0.15
+
+
+def test_sends_in_flight_are_waited_for_in_order() -> None:
+    """The oldest one when there are too many; all at the end; payloads are alive until then."""
+    waited = []
+    requests = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(5)]
+    payloads = [torch.zeros(1) for _ in requests]
+    alive = [weakref.ref(payload) for payload in payloads]
+    sends = SendsInFlight(limit=2)
+    for request in requests:
+        sends.add(Work(request, [payloads.pop(0)].clear))
+    assert waited == [0, 1, 2] and [one() is not None for one in alive] == [False] * 3 + [True] * 2
+    sends.flush()
+    assert waited == [0, 1, 2, 3, 4] and len(sends) == 0 and not any(one() is not None for one in alive)

@@ -1,10 +1,10 @@
-"""Exchanges of rows: sums of tokens run in fp32 and are rounded once."""
+"""Sums of ranks' rows: in fp32, in the order of the ranks, rounded once."""
 
 import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.collectives import reduce_scatter_rows
+from megatron.compression.communication.collectives import reduce_scatter_rows, sum_in_order
 
 RANKS, OWN, WIDTH = 3, 4, 64
 
@@ -43,3 +43,17 @@ def test_addends_of_bf16_are_summed_in_fp32_in_the_order_of_the_ranks(spec: str 
     if codec is not None:
         once = ((rounded[0].float() + rounded[1].float()) + rounded[2].float()).bfloat16()
         assert not torch.equal(found, once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13, 64])
+def test_sums_run_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype) -> None:
+    """torch.sum has another order from eight rows on, on CUDA from four rows of one value."""
+    for values in (1, 3, 1000):
+        rows = torch.randn(ranks, values, generator=torch.Generator().manual_seed(values)).to(dtype)
+        before, expected = rows.clone(), torch.zeros(values)
+        for row in rows.unbind():
+            expected = expected + row.float()
+        total = sum_in_order(rows)
+        assert total.dtype == torch.float32 and torch.equal(total, expected)
+        assert torch.equal(rows, before)
