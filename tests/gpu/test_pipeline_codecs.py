@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
-from tests.unit.test_pipeline_codecs import early_activations
+from tests.unit.test_pipeline_config import early_activations
 
 SPECS = (
     "int4:group=64,scales=single,normalize=standardize",
