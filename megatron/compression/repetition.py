@@ -25,7 +25,7 @@ class Repetition:
     """Decides in which steps lossless codecs are on, and which are repeated.
 
     Args:
-        run: whose error statistics a repeated pass takes anew.
+        run: whose error statistics a repeated pass measures again.
         say: prints a line; called on every rank.
     """
 

@@ -1,6 +1,6 @@
 """Triton kernels of the lossless layout (layout.py has the bytes): a program a tile, a lane a group.
 
-A group's first two escapes are taken without looking how many it has; a tile in which one has more loops.
+A group's first two escapes are coded without looking how many it has; a tile in which one has more loops.
 """
 
 import triton

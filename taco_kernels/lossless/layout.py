@@ -14,13 +14,13 @@ that each tile (2048 values) takes as many of as it needs: 4 bits an escape, its
 
 A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7. Six codes are the lower 6 bits of
 three bytes, in pairs; the upper 2 bits of the three are the last two codes. Distances are modulo 256.
-Values behind the row's end are zeros.
+Values after the row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so, and so
 does that of the first row that was encoded with it. A payload with the flag decodes to zeros: whoever has not
 looked computes on with finite values, and the flag tells that they are wrong.
 
-A row for which the coded form would be longer is stored as it is, behind the header, and never overflows.
+A row for which the coded form would be longer is stored as it is, after the header, and never overflows.
 """
 
 import functools

@@ -67,7 +67,7 @@ def decode_sum(
 
 
 def store_raw(x: torch.Tensor, payloads: torch.Tensor) -> torch.Tensor:
-    """``payloads``, of zeros, with rows as they are behind the header."""
+    """``payloads``, of zeros, with rows as they are after the header."""
     values = x.contiguous().view(torch.uint8)
     payloads[:, HEADER : HEADER + values.shape[1]] = values
     return payloads

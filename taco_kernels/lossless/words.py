@@ -54,7 +54,7 @@ def put(pointers, value, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def take(pointers, there, WHOLE: tl.constexpr):
-    """Load what there is, with zeros behind it, or everything."""
+    """Load what there is, with zeros after it, or everything."""
     if WHOLE:
         value = tl.load(pointers)
     else:
@@ -64,7 +64,7 @@ def take(pointers, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def words_joined(w0, w1, w2, w3, G: tl.constexpr):
-    """int32[4 G], those of each group one behind the other."""
+    """int32[4 G], those of each group one after the other."""
     return tl.reshape(four_joined(w0, w1, w2, w3), [4 * G])
 
 

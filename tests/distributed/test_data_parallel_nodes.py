@@ -49,7 +49,7 @@ def uneven_nodes_worker(rank: int) -> None:
 def communicators_worker(rank: int) -> None:
     """With two hops too, each exchange that crosses nodes has its communicators: gradients' and weights'."""
     topology = find_topology(dist.group.WORLD, 2, Transports("collective", communicators=3))
-    assert topology.describe_communicators() == ", 3 communicators"
+    assert ", 3 communicators; " in topology.describe()
     for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
         transport = topology.transport(Ledger(), "dp.weight", link)
         assert [dist.get_process_group_ranks(group) for group in transport.groups] == [ranks] * 3

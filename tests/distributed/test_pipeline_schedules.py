@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
+from megatron.compression.pipeline_parallel.exchange import SendsInFlight
 from tests.distributed.observed_sends import observed_sends
 from tests.distributed.spawn import spawn
 

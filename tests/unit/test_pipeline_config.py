@@ -13,7 +13,7 @@ from megatron.compression.communication import Policy, Work
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
+from megatron.compression.pipeline_parallel.exchange import SendsInFlight
 
 ARGS = Namespace(
     cuda_graph_impl="none",

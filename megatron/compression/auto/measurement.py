@@ -36,8 +36,7 @@ from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel import hooks as expert_parallel
-from megatron.compression.expert_parallel.exchange import TokenExchange
-from megatron.compression.expert_parallel.site import TokenSite
+from megatron.compression.expert_parallel.exchange import TokenExchange, TokenSite
 from megatron.compression.tensor_parallel import hooks as tensor_parallel
 
 LIMIT = 10.0

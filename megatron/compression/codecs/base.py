@@ -94,7 +94,7 @@ class Codec(abc.ABC):
         """``[rows, *shape]`` of ``dtype`` from uint8 ``[rows, bytes]``; in ``out`` if given (its dtype)."""
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[a, b, bytes]`` of ``x [a, b, n]``: rows that lie apart in memory."""
+        """uint8 ``[a, b, bytes]`` of ``x [a, b, n]``: rows that are not contiguous in memory."""
         return torch.stack([self.encode(rows) for rows in x])
 
     def decode_sum(

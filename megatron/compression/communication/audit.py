@@ -146,7 +146,7 @@ class BackendAudit:
         ]
 
     def _missing(self, members: set[int], names: Sequence[str]) -> torch.Tensor:
-        """Bytes beyond the ledger's by ``_KEYS``; payloads apart, since some transports are not seen."""
+        """Bytes beyond the ledger's by ``_KEYS``; payloads separately, since some transports are not seen."""
         given: Counter[tuple[str, bool]] = Counter()
         for (group, operation, payload), sent in self.given.items():
             ranks = set(dist.get_process_group_ranks(group))
@@ -167,8 +167,8 @@ class BackendAudit:
         counts: Counter[tuple[str, str, bool]] = Counter()
         for (_, traffic, kind, operation, _), tally in self.ledger.tallies.items():
             # what a compressor of gradients leaves out travels in its payloads
-            beside = (traffic, kind, operation) == ("dp.gradient", "excluded", "all_to_all")
-            payload = kind in ("compressed", "fp8") or beside
+            left_out = (traffic, kind, operation) == ("dp.gradient", "excluded", "all_to_all")
+            payload = kind in ("compressed", "fp8") or left_out
             payload = payload and operation not in _SUMS
             counts[traffic, operation, payload] += tally.sent
         return counts

@@ -32,7 +32,7 @@ class _Pieces(NamedTuple):
     first: Codec
     second: Codec
     missing: int
-    """Values behind the last one, or slices of the first dimension, that are zeros."""
+    """Values after the last one, or slices of the first dimension, that are zeros."""
     rows: tuple[int, ...]
     """``[W, *shape]``: pieces are flat and a multiple of the codec's block long, or, where the codec sees
     shapes, as many slices of the first dimension as the others."""

@@ -2,7 +2,7 @@
 
 NCCL moves such bytes with kernels. Here the devices' copy engines do: a sender copies pieces into a ring that
 it shares with the receiver, who copies them out, and each lets its stream wait for the other's counter. So
-both directions of a PCIe link are in use at once, and no multiprocessor is taken from computation.
+both directions of a PCIe link are in use at once, and no multiprocessor computes less for it.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def awaited(count: int, step: Step) -> int:
 
 
 def tells(step: Step) -> bool:
-    """Whether a receiver says behind a step how many pieces it has emptied."""
+    """Whether a receiver says after a step how many pieces it has emptied."""
     return step.number % SLOTS == SLOTS - 1 or step.number == step.pieces - 1
 
 
@@ -138,7 +138,7 @@ class CopyEngines:
         self._up, self._down = (stream.cuda_stream for stream in self._streams)
         self.events: list[int] = []
         """Those that nobody waits for."""
-        # Not by cudaHostRegister, whose failure torch would find behind its next kernel.
+        # Not by cudaHostRegister, whose failure torch would find after its next kernel.
         if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
             raise HostMemoryError(f"cuMemHostRegister failed with error {failed}")
         self._pinned, mapped = pinned, address()
@@ -200,7 +200,7 @@ class CopyEngines:
         check(self._driver.cuStreamWaitValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def set_counter(self, sends: bool, counter: int, value: int) -> None:
-        """Set a counter behind the copies before it."""
+        """Set a counter after the copies before it."""
         stream = self._down if sends else self._up
         check(self._driver.cuStreamWriteValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
@@ -232,7 +232,7 @@ class _UnderWay:
         """Let the current stream wait."""
         events, self._events = self._events, ()
         self._engines.let_wait(events)
-        self._kept = None  # what is allocated in its place is used behind the events
+        self._kept = None  # what is allocated in its place is used after the events
 
     def __del__(self) -> None:
         if self._events:  # nobody has waited, but memory that is copied into must not be another's

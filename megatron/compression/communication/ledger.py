@@ -87,7 +87,7 @@ class Ledger:
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = defaultdict(Tally)
         self.evaluating = False
-        """Set during evaluation: its traffic is kept apart from the training iterations'."""
+        """Set during evaluation: its traffic is kept separate from the training iterations'."""
 
     def record(
         self, traffic: str, kind: str, operation: str, sent: int, plain: int = 0, link: str = ""

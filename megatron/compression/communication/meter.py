@@ -186,7 +186,7 @@ def peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    """``[n, GROUP]``, zeros behind the last value; fewer values than a group as one row."""
+    """``[n, GROUP]``, zeros after the last value; fewer values than a group as one row."""
     flat = x.reshape(-1)
     size = min(GROUP, flat.numel())
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)

@@ -22,7 +22,7 @@ INTRA, INTER = "intra", "inter"
 def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
     """(nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``.
 
-    None unless every node holds equally many ranks, one behind the other: only then can an exchange between
+    None unless every node holds equally many ranks, one after the other: only then can an exchange between
     nodes pair each rank with one of every other node.
     """
     world = len(node_of_rank)
@@ -105,7 +105,7 @@ class Topology:
     def record_uncompressed(
         self, ledger: Ledger, traffic: str, kind: str, operation: str, buffer_bytes: int
     ) -> None:
-        """Count a flat uncompressed collective of the group, what crosses nodes apart."""
+        """Count a flat uncompressed collective of the group, what crosses nodes separately."""
         for link, sent in self._links(operation, buffer_bytes):
             ledger.record(traffic, kind, operation, sent, sent, link)
 
@@ -137,28 +137,21 @@ class Topology:
         return TorchTransport(group, on_send, self.sharing(link))
 
     def describe(self) -> str:
-        """For the log."""
-        return self._shape() + self.describe_communicators() + self._ways()
-
-    def _shape(self) -> str:
+        """For the log: ranks and nodes, communicators, how payloads travel."""
+        if self.world_size == 1:
+            return "1 rank on one node"
         if not self.regular:
-            return (
+            shape = (
                 f"{self.world_size} ranks, unevenly spread over nodes: one exchange, as if each were a node"
             )
-        ranks = f"{self.local} rank{'s' if self.local > 1 else ''}"
-        return f"{ranks} on one node" if self.nodes == 1 else f"{self.nodes} nodes of {ranks}"
-
-    def _ways(self) -> str:
-        if self.world_size == 1:
-            return ""
+        else:
+            ranks = f"{self.local} rank{'s' if self.local > 1 else ''}"
+            shape = f"{ranks} on one node" if self.nodes == 1 else f"{self.nodes} nodes of {ranks}"
+        shape += f", {1 + len(self.more)} communicators" if self.more else ""
         way = self.way or "payloads travel over torch.distributed"
         if self.memory is None or self.nodes == 1:
-            return f"; {way}"
-        return f"; inside a node {way}; between nodes over torch.distributed"
-
-    def describe_communicators(self) -> str:
-        """For the log, empty where there is one."""
-        return f", {1 + len(self.more)} communicators" if self.more else ""
+            return f"{shape}; {way}"
+        return f"{shape}; inside a node {way}; between nodes over torch.distributed"
 
 
 def find_topology(

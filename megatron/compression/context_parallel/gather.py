@@ -18,13 +18,13 @@ from megatron.compression.communication.site import CommSite
 
 
 def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Sequence ``[s, ...]`` from the ranks' parts ``[s, ...]``, one behind the other."""
+    """Sequence ``[s, ...]`` from the ranks' parts ``[s, ...]``, one after the other."""
     early, late = gathered.unflatten(0, (world_size, 2, -1)).unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
 
 def distributed(sequence: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The ranks' parts, one behind the other, of a sequence: what ``in_order`` puts in order."""
+    """The ranks' parts, one after the other, of a sequence: what ``in_order`` puts in order."""
     chunks = sequence.unflatten(0, (2, world_size, -1))
     return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(0, 2)
 

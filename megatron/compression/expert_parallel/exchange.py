@@ -1,7 +1,8 @@
-"""What stands in for the functions by which megatron-core's token dispatchers communicate.
+"""The exchange of tokens: sites, what replaces the functions by which megatron-core's dispatchers
+communicate, and the dispatchers, which say when they do.
 
 A dispatcher says which of its ways is under way; the functions then know whose tokens these are. What is not
-tokens (probabilities, routing maps, counts) goes as megatron-core sends it and is counted as ep.other.
+tokens (probabilities, routing maps, counts) is sent by megatron-core and counted as ep.other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,12 +10,109 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 
+from megatron.compression.codecs import Codec
+from megatron.compression.communication import Decision, collectives
 from megatron.compression.communication.collectives import WithBackward
-from megatron.compression.expert_parallel.site import TokenSite
+from megatron.compression.communication.site import CommSite, Run
+from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.work import Work
 from megatron.compression.tensor_parallel.layers import has_backward
 
 OTHER = "ep.other"
+
+
+class TokenSite(CommSite):
+    """Tokens between the ranks of one group; ``CommSite``'s own collectives serve equal parts.
+
+    Args:
+        dimension: whose codec and traffic classes these are: ep between experts' ranks, tp between the ranks
+            that share each expert (``--expert-tensor-parallel-size``).
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None, dimension: str = "ep"
+    ) -> None:
+        super().__init__(name, group, run, layer, fused=False)  # equal parts alone have fused kernels
+        self.routed_bytes: int | None = None
+        """Of all tokens that the group routes in a forward, the same on every rank; None: messages' own size
+        is."""
+        self.forward, self.backward = f"{dimension}.forward", f"{dimension}.backward"
+
+    def decide(self, traffic: str, nbytes: int) -> Decision:
+        """By ``routed_bytes`` where ranks send each other unequal parts: all must decide alike."""
+        if self.routed_bytes is not None:
+            nbytes = self.routed_bytes
+        return super().decide(traffic, nbytes)
+
+    def all_to_all_rows(
+        self, x: torch.Tensor, traffic: str, to: Sequence[int] | None, came: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Send ``[n, values]`` by splits in rows; see ``collectives.all_to_all_rows``."""
+        decision = self.decide(traffic, x.nbytes)
+        transport = self._row_transport(decision, traffic, "all_to_all", x.nbytes, x.nbytes)
+        self._measure(x, traffic, decision.codec)
+        return collectives.all_to_all_rows(x, decision.codec, transport, to, came).wait()
+
+    def all_gather_rows(
+        self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
+    ) -> torch.Tensor:
+        """Gather ``[sizes[r], values]`` of every rank r.
+
+        Args:
+            why: leave it exact, for this reason (one of the ledger's kinds).
+        """
+        row = x.shape[1:].numel() * x.element_size()
+        return self._unequal(
+            collectives.all_gather_rows, x, traffic, sizes, "all_gather", sum(sizes) * row, why
+        )
+
+    def reduce_scatter_rows(
+        self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
+    ) -> torch.Tensor:
+        """Sum ``[sum(sizes), values]`` over the ranks and keep ``sizes[rank]`` rows. ``why`` as above."""
+        return self._unequal(
+            collectives.reduce_scatter_rows, x, traffic, sizes, "reduce_scatter", x.nbytes, why
+        )
+
+    def _unequal(
+        self,
+        collective: Callable[..., Work],
+        x: torch.Tensor,
+        traffic: str,
+        sizes: Sequence[int],
+        operation: str,
+        nbytes: int,
+        why: str | None,
+    ) -> torch.Tensor:
+        decision = self.decide(traffic, nbytes) if why is None else Decision(None, why)
+        sent = x.nbytes * (self.group.size() if operation == "all_gather" else 1)
+        transport = self._row_transport(decision, traffic, operation, nbytes, sent)
+        self._measure(x, traffic, decision.codec)
+        return collective(x, decision.codec, transport, sizes).wait()
+
+    def _row_transport(
+        self, decision: Decision, traffic: str, operation: str, plain_bytes: int, sent_bytes: int
+    ) -> TorchTransport:
+        """What carries rows, which are counted."""
+        if decision.codec is None:
+            self.count(traffic, decision.why, "all_to_all", sent_bytes)
+            return TorchTransport(self.group)
+        self.run.ledger.record_plain(traffic, operation, plain_bytes, self.group.size())
+        return self.transport(traffic)
+
+    def _measure(self, x: torch.Tensor, traffic: str, codec: Codec | None) -> None:
+        """Let the error meter see the rows, when it is due. A rank may have none, so they have no bound."""
+        meter = self.run.policy.meter
+        if codec is None or not meter.interval or self.run.ledger.evaluating:
+            return
+        if meter.due(self.name, traffic, self.run.policy.iteration()):
+            meter.measure(self.name, traffic, x, codec, bounded=False)
+
 
 Way = Mapping[dist.ProcessGroup, TokenSite]
 """The sites of a layer's way there or back, by the group that communicates."""
@@ -160,3 +258,59 @@ def _traffic(site: TokenSite, tokens: bool) -> tuple[str, str, str | None]:
 def _numbers(sizes: Sequence[int] | None) -> list[int] | None:
     """Splits as plain numbers; megatron-core has them as numpy's or torch's, on the host."""
     return None if sizes is None else [int(size) for size in sizes]
+
+
+class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """An all-to-all between experts' ranks; between those that share an expert, a gather and a sum."""
+
+    dispatch: Way
+    combine: Way
+
+    def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
+        """The gather of shared experts that run together with the dispatcher."""
+        for site in (*self.dispatch.values(), *self.combine.values()):
+            site.routed_bytes = hidden_states.nbytes * self.config.moe_router_topk * site.group.size()
+        with TOKEN_EXCHANGE.under_way(self.dispatch):
+            return super().dispatch_preprocess(hidden_states, *args, **kwargs)
+
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Counts of tokens, exact."""
+        with TOKEN_EXCHANGE.under_way(self.dispatch, exact=True):
+            return super().preprocess(routing_map)
+
+    def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[n, h]`` compressed, their probabilities exact."""
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
+            return super().token_dispatch(tokens, probs)
+
+    def dispatch_postprocess(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
+        """As ``token_dispatch``, between the ranks that share an expert."""
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
+            return super().dispatch_postprocess(tokens, probs)
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sum between the ranks that share an expert."""
+        with TOKEN_EXCHANGE.under_way(self.combine):
+            return super().combine_preprocess(hidden_states)
+
+    def token_combine(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Experts' outputs ``[n, h]`` on their way back."""
+        with TOKEN_EXCHANGE.under_way(self.combine):
+            return super().token_combine(hidden_states, *args, **kwargs)
+
+
+class CompressedAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
+    """A gather of all tokens there, a sum of the experts' outputs back."""
+
+    dispatch: Way
+    combine: Way
+
+    def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[n, h]`` compressed, probabilities and routing map exact."""
+        with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
+            return super().token_dispatch(tokens, probs)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sum of experts' outputs ``[ranks * n, h]``."""
+        with TOKEN_EXCHANGE.under_way(self.combine):
+            return super().token_combine(hidden_states)

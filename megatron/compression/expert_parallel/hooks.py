@@ -16,12 +16,14 @@ from megatron.compression import patches
 from megatron.compression.communication.site import Run, layer_name, site_name
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
-from megatron.compression.expert_parallel.dispatchers import (
+from megatron.compression.expert_parallel.exchange import (
+    OTHER,
+    TOKEN_EXCHANGE,
     CompressedAllGatherTokenDispatcher,
     CompressedAlltoAllTokenDispatcher,
+    TokenSite,
+    Way,
 )
-from megatron.compression.expert_parallel.exchange import OTHER, TOKEN_EXCHANGE, Way
-from megatron.compression.expert_parallel.site import TokenSite
 
 _CLASSES = {
     MoEAlltoAllTokenDispatcher: CompressedAlltoAllTokenDispatcher,
@@ -75,7 +77,9 @@ class Experts:
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
             sites[dispatcher.tp_group] = TokenSite(name, dispatcher.tp_group, self.run, layer, "tp")
             sites[dispatcher.ep_group] = TokenSite(name, dispatcher.ep_group, self.run, layer)
-            if dispatcher.shared_experts is not None:  # they run beside the dispatcher, which sends for them
+            if (
+                dispatcher.shared_experts is not None
+            ):  # they run together with the dispatcher, which sends for them
                 group = dispatcher.shared_experts.tp_group
                 sites[group] = TokenSite(f"{name}.shared_experts", group, self.run, layer, "tp")
         return {group: site for group, site in sites.items() if group.size() > 1}

@@ -5,6 +5,7 @@ Every schedule of megatron-core sends through ``P2PCommunicator._communicate``; 
 them in the same order, and decodes what arrives, at once or when the schedule waits for it.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.overflow import overflow
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
-from megatron.compression.pipeline_parallel.in_flight import SendsInFlight
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
 RECEIVED = ("recv_prev", "recv_next")
@@ -51,6 +51,36 @@ class Arrival:
         self.buffer = None
 
 
+class SendsInFlight:
+    """A bounded queue of sends, each with the payload that the transport may still read.
+
+    A schedule waits for a send in order to free the tensor that it sends. A payload is a buffer of its own:
+    kept here, it lets the computation go on (on NCCL the current stream, over gloo the host). The oldest send
+    is waited for when there are too many, so that a slow link bounds the memory.
+
+    Args:
+        limit: sends that may be under way; four payloads of 4 to 6 bits are little more than one message.
+    """
+
+    def __init__(self, limit: int = 4) -> None:
+        self.limit = limit
+        self._sends: deque[Work] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def add(self, send: Work) -> None:
+        """Take in a send that has just been started, which holds its payload until it has been waited for."""
+        self._sends.append(send)
+        while len(self._sends) > self.limit:
+            self._sends.popleft().wait()
+
+    def flush(self) -> None:
+        """Wait for all of them, in order."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+
 class PipelineExchange:
     """Sends between pipeline stages, compressed or not, and counts both.
 
@@ -64,7 +94,7 @@ class PipelineExchange:
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:
-        """Call it behind each forward-backward pass of a schedule: what it has sent has arrived."""
+        """Call it after each forward-backward pass of a schedule: what it has sent has arrived."""
         self.in_flight.flush()
 
     def __call__(
@@ -197,7 +227,7 @@ def _complete(
     for work in pending:
         work.wait()
     if pending and config.batch_p2p_comm and config.batch_p2p_sync:
-        torch.cuda.synchronize()  # as megatron-core does behind batch_isend_irecv
+        torch.cuda.synchronize()  # as megatron-core does after batch_isend_irecv
     for arrival in arrivals.values():
         arrival.take()
 
