@@ -35,7 +35,7 @@ class HostMemoryError(RuntimeError):
     """The ranks of a group cannot share pinned memory."""
 
 
-class Part(NamedTuple):
+class DeviceBytes(NamedTuple):
     """Bytes in a device's memory."""
 
     address: int
@@ -299,7 +299,7 @@ class HostMemory:
                 raise HostMemoryError(f"rank {rank}: {problem}")
         return [word for word, _ in views]
 
-    def exchange(self, sends: Sequence[Part], receives: Sequence[Part], kept: Any) -> Any:
+    def exchange(self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any) -> Any:
         """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it.
 
         Args:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.host_memory import HostMemory, HostMemoryError, Part
+from megatron.compression.communication.host_memory import DeviceBytes, HostMemory, HostMemoryError
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.work import Work, join
 from megatron.compression.errors import CompressionConfigError
@@ -176,16 +176,16 @@ class HostTransport(TorchTransport):
         gathered = payload.new_empty((self.world_size, payload.numel()))
         self._report("all_gather", gathered.numel())
         size, address = payload.nbytes, gathered.data_ptr()
-        into = [Part(address + rank * size, size) for rank in range(self.world_size)]
-        own = [Part(payload.data_ptr(), size)] * self.world_size
+        into = [DeviceBytes(address + rank * size, size) for rank in range(self.world_size)]
+        own = [DeviceBytes(payload.data_ptr(), size)] * self.world_size
         return gathered, self.memory.exchange(own, into, (payload, gathered))
 
 
-def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[Part]:
+def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
     """Where each rank's rows lie."""
     address, size = rows.data_ptr(), rows.shape[1] * rows.itemsize
     ends = accumulate(counts, initial=0)
-    return [Part(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
+    return [DeviceBytes(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
 
 
 class SymmetricTransport(TorchTransport):
