@@ -69,7 +69,7 @@ class Compression:
         )
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
         self.gradients = data_parallel.Gradients(config.data_parallel, self.run, say)
-        """The data-parallel part: state for checkpoints, diagnostics."""
+        """The data-parallel part: state for checkpoints."""
         self._pipeline = pipeline_parallel.attach(policy, ledger)
         self._experts = Experts(config.expert_parallel, self.run)
         self._engine = TransformerEngineLayers(self.run)

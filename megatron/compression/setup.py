@@ -158,7 +158,6 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         small_hint=f"--compression-min-mb {config.tensor_parallel.min_bytes / 2**20:g}"
         if config.enabled
         else None,
-        diagnostics=compression.gradients.diagnostics,
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter, automatic)

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,11 +28,9 @@ DEVICE = "cpu"
 """Where gradients are; tests on GPUs change it."""
 
 
-def settings_of(cell_bits: int = 16, wire: str = "sketch"):
-    """A fifth of the values in their union, or packed a fifth of each rank's."""
-    from megatron.compression.tagc.parts import PartSettings
-
-    return PartSettings(0.2, LAYERS, wire, SketchConfig(ratio=3.85, cell_bits=cell_bits), cell_bits)
+def sketch_of(cell_bits: int = 16) -> SketchConfig:
+    """Room for a fifth of the values in their union."""
+    return SketchConfig(ratio=3.85, cell_bits=cell_bits)
 
 
 def make_sync(
@@ -42,13 +41,12 @@ def make_sync(
     wire: str = "sketch",
     topology=None,
 ):
-    """A sync over a made-up bucket, and its ledger and monitor; by default over torch.distributed."""
+    """A sync over a made-up bucket, by default over torch.distributed; packed, a fifth of each rank's values."""
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transport import Transports
     from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.tagc import parts, sync
-    from megatron.compression.tagc.monitor import TagcMonitor
 
     parts.SMALLEST = 8192
     spans, start = [], 0
@@ -60,7 +58,10 @@ def make_sync(
     transports = Transports("collective", communicators=2 if node_size else 1)
     topology = topology or find_topology(dist.group.WORLD, node_size, transports)
     bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
-    return sync.TagcGradientSync(bucket, settings_of(cell_bits, wire), TagcMonitor())
+    part = partial(parts.BitmapPart, keep=0.2, bits=cell_bits)
+    if wire == "sketch":
+        part = partial(parts.SketchPart, keep=0.2, config=sketch_of(cell_bits))
+    return sync.TagcGradientSync(bucket, LAYERS, part)
 
 
 def fill(sync, step: int, rank: int, alike: float = 0.5) -> torch.Tensor:
@@ -143,20 +144,16 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
                 assert all(torch.equal(copy, flat) for copy in copies)
         if wire == "packed" and node_size:
             _check_sent_between_nodes(sync, steps=2)
-        _, room, _, union, leftovers, *_ = sync.monitor.read().tolist()
-        assert leftovers == 0 and (wire == "packed" or 0.7 < union / room < 1)
 
 
 def _check_sent_between_nodes(sync, steps: int) -> None:
     """A node's values travel once, as their union: less than each rank's own would."""
-    from megatron.compression.tagc.parts import Sum
-
     topology, expected = sync.bucket.topology, 0
     for owner, part in sync.part_of.items():
         sizes = {of: layout.wire_bytes for of, layout in part.layouts.items()}
-        assert sizes[Sum.NODE] < 0.9 * topology.local * sizes[Sum.OWN]
+        assert sizes[topology.local] < 0.9 * topology.local * sizes[1]
         if owner % topology.local == topology.index and owner != topology.rank:
-            expected += sizes[Sum.NODE]
+            expected += sizes[topology.local]
     sent = sum(
         row["sent_bytes"]
         for row in sync.bucket.ledger.rows()
@@ -166,6 +163,8 @@ def _check_sent_between_nodes(sync, steps: int) -> None:
 
 
 def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
+    from megatron.compression.tagc.parts import numel_of
+
     sync = make_sync(True, torch.float32)
     fill(sync, 0, rank)
     with BackendAudit(sync.bucket.ledger, lambda: {"data parallel": [dist.group.WORLD]}) as audit:
@@ -176,12 +175,12 @@ def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
         if row["operation"] == "all_to_all":
             kinds[row["kind"]] += row["sent_bytes"]
     wires = sum(
-        SketchLayout(settings_of().sketch, share.compressed_numel).wire_bytes
+        SketchLayout(sketch_of(), share.compressed_numel).wire_bytes
         for owner, share in enumerate(sync.shares)
         if owner != rank and share.compressed
     )
     assert kinds["compressed"] == wires
-    exact = sum(4 * share.exact_numel for owner, share in enumerate(sync.shares) if owner != rank)
+    exact = sum(4 * numel_of(share.exact) for owner, share in enumerate(sync.shares) if owner != rank)
     assert 0 <= kinds["excluded"] - exact < 64 * world_size
     return {
         "wires": wires,
@@ -274,8 +273,6 @@ def training_worker(rank: int, world_size: int, iterations: int = 24) -> list[li
             training.step()
             training.settle()
         assert audit.finish() == [], "what is left out travels in payloads, and is counted"
-        values, _, _, union, leftovers, *_ = training.gradients.compressor.monitor.read().tolist()
-        assert values > 0 and union > 0 and leftovers < 0.001 * union
         everything.append(losses)
     return everything
 
@@ -298,7 +295,6 @@ def test_resume(tmp_path) -> None:
     whole = _run(tmp_path, 2, *overlaps, "--save", str(saved), "--save-interval", "4")
     assert "each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
     assert "gradients go uncompressed before iteration 1" in whole.output, "a fifth of the run"
-    assert "values recovered exactly" in whole.output
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")
     resumed = _run(tmp_path, 2, *overlaps, "--load", str(saved))

@@ -122,37 +122,6 @@ def test_small_messages_are_named_once(capsys) -> None:
         assert said == ([f"{text} go uncompressed"] if hint else [])
 
 
-class _Diagnostic:
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def read(self) -> torch.Tensor:
-        return torch.tensor([self.value, 1.0], dtype=torch.float64)
-
-    def lines(self, reading: torch.Tensor) -> list[str]:
-        return [f"method: {reading[0]:g} of {reading[1]:g}"]
-
-    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
-        return {f"method/{self.value:g}": float(reading[0])}
-
-
-def test_diagnostics_say_their_lines(tmp_path, capsys) -> None:
-    """Each its own reading; scalars go to the trackers and into the history."""
-    scalars: dict = {}
-
-    class Tracker:
-        def log(self, values, step):
-            scalars.update(values)
-
-    two = [_Diagnostic(3.0), _Diagnostic(5.0)]
-    reporter = _reporter(tmp_path, log_interval=1, diagnostics=two, writers=lambda: Writers(wandb=Tracker()))
-    reporter.on_training_log(1, {})
-    printed = capsys.readouterr().out
-    assert " compression: method: 3 of 1\n compression: method: 5 of 1\n" in printed
-    (row,) = _rows(tmp_path)
-    assert row["method/3"] == scalars["method/3"] == 3.0 and row["method/5"] == 5.0
-
-
 def test_a_run_shorter_than_the_log_interval_says_so(tmp_path, capsys) -> None:
     """Its report is there, and has no iteration in it."""
     reporter = _reporter(tmp_path, log_interval=10)

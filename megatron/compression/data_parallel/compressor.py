@@ -5,9 +5,8 @@ GradientSync          sums one bucket's gradients over its data-parallel group; 
 """
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -105,22 +104,6 @@ class GradientSync(abc.ABC):
         """Restore what ``state`` returned, from tensors of the same names, shapes and dtypes."""
 
 
-class Diagnostic(Protocol):
-    """Something to say of a run's compression at each log line."""
-
-    def read(self) -> torch.Tensor:
-        """float64 ``[n]`` since the last reading, to be summed over all ranks; resets."""
-        ...
-
-    def lines(self, reading: torch.Tensor) -> list[str]:
-        """For the log, of a summed reading."""
-        ...
-
-    def scalars(self, reading: torch.Tensor) -> dict[str, float]:
-        """For TensorBoard and the report, of a summed reading."""
-        ...
-
-
 class GradientCompressor(abc.ABC):
     """How ``--dp-compression`` sums gradients. Subclasses are frozen dataclasses whose fields are settings.
 
@@ -148,10 +131,6 @@ class GradientCompressor(abc.ABC):
     def default_start_iteration(self, train_iters: int | None) -> int:
         """Iterations whose gradients go uncompressed where ``--compression-start-iteration`` is not given."""
         return 0
-
-    def diagnostics(self) -> Sequence[Diagnostic]:
-        """What the log and the report say of it."""
-        return ()
 
     def describe(self) -> str:
         """For the log: how gradients are sent."""

@@ -19,7 +19,6 @@ from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.work import Work, join
 from megatron.compression.data_parallel.checkpoint import GradientMemory
 from megatron.compression.data_parallel.compressor import (
-    Diagnostic,
     GradientBucket,
     GradientCompressor,
     GradientSync,
@@ -176,11 +175,6 @@ class Gradients:
         """Use these settings, whose rules the policy has already; before anything is attached."""
         self.config = config
         self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
-
-    @property
-    def diagnostics(self) -> list[Diagnostic]:
-        """What the reporter asks at each log line."""
-        return [] if self.compressor is None else list(self.compressor.diagnostics())
 
     def attach(self, chunks: list) -> list:
         """Give every bucket group its gradient syncs and its weights: a ``post_wrap_hook``. Collective over

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.data_parallel.compressor import Diagnostic
 from megatron.compression.report.figures import MB, log_line, scalars
 from megatron.compression.report.history import History
 from megatron.compression.report.render import write_report
@@ -66,7 +65,6 @@ class Reporter:
         train_iters: Callable[[], int | None] | None = None,
         writers: Callable[[], Writers] | None = None,
         small_hint: str | None = None,
-        diagnostics: Sequence[Diagnostic] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.ledger, self.meter = ledger, meter
@@ -76,7 +74,6 @@ class Reporter:
         self.train_iters = train_iters or (lambda: None)
         self.writers = writers or Writers
         self.small_hint = small_hint
-        self.diagnostics = diagnostics
         self.clock = clock or self._seconds
         self.history = History(self.directory)
         self._seconds_evaluating = 0.0
@@ -107,19 +104,14 @@ class Reporter:
         if iteration % self.log_interval:
             return
         milliseconds = self._milliseconds_per_iteration()
-        per_iteration, between_nodes, readings = self._reduce()
+        per_iteration, between_nodes = self._reduce()
         mean_losses = {name: float(total) / self._losses_since_log for name, total in self._losses.items()}
         self._losses, self._losses_since_log, self._iterations_since_log = {}, 0, 0
         if not _is_last_rank():
             return
         print(log_line(iteration, self.train_iters(), per_iteration, between_nodes), flush=True)
         self._say_what_stays_uncompressed(per_iteration)
-        diagnosed: dict[str, float] = {}
-        for diagnostic, reading in zip(self.diagnostics, readings, strict=True):
-            for line in diagnostic.lines(reading):
-                print(f" compression: {line}", flush=True)
-            diagnosed |= diagnostic.scalars(reading)
-        values = scalars(per_iteration) | diagnosed
+        values = scalars(per_iteration)
         self._guarded("writing scalars", lambda: self.writers().write(values, iteration))
         row = {
             "iteration": iteration,
@@ -128,7 +120,7 @@ class Reporter:
             "bytes_per_iteration": per_iteration,
         }
         row |= {"bytes_between_nodes": between_nodes} if between_nodes else {}
-        self._append(row | diagnosed)
+        self._append(row)
 
     def before_evaluate(self, split: str) -> None:
         """Count the traffic and the time of an evaluation separately."""
@@ -171,23 +163,18 @@ class Reporter:
         for line in write_report(report, self.directory):
             print(f" compression: {line}", flush=True)
 
-    def _reduce(self) -> tuple[dict, dict, list[torch.Tensor]]:
-        """Everything that ranks sum at a log interval, in one all-reduce.
-
-        Returns: Bytes an iteration by traffic and kind; by traffic, what of them is known to have crossed
-        nodes; the diagnostics' readings.
-        """
+    def _reduce(self) -> tuple[dict, dict]:
+        """The mean over the ranks of the bytes of an iteration: by traffic and kind; by traffic, what of them
+        is known to have crossed nodes."""
         totals = _flat_totals(self.ledger)
         difference = [now - before for now, before in zip(totals, self._logged_totals, strict=True)]
-        readings = [diagnostic.read().to("cpu", torch.float64) for diagnostic in self.diagnostics]
-        parts = [torch.tensor(difference, dtype=torch.float64), *readings]
-        summed = torch.cat(parts).to(_reduction_device())
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        summed = torch.tensor(difference, dtype=torch.float64, device=device)
         dist.all_reduce(summed)
         self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
-        difference, *readings = summed.cpu().split([part.numel() for part in parts])
-        values = difference / dist.get_world_size() / max(1, self._iterations_since_log)
+        values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
         self._logged_totals = totals
-        return *_by_name(iter(values.view(-1, 2).tolist())), readings
+        return _by_name(iter(values.view(-1, 2).tolist()))
 
     def _milliseconds_per_iteration(self) -> float:
         seconds = self.clock()
@@ -222,12 +209,6 @@ class Reporter:
 
 def _is_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
-
-
-def _reduction_device() -> torch.device:
-    """Where tensors live that all ranks reduce."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _flat_totals(ledger: Ledger) -> list[int]:

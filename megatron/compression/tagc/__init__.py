@@ -3,5 +3,4 @@
 compressor.py    the settings; ``--dp-compression tagc``
 sync.py          one bucket's sum, exchange by exchange
 parts.py         which values are compressed, who owns them; choosing, encoding and adding up
-monitor.py       what sketches could not recover, for the log
 """

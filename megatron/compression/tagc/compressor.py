@@ -1,17 +1,12 @@
 """TAGC's settings."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from megatron.compression.codecs import register_gradient_compressor
-from megatron.compression.data_parallel.compressor import (
-    Diagnostic,
-    GradientBucket,
-    GradientCompressor,
-    GradientSync,
-)
+from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.tagc.monitor import TagcMonitor
-from megatron.compression.tagc.parts import PartSettings, parse_layers
+from megatron.compression.tagc.parts import BitmapPart, SketchPart, parse_layers
 from megatron.compression.tagc.sync import TagcGradientSync
 from taco_kernels.count_sketch import EXACT_LOAD, SketchConfig
 
@@ -44,14 +39,6 @@ class Tagc(GradientCompressor):
     counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. The memory keeps what
     rounding loses."""
 
-    ratio: float | None = None
-    """Gradient values a cell of the sketch; by default what the union of the ranks' choices needs to be
-    recovered exactly if they are independent: 1.3 for 4 ranks at 0.8. With a larger one the ranks agree on
-    sending fewer values, as many as their union has room for."""
-
-    monitor: TagcMonitor = field(default_factory=TagcMonitor, init=False, repr=False, compare=False)
-    """Of all buckets."""
-
     has_memory = True
 
     def __post_init__(self) -> None:
@@ -65,40 +52,35 @@ class Tagc(GradientCompressor):
         if self.bits not in BITS[self.wire]:
             allowed = ", ".join(map(str, BITS[self.wire]))
             raise ValueError(f"bits={self.bits} must be {allowed} with wire={self.wire}")
-        if self.ratio is not None and self.wire != "sketch":
-            raise ValueError(
-                "ratio belongs to the sketch, and wire=packed has none; add wire=sketch, or drop it"
-            )
-        if self.ratio is not None and not 1 <= self.ratio <= 64:
-            raise ValueError(f"ratio={self.ratio} must lie in [1, 64] values a cell")
         parse_layers(self.layers)
 
     def build(self, bucket: GradientBucket) -> GradientSync:
         """See ``GradientCompressor.build``."""
-        sketch = self.sketch(bucket) if self.wire == "sketch" else SketchConfig()
-        settings = PartSettings(1 - self.sparsity, parse_layers(self.layers), self.wire, sketch, self.bits)
-        return TagcGradientSync(bucket, settings, self.monitor)
+        keep = 1 - self.sparsity
+        if self.wire == "sketch":
+            part = partial(SketchPart, keep=keep, config=self.sketch(bucket))
+        else:
+            part = partial(BitmapPart, keep=keep, bits=self.bits)
+        return TagcGradientSync(bucket, parse_layers(self.layers), part)
 
     def default_start_iteration(self, train_iters: int | None) -> int:
         """A fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""
         return min(int(WARMUP_SHARE * (train_iters or 0)), LONGEST_WARMUP)
 
-    def diagnostics(self) -> tuple[Diagnostic, ...]:
-        return (self.monitor,)
-
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
-        """With room for the union of the ranks' choices, were they independent.
+        """With room for the union of the ranks' choices, were they independent: 1.3 values a cell for 4 ranks
+        at 0.8. Ranks that choose less alike agree on sending fewer.
 
         Raises: CompressionConfigError: it is larger than the gradients.
         """
         ranks = bucket.topology.world_size
         union = 1 - self.sparsity**ranks
-        sketch = SketchConfig(self.ratio or EXACT_LOAD / union, cell_bits=self.bits)
+        sketch = SketchConfig(EXACT_LOAD / union, cell_bits=self.bits)
         bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
         if bits >= own:
             raise CompressionConfigError(
                 f"--dp-compression {self.name}: sketches of {ranks} ranks have {bits:.2f} bits a value, a "
-                f"gradient {own}; give wire=packed, or more sparsity or ratio"
+                f"gradient {own}; give wire=packed, or more sparsity"
             )
         return sketch
 

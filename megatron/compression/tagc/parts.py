@@ -8,8 +8,6 @@ iteration, by choice or by rounding, it adds to the next one's gradients, in fp3
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal
 
 import torch
 
@@ -73,11 +71,6 @@ class Share:
         """Values that are compressed."""
         return numel_of(self.compressed)
 
-    @property
-    def exact_numel(self) -> int:
-        """Values that are not."""
-        return numel_of(self.exact)
-
 
 def numel_of(segments: Iterable[Segment]) -> int:
     """Values in segments."""
@@ -95,19 +88,17 @@ def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
     world = bucket.topology.world_size
     if bucket.sharded:
         size = bucket.numel // world
-        cuts = [(owner * size, owner * size + size) for owner in range(world)]
-        return [_large_enough(clipped(compressed, *cut), clipped(exact, *cut)) for cut in cuts]
+        shares = []
+        for cut in [(owner * size, owner * size + size) for owner in range(world)]:
+            share = Share(clipped(compressed, *cut), clipped(exact, *cut))
+            large = share.compressed_numel >= SMALLEST
+            shares.append(share if large else Share((), merged([*share.compressed, *share.exact])))
+        return shares
     piece = -(-numel_of(compressed) // world)
     if piece < SMALLEST:
         compressed, exact = (), merged([*compressed, *exact])
     parts = [cut_out(compressed, owner * piece, owner * piece + piece) for owner in range(world)]
     return [Share(part, () if owner else exact) for owner, part in enumerate(parts)]
-
-
-def _large_enough(compressed: tuple[Segment, ...], exact: tuple[Segment, ...]) -> Share:
-    if numel_of(compressed) < SMALLEST:
-        return Share((), merged([*compressed, *exact]))
-    return Share(compressed, exact)
 
 
 def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -138,56 +129,20 @@ def cut_out(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment,
     return tuple(result)
 
 
-class Sum(Enum):
-    """Whose values a wire holds."""
-
-    OWN = "one rank's"
-    NODE = "those of a node's ranks"
-    ALL = "all ranks'"
-
-
-@dataclass(frozen=True)
-class PartSettings:
-    """What the settings say, in the terms of the wires."""
-
-    keep: float
-    """Largest share of its values that a rank sends."""
-    layers: frozenset[str]
-    wire: Literal["sketch", "packed"]
-    sketch: count_sketch.SketchConfig
-    bits: int = 16
-    """Of a packed value."""
-
-
 class Part:
     """Shares of one size.
 
     Args:
         owners: ranks whose share has this size.
-        topology: of the ranks whose gradients are added up.
     """
 
-    room: float
-    """Values of a share that the union of the ranks' choices can have."""
     sum_bytes: int
     """Of the wire of all ranks' sum."""
 
-    def __init__(
-        self,
-        owners: list[int],
-        numel: int,
-        settings: PartSettings,
-        topology: Topology,
-        device: torch.device,
-    ) -> None:
-        self.owners, self.numel = owners, numel
+    def __init__(self, owners: list[int], numel: int, device: torch.device) -> None:
+        self.owners = owners
         self.memory = torch.zeros(len(owners), numel, device=device)
         """fp32 ``[owners, numel]``, in units of the gradients' sum, before scaling."""
-        self._plan(settings, topology)
-
-    def _plan(self, settings: PartSettings, topology: Topology) -> None:
-        """Set ``room``, ``sum_bytes`` and the layouts of wires."""
-        raise NotImplementedError
 
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
         """Take gradients ``[owners, numel]`` of any float type, and add the memory to them.
@@ -202,12 +157,12 @@ class Part:
         """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
         raise NotImplementedError
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
-        """The wire of the sum ``to``, from uint8 ``[S, bytes]``, sums ``of`` fewer ranks."""
+    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
+        """The wire of a sum over ``to`` ranks, from uint8 ``[S, bytes]``, sums over ``of`` ranks each."""
         raise NotImplementedError
 
-    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
-        """The sum of what all ranks have sent, from the wires of all sums ``of`` some of them."""
+    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
+        """fp32 ``[numel]``: the sum over all ranks, from the wires of sums over ``of`` ranks each."""
         raise NotImplementedError
 
     def _remember(self, left: torch.Tensor, exponents: torch.Tensor) -> None:
@@ -217,13 +172,26 @@ class Part:
 
 
 class SketchPart(Part):
-    """Sketches: they add up without being decoded."""
+    """Sketches: they add up without being decoded.
 
-    def _plan(self, settings: PartSettings, topology: Topology) -> None:
-        self.keep, self.senders = settings.keep, topology.world_size
-        self.layout = count_sketch.SketchLayout(settings.sketch, self.numel)
+    Args:
+        topology: of the ranks whose gradients are added up.
+        keep: largest share of its values that a rank sends.
+    """
+
+    def __init__(
+        self,
+        owners: list[int],
+        numel: int,
+        device: torch.device,
+        topology: Topology,
+        keep: float,
+        config: count_sketch.SketchConfig,
+    ) -> None:
+        super().__init__(owners, numel, device)
+        self.keep, self.senders = keep, topology.world_size
+        self.layout = count_sketch.SketchLayout(config, numel)
         self.sum_bytes = self.layout.wire_bytes
-        self.room = self.layout.exact_density * self.numel
 
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
         super().add_memory(values)
@@ -241,28 +209,38 @@ class SketchPart(Part):
         self._remember(values, self.exponents)
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
+    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
         return count_sketch.pack(*count_sketch.combine(wires, self.layout), self.layout)
 
-    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
+    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
         cells, words = count_sketch.combine(wires, self.layout)
         exponents = self.exponents[self.owners.index(owner)]
-        return count_sketch.decode(cells, words, exponents, self.layout, self.senders, SEED)
+        return count_sketch.decode(cells, words, exponents, self.layout, self.senders, SEED).values
 
 
 class BitmapPart(Part):
-    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again."""
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again.
 
-    def _plan(self, settings: PartSettings, topology: Topology) -> None:
-        def union(ranks: int) -> BitmapLayout:
-            share = min(1.0, ROOM * (1 - (1 - settings.keep) ** ranks))
-            return BitmapLayout(self.numel, share, settings.bits)
+    Args: as ``SketchPart``'s.
+    """
 
-        self.layout = BitmapLayout(self.numel, settings.keep, settings.bits)
-        unions = {Sum.NODE: union(topology.local), Sum.ALL: union(topology.world_size)}
-        self.layouts = {Sum.OWN: self.layout, **unions}
-        self.sum_bytes = self.layouts[Sum.ALL].wire_bytes
-        self.room = float(self.numel)
+    def __init__(
+        self,
+        owners: list[int],
+        numel: int,
+        device: torch.device,
+        topology: Topology,
+        keep: float,
+        bits: int = 16,
+    ) -> None:
+        super().__init__(owners, numel, device)
+        self.layout = BitmapLayout(numel, keep, bits)
+        self.layouts = {1: self.layout}
+        """Of sums, by how many ranks they are over."""
+        for ranks in {topology.local, topology.world_size} - {1}:
+            share = min(1.0, ROOM * (1 - (1 - keep) ** ranks))
+            self.layouts[ranks] = BitmapLayout(numel, share, bits)
+        self.sum_bytes = self.layouts[topology.world_size].wire_bytes
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         values, self.values = self.values, None
@@ -272,7 +250,7 @@ class BitmapPart(Part):
         )
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: Sum, to: Sum) -> torch.Tensor:
+    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
         """As ``Part.add_up``; what the wire leaves out, this rank remembers."""
         total, layout = bitmap_sparse.decode_sum(wires, self.layouts[of])[None], self.layouts[to]
         # zero where the union has room, else the least that has: ranks may choose less alike than by chance
@@ -283,8 +261,5 @@ class BitmapPart(Part):
         row.copy_(torch.where(more.isfinite(), more, row))
         return wire[0]
 
-    def decode(self, wires: torch.Tensor, owner: int, of: Sum) -> count_sketch.Decoded:
-        values = bitmap_sparse.decode_sum(wires, self.layouts[of])
-        union = values.count_nonzero()
-        counters = torch.stack([union, torch.zeros_like(union)])
-        return count_sketch.Decoded(values, counters, values.new_zeros(2))
+    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
+        return bitmap_sparse.decode_sum(wires, self.layouts[of])

@@ -12,6 +12,8 @@ Without the distributed optimizer a third exchange gathers the summed sketches, 
 same bits everywhere.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -19,40 +21,34 @@ from megatron.compression.communication.collectives import sum_in_order
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync
-from megatron.compression.tagc.monitor import TagcMonitor
-from megatron.compression.tagc.parts import (
-    BitmapPart,
-    Part,
-    PartSettings,
-    Segment,
-    Share,
-    SketchPart,
-    Sum,
-    shares_of,
-)
+from megatron.compression.tagc.parts import Part, Segment, Share, numel_of, shares_of
 from taco_kernels.common import ALIGNMENT
-from taco_kernels.count_sketch import Decoded
 
 
 class TagcGradientSync(GradientSync):
-    """A ``GradientSync`` by sparsification and sketches."""
+    """A ``GradientSync`` by sparsification and sketches.
 
-    def __init__(self, bucket: GradientBucket, settings: PartSettings, monitor: TagcMonitor) -> None:
-        self.bucket, self.monitor = bucket, monitor
-        self.shares: list[Share] = shares_of(bucket, settings.layers)
+    Args:
+        layers: which matrices are compressed (``parts.parse_layers``).
+        make_part: makes the ``Part`` of (owners, numel, device, topology).
+    """
+
+    def __init__(
+        self, bucket: GradientBucket, layers: frozenset[str], make_part: Callable[..., Part]
+    ) -> None:
+        self.bucket = bucket
+        self.shares: list[Share] = shares_of(bucket, layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
         self.parts: list[Part] = []
         for size in sizes:
             owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
-            kind = SketchPart if settings.wire == "sketch" else BitmapPart
-            self.parts.append(kind(owners, size, settings, bucket.topology, bucket.gradients.device))
+            self.parts.append(make_part(owners, size, bucket.gradients.device, bucket.topology))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
     def start(self) -> Work:
         """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         compressed = sum(share.compressed_numel for share in self.shares)
-        self.monitor.sums += 1
         if compressed:
             bucket.record_plain(compressed * flat.element_size())
         exact, exact_work = None, None
@@ -63,25 +59,21 @@ class TagcGradientSync(GradientSync):
             part.add_memory(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
             for part in self.parts
         ]
-        sizes = [one.numel() for one in metadata if one is not None]
-        joined = torch.cat([one.view(-1) for one in metadata if one is not None]) if sizes else None
-        work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX) if sizes else None
+        work = None
+        if sizes := [one.numel() for one in metadata if one is not None]:  # of sketches: of all parts
+            joined = torch.cat([one.view(-1) for one in metadata])
+            metadata = [part.view_as(one) for part, one in zip(joined.split(sizes), metadata, strict=True)]
+            work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
+        if work is None and exact is None:
+            return self._send(metadata)  # nothing to wait for before the payloads
 
         def send() -> Work | torch.Tensor:
             if exact is not None:
                 exact_work.wait()
                 scattered(exact, flat, self.shares[0].exact, bucket.scale)
-            if not self.parts and not bucket.sharded:
-                return flat
-            agreed = metadata
-            if sizes:
-                agreed = [p.view_as(m) for p, m in zip(joined.split(sizes), metadata, strict=True)]
-            return self._send(agreed)
+            return self._send(metadata) if self.parts or bucket.sharded else flat
 
-        if sizes or exact is not None:
-            return Work(work, send)
-        outcome = send()  # nothing to wait for before the payloads
-        return outcome if isinstance(outcome, Work) else Work.completed(outcome)
+        return Work(work, send)
 
     def _send(self, metadata: list[torch.Tensor | None]) -> Work:
         bucket, flat = self.bucket, self.bucket.gradients
@@ -102,7 +94,7 @@ class TagcGradientSync(GradientSync):
             return self._inside_node(payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
         own = exact_bytes[topology.rank]
-        return Work(work, lambda: self._finish(received, own, flat.dtype, Sum.OWN))
+        return Work(work, lambda: self._finish(received, own, flat.dtype, 1))
 
     def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> Work:
         """Give each rank of the node what goes to the ranks with its index, to add it up first.
@@ -128,55 +120,54 @@ class TagcGradientSync(GradientSync):
                 rows, share = received[:, position:end], self.shares[owner]
                 exact = wire = None
                 if exact_bytes[owner]:
-                    exact = exact_sum(rows, share.exact_numel, bucket.gradients.dtype)
+                    exact = exact_sum(rows, numel_of(share.exact), bucket.gradients.dtype)
                 if share.compressed:
-                    wire = self.part_of[owner].add_up(rows[:, exact_bytes[owner] :], owner, Sum.OWN, Sum.NODE)
+                    wires = rows[:, exact_bytes[owner] :]
+                    wire = self.part_of[owner].add_up(wires, owner, 1, topology.local)
                 payload, size = joined_payload(exact, wire, bucket.gradients)
                 sums.append(payload)
                 sizes.append(size)
                 position = end
             arrived, work = start_to_owners(sums, sizes, bucket, INTER)
             own = sizes[topology.rank // topology.local]
-            return Work(work, lambda: self._finish(arrived, own, torch.float32, Sum.NODE))
+            return Work(work, lambda: self._finish(arrived, own, torch.float32, topology.local))
 
         return Work(work, between_nodes)
 
-    def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: Sum):
-        """Add up the own share, uint8 ``[S, bytes]``: sums ``of`` some; exact values are of ``dtype``."""
+    def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: int):
+        """Add up the own share, uint8 ``[S, bytes]``: sums over ``of`` ranks; exact values are of ``dtype``."""
         if not self.bucket.sharded:
             return self._gather_sums(received, of)
         bucket, rank = self.bucket, self.bucket.topology.rank
         share = self.shares[rank]
         if share.exact:
-            total = exact_sum(received, share.exact_numel, dtype)
+            total = exact_sum(received, numel_of(share.exact), dtype)
             scattered(total, bucket.gradients, share.exact, bucket.scale)
         if share.compressed:
             self._write(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
         return bucket.shard
 
-    def _gather_sums(self, received: torch.Tensor, of: Sum) -> Work:
+    def _gather_sums(self, received: torch.Tensor, of: int) -> Work:
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
         own = received.new_zeros(max(part.sum_bytes for part in self.parts))
         if rank in self.part_of:
             part = self.part_of[rank]
-            own[: part.sum_bytes] = part.add_up(received, rank, of, Sum.ALL)
+            own[: part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
         sums, work = self.bucket.transport().all_gather(own)
 
         def spread() -> torch.Tensor:
             for owner, part in self.part_of.items():
-                self._write(part.decode(sums[owner : owner + 1, : part.sum_bytes], owner, Sum.ALL), owner)
+                wire = sums[owner : owner + 1, : part.sum_bytes]
+                self._write(part.decode(wire, owner, topology.world_size), owner)
             return self.bucket.gradients
 
         return Work(work, spread)
 
-    def _write(self, decoded: Decoded, owner: int) -> None:
+    def _write(self, values: torch.Tensor, owner: int) -> None:
         """Write an owner's share of the sum."""
-        part, bucket = self.part_of[owner], self.bucket
-        scattered(decoded.values, bucket.gradients, self.shares[owner].compressed, bucket.scale)
-        if owner == bucket.topology.rank:
-            self.monitor.add(decoded, part.numel, part.room)
+        scattered(values, self.bucket.gradients, self.shares[owner].compressed, self.bucket.scale)
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``GradientSync.state``: each part's memory."""
@@ -240,7 +231,7 @@ def gathered(flat: torch.Tensor, segments: tuple[Segment, ...]) -> torch.Tensor:
 
 def rows_of(flat: torch.Tensor, segments: list[tuple[Segment, ...]]) -> torch.Tensor:
     """``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
-    first, size = segments[0][0][0], sum(end - begin for begin, end in segments[0])
+    first, size = segments[0][0][0], numel_of(segments[0])
     if all(row == ((first + i * size, first + (i + 1) * size),) for i, row in enumerate(segments)):
         return flat[first : first + len(segments) * size].view(len(segments), size)
     return torch.stack([gathered(flat, row) for row in segments])
