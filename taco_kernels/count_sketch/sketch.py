@@ -152,9 +152,6 @@ class Decoded(NamedTuple):
     """fp32[numel]: the sum."""
     counters: torch.Tensor
     """int32[2]: values in the union of the senders' bitmaps; leftovers, whose value is an estimate."""
-    estimates: torch.Tensor
-    """fp32[2]: largest less smallest of each leftover's three estimates, summed; magnitudes of the leftovers'
-    values, summed."""
 
 
 def _multiply(constant: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -369,10 +366,7 @@ def decode(
     estimates = cells[cells_of(row, column)] * signs[row]
     if layout.config.cell_bits == 16:
         estimates, q = _wrap16(estimates), _wrap16(q)
-    low, middle, high = estimates.sort(dim=1).values.T
-    q[row, column] = middle
+    q[row, column] = estimates.median(dim=1).values
     steps = grid_steps(exponents, layout.config.mantissa(senders))
     values = (q * steps[:, None]).view(-1)[: layout.numel]
-    spread = (high.float() - low.float()) * steps[row]
-    sums = torch.stack([spread.sum(), (middle * steps[row]).abs().sum()])
-    return Decoded(values, torch.stack([union, left.sum()]).int(), sums)
+    return Decoded(values, torch.stack([union, left.sum()]).int())

@@ -41,7 +41,7 @@ def make_sync(
     wire: str = "sketch",
     topology=None,
 ):
-    """A sync over a made-up bucket, by default over torch.distributed; packed, a fifth of each rank's values."""
+    """A sync over a made-up bucket, by default over torch.distributed; packed: a fifth of each rank."""
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transport import Transports

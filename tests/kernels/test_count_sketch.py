@@ -67,7 +67,7 @@ def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(
         layout = sketch.SketchLayout(sketch.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)
         x = sparse(senders, numel, 0.95 * layout.exact_density, seed=senders)
         wires, exponents, sent = send(x, layout)
-        values, counters, _ = receive(wires, exponents, layout, senders)
+        values, counters = receive(wires, exponents, layout, senders)
         parts = [sketch.pack(*sketch.combine(some, layout), layout) for some in wires.flip(0).split(2)]
         again = receive(torch.stack(parts), exponents, layout, senders)
         assert torch.equal(values, again.values), "a sum of sums is the sum"
@@ -89,17 +89,17 @@ def test_the_index_of_many_senders_does_not_carry() -> None:
     cells, words = sketch.combine(wires.expand(senders, -1), layout)
     bits = (words[:, None] >> torch.arange(32) & 1).view(-1)[: layout.numel]
     assert torch.equal(bits.bool(), x[0] != 0)
-    values, counters, _ = sketch.decode(cells, words, exponents, layout, senders, SEED)
+    values, counters = sketch.decode(cells, words, exponents, layout, senders, SEED)
     assert counters.tolist() == [617, 0]
     assert torch.equal(values, x[0] * senders)
 
 
-def test_above_the_bound_the_error_is_reported_and_bounded() -> None:
+def test_above_the_bound_the_error_is_counted_and_bounded() -> None:
     layout = sketch.SketchLayout(sketch.SketchConfig(), 300_000)
     for factor in (1.12, 1.5, 4.0):
         x = sparse(4, layout.numel, min(1.0, factor * layout.exact_density))
         wires, exponents, sent = send(x, layout)
-        values, counters, estimates = receive(wires, exponents, layout, 4)
+        values, counters = receive(wires, exponents, layout, 4)
         exact = ordered_sum(sent)
         wrong = values != exact
         union, leftovers = counters.tolist()
@@ -109,10 +109,6 @@ def test_above_the_bound_the_error_is_reported_and_bounded() -> None:
         error = (values - exact).double()
         assert float(error.norm() / exact.double().norm()) < 4
         assert abs(float((error / exact.double().std()).mean())) < 0.05
-        # how far the three lie apart tells how wrong their median is
-        apart, size = estimates.tolist()
-        assert 0.2 < float(error.abs().sum()) / apart < 0.35
-        torch.testing.assert_close(size, float(values[wrong].abs().sum()), rtol=1e-3, atol=0)
 
 
 def test_dense_columns_and_dense_rows_do_not_lower_the_bound() -> None:
@@ -124,7 +120,7 @@ def test_dense_columns_and_dense_rows_do_not_lower_the_bound() -> None:
     density = float((matrix != 0).float().mean())
     assert 0.95 * layout.exact_density < density < layout.exact_density
     wires, exponents, sent = send(matrix.view(1, -1), layout)
-    values, counters, _ = receive(wires, exponents, layout, 1)
+    values, counters = receive(wires, exponents, layout, 1)
     assert int(counters[1]) == 0 and torch.equal(values, sent[0])
 
 
@@ -135,7 +131,7 @@ def test_non_finite_values_stay_visible_and_stay_in_their_row(value: float) -> N
     clean = x.clone()
     x[1, 777] = value
     wires, exponents, _ = send(x, layout)
-    values, counters, _ = receive(wires, exponents, layout, 3)
+    values, counters = receive(wires, exponents, layout, 3)
     row = slice(777 // layout.width * layout.width, (777 // layout.width + 1) * layout.width)
     assert values[row].isnan().all() and int(counters[1]) == 0
     _, _, sent = send(clean, layout)

@@ -135,7 +135,7 @@ class TagcGradientSync(GradientSync):
         return Work(work, between_nodes)
 
     def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: int):
-        """Add up the own share, uint8 ``[S, bytes]``: sums over ``of`` ranks; exact values are of ``dtype``."""
+        """Add up the own share, uint8 ``[S, bytes]``: sums over ``of`` ranks, exact values of ``dtype``."""
         if not self.bucket.sharded:
             return self._gather_sums(received, of)
         bucket, rank = self.bucket, self.bucket.topology.rank
