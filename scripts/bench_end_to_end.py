@@ -46,7 +46,7 @@ import _launch
 from _launch import FLAGS, SETTINGS_HELP, Setting, parse_setting, torchrun
 
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
-from megatron.compression.report.render import largest
+from megatron.compression.report.figures import largest
 from megatron.compression.report.render import table as markdown
 
 MODEL = """--transformer-impl local

@@ -22,7 +22,7 @@ from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import Compression
 from megatron.compression.config import changed_settings, train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
-from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_writers
+from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.startup import checks
 from megatron.compression.startup.checkpoints import check_checkpoint, other_weights
 from megatron.compression.startup.implementation import (
@@ -154,7 +154,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         settings=settings,
         directory=config.report,
         train_iters=lambda: args.train_iters,
-        writers=megatron_writers,
+        track=megatron_track,
         small_hint=f"--compression-min-mb {config.tensor_parallel.min_bytes / 2**20:g}"
         if config.enabled
         else None,

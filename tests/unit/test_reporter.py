@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.report import Reporter, Writers
+from megatron.compression.report import Reporter
 from megatron.compression.report.reporter import _by_name, _flat_totals
 
 
@@ -24,7 +24,8 @@ def one_rank(tmp_path_factory):
 
 def _reporter(directory=None, ledger=None, **settings) -> Reporter:
     ledger = Ledger() if ledger is None else ledger
-    settings = {"log_interval": 2, "settings": {}, **settings}
+    given = {"train_iters": lambda: None, "track": lambda *_: None, "small_hint": None, "clock": lambda: 0.0}
+    settings = {"log_interval": 2, "settings": {}, **given, **settings}
     return Reporter(ledger, ErrorMeter(), directory=directory and str(directory), **settings)
 
 
@@ -44,6 +45,7 @@ def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
     assert [row["losses"]["lm loss"] for row in _rows(tmp_path)] == [4.0, 3.5]
 
 
+<<<<<<< HEAD
 def test_an_evaluation_is_not_counted_as_training() -> None:
     """From its beginning to its end; what the log line and the ratio read stays as it was."""
     ledger = Ledger()
@@ -73,11 +75,15 @@ def test_times_leave_evaluations_out(tmp_path, monkeypatch) -> None:
             reporter.after_evaluate(_loss(4.0))
     times = [row["milliseconds_per_iteration"] for row in _rows(tmp_path) if "split" not in row]
     assert times == [500.0, 500.0]
+=======
+def test_times_are_those_of_the_clock(tmp_path) -> None:
+    """Milliseconds an iteration."""
+>>>>>>> 95e2fc3 (report: one table of bytes, one function that draws, Megatron's own clock and trackers)
     seconds = iter((10.0, 12.0))
-    given = _reporter(tmp_path / "given", clock=lambda: next(seconds))
-    given.on_training_log(1, {})
-    given.on_training_log(2, {})
-    assert _rows(tmp_path / "given")[0]["milliseconds_per_iteration"] == 1000.0
+    reporter = _reporter(tmp_path, clock=lambda: next(seconds))
+    reporter.on_training_log(1, {})
+    reporter.on_training_log(2, {})
+    assert _rows(tmp_path)[0]["milliseconds_per_iteration"] == 1000.0
 
 
 def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
@@ -172,11 +178,10 @@ def test_a_full_disk_loses_no_row(tmp_path, capsys, monkeypatch) -> None:
 def test_a_tracker_that_is_gone_does_not_end_the_run(capsys) -> None:
     """It raises what it likes; that is said once."""
 
-    class Gone:
-        def log(self, values, step):
-            raise ConnectionError("tracking server\ndoes not answer")
+    def gone(values, step):
+        raise ConnectionError("tracking server\ndoes not answer")
 
-    reporter = _reporter(log_interval=1, writers=lambda: Writers(wandb=Gone()))
+    reporter = _reporter(log_interval=1, track=gone)
     for iteration in (1, 2):
         reporter.ledger.record_uncompressed("tp.forward", "off", "all_reduce", 100, 2)
         reporter.on_training_log(iteration, {})

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron.compression.report.history import REPORT_FILE, load_report
-from megatron.compression.report.render import comparison_markdown, draw_comparison
+from megatron.compression.report.render import LINE, comparison_markdown, draw
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n".join(lines))
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        pictures, why_none = draw_comparison(*reports, names, options.output)
+        wide = {"color": "0.75", "linewidth": 5, "markersize": 8}  # equal curves are both seen
+        labels = [f", {name}" for name in names]
+        curves = list(zip(labels, (wide, LINE), reports, strict=True))
+        pictures, why_none = draw(curves, options.output)
         if why_none:
             print(why_none)
         title = [f"# {options.run} against {options.baseline}", ""]

@@ -75,15 +75,13 @@ def summarize(report: dict) -> dict:
     """
     training, valid = training_rows(report), evaluations(report, "valid")
     per_iteration = mean_bytes(training)
-    totals = {
-        traffic: traffic_total(per_iteration[traffic]) for traffic in TRAFFIC if traffic in per_iteration
-    }
+    totals = {name: traffic_total(per_iteration[name]) for name in TRAFFIC if name in per_iteration}
     crossed = _mean([row.get("bytes_between_nodes", {}) for row in training])
     prefixes = {**DIMENSIONS, "all": ""}
     dimensions = {name: dimension_total(per_iteration, prefix) for name, prefix in prefixes.items()}
     return {
         "milliseconds_per_iteration": _median_time(training),
-        "peak_memory_bytes": report.get("memory", {}),
+        "peak_memory_bytes": largest(report.get("memory_by_rank", [])),
         "bytes_per_iteration": {name: _pair(*total) for name, total in totals.items() if any(total)},
         "bytes_between_nodes": {name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()},
         "tp_bytes_per_iteration": dimensions["tensor parallel"][0],
@@ -98,6 +96,11 @@ def summarize(report: dict) -> dict:
         "validation_loss": _end_loss(valid, -1),
         "test_loss": _end_loss(evaluations(report, "test"), -1),
     }
+
+
+def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    """The largest value of any rank, by name."""
+    return {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
 
 
 def training_rows(report: dict) -> list[dict]:

@@ -84,11 +84,12 @@ class History:
         self._pending.append(row)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / HISTORY_FILE
-        # A write that failed half-way leaves a line without its end, and so does a run that was killed.
-        whole = not path.exists() or path.stat().st_size == 0 or _last_byte(path) == b"\n"
-        text = "" if whole else "\n"
-        with open(path, "a") as file:
-            file.write(text + "".join(to_json(pending) + "\n" for pending in self._pending))
+        text = "".join(to_json(pending) + "\n" for pending in self._pending)
+        with open(path, "a+b") as file:
+            if file.tell():  # a write that failed half-way, or a killed run, leaves a line without its end
+                file.seek(-1, 2)
+                text = text if file.read() == b"\n" else "\n" + text
+            file.write(text.encode())
         self._pending = []
 
     def rows(self) -> list[dict]:
@@ -114,9 +115,3 @@ def read_history(path: Path) -> list[dict]:
 def _last_of_each(rows: list[dict]) -> list[dict]:
     last = {(row["iteration"], row.get("split")): row for row in rows}
     return sorted(last.values(), key=lambda row: row["iteration"])
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1)

@@ -4,17 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.compression.communication.ledger import DIMENSIONS, KINDS, TRAFFIC
-from megatron.compression.report.figures import (
-    evaluations,
-    loss_of,
-    summarize,
-    training_rows,
-)
+from megatron.compression.report.figures import evaluations, loss_of, summarize, training_rows
 from megatron.compression.report.history import REPORT_FILE, to_json
 
-OUTLIER = 100
-"""Times the median from where a value is reported: it then raises the error of its group noticeably."""
-
+LINE = {"color": "C0", "linewidth": 1.2, "markersize": 3}
+"""A run's curves."""
+_TIME = "milliseconds_per_iteration"
 MEMORY = {
     "allocated": "peak memory of torch's allocator",
     "device_used": "memory used on the device at the end",
@@ -32,12 +27,11 @@ def write_report(report: dict, directory: Path) -> list[str]:
     Returns: Lines for the log: what could not be done.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    report = {**report, "memory": largest(report.get("memory_by_rank", []))}
-    report["summary"] = summarize(report)
+    report = report | {"summary": summarize(report)}
     _replace(directory / REPORT_FILE, to_json(report, indent=1) + "\n")
-    pictures, why_none = draw_report(report, directory)
+    pictures, why_none = draw([("", LINE, report)], directory)
     _replace(directory / "report.md", _markdown(report, pictures, why_none))
-    return outlier_sites(report["errors"]) + ([why_none] if why_none else [])
+    return [why_none] if why_none else []
 
 
 def _replace(path: Path, text: str) -> None:
@@ -53,42 +47,31 @@ def _markdown(report: dict, pictures: list[str], why_none: str | None) -> str:
     if decided := report["settings"].get("auto"):
         lines += ["## What --compression auto decided", "", *decided["table"], ""]
     lines += ["## Bytes", "", "What one GPU sends in one iteration, mean over all ranks.", ""]
-    lines += _dimensions(summary) + _traffic(summary)
-    lines += ["## Time, memory, loss", "", *_figures(summary)]
+    lines += [*_bytes(summary), "", "## Time, memory, loss", "", *_figures(summary)]
     if errors := report["errors"]:
-        lines += ["", "## Error", "", *_errors(errors), *(f"\n{line}" for line in outlier_sites(errors))]
+        lines += ["", "## Error", "", *_errors(errors)]
     lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
     lines += ["", "## Words", "", *_words(report)]
     lines += ["", "## Settings", "", "```json", to_json(report["settings"], indent=1), "```", ""]
     return "\n".join(lines)
 
 
-_BYTES = ("sent (MB)", "uncompressed (MB)", "ratio")
-
-
-def _dimensions(summary: dict) -> list[str]:
-    everything = summary["dimensions"].get("all", {}).get("sent", 0.0)
-    rows = summary["dimensions"].items()
-    cells = ((name, *_bytes(row), f"{row['sent'] / everything:.1%}") for name, row in rows)
-    return [*table(("dimension", *_BYTES, "share of all"), *cells), ""]
-
-
-def _traffic(summary: dict) -> list[str]:
-    cells = []
+def _bytes(summary: dict) -> list[str]:
+    rows = dict(summary["dimensions"])
     for traffic, total in summary["bytes_per_iteration"].items():
-        cells.append((traffic, *_bytes(total)))
+        rows[traffic] = total
         if crossed := summary["bytes_between_nodes"].get(traffic):
-            cells.append((f"{traffic}, between nodes", *_bytes(crossed)))
-    return [*table(("traffic", *_BYTES), *cells), ""]
-
-
-def _bytes(pair: dict[str, float]) -> tuple[str, str, str]:
-    ratio = f"{pair['uncompressed'] / pair['sent']:.3f}" if pair["sent"] else "-"
-    return f"{pair['sent'] / 1e6:.3f}", f"{pair['uncompressed'] / 1e6:.3f}", ratio
+            rows[f"{traffic}, between nodes"] = crossed
+    cells = []
+    for name, pair in rows.items():
+        sent, plain = pair["sent"], pair["uncompressed"]
+        shares = (f"{plain / sent:.3f}", f"{sent / rows['all']['sent']:.1%}") if sent else ("-", "-")
+        cells.append((name, f"{sent / 1e6:.3f}", f"{plain / 1e6:.3f}", *shares))
+    return table(("traffic", "sent (MB)", "uncompressed (MB)", "ratio", "share of all"), *cells)
 
 
 def _figures(summary: dict) -> list[str]:
-    time = summary["milliseconds_per_iteration"]
+    time = summary[_TIME]
     lines = [f"Time of an iteration: {time:.1f} ms (median).", ""] if time is not None else []
     for name, peak in summary["peak_memory_bytes"].items():
         lines += [f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).", ""]
@@ -114,16 +97,6 @@ def _errors(errors: list[dict]) -> list[str]:
         for row in errors
     )
     return table(names, *cells)
-
-
-def outlier_sites(errors: list[dict]) -> list[str]:
-    """A line for each site and traffic class whose largest value is OUTLIER times the median."""
-    return [
-        f"Outliers at {row['site']} ({row['traffic']}): max/median {row['peak']:.0f}, relative "
-        f"error of the ordinary values {row['ordinary_error']:.3g}."
-        for row in errors
-        if (row["peak"] or 0) >= OUTLIER
-    ]
 
 
 def _words(report: dict) -> list[str]:
@@ -157,8 +130,14 @@ def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
     Losses are compared at the last iteration that both have.
     """
     old, new = baseline["summary"], run["summary"]
-    pair = old["milliseconds_per_iteration"], new["milliseconds_per_iteration"]
-    rows = [_row("time of an iteration (ms)", pair, ".1f", lambda old, new: f"{old / new:.2f}x as fast")]
+    rows = [
+        _row(
+            "time of an iteration (ms)",
+            (old[_TIME], new[_TIME]),
+            ".1f",
+            lambda old, new: f"{old / new:.2f}x as fast",
+        )
+    ]
     for name in (*DIMENSIONS, "all"):
         sent = [(summary["dimensions"].get(name) or {}).get("sent") for summary in (old, new)]
         rows.append(_row(f"bytes sent, {name} (MB)", [_mb(value) for value in sent], ".3f", _fewer))
@@ -169,9 +148,9 @@ def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
             last = max(both)
             pair = losses[0][last], losses[1][last]
             rows.append(_row(f"{name} loss, iteration {last}", pair, ".4f", _percent))
-    memory = [largest(report.get("memory_by_rank", [])) for report in (baseline, run)]
     for key, text in MEMORY.items():
-        rows.append(_row(f"{text} (MB)", [_mb(peaks.get(key)) for peaks in memory], ",.0f", _percent))
+        peaks = [_mb(summary["peak_memory_bytes"].get(key)) for summary in (old, new)]
+        rows.append(_row(f"{text} (MB)", peaks, ",.0f", _percent))
     return [row for row in rows if row is not None]
 
 
@@ -225,75 +204,48 @@ def _flat(settings: dict, prefix: str = "") -> dict:
     return flat
 
 
-def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
-    """The largest value of any rank, by name."""
-    return {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
-
-
-def draw_report(report: dict, directory: Path) -> tuple[list[str], str | None]:
+def draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[str], str | None]:
     """Draw loss.png and time.png, as far as there is something to draw.
 
+    Args:
+        curves: what to add to a label, style, report.
     Returns: The files written, and why there is none.
     """
-    return _draw([("", _LINE, report)], directory)
-
-
-def draw_comparison(
-    baseline: dict, run: dict, names: tuple[str, str], directory: Path
-) -> tuple[list[str], str | None]:
-    """Draw loss.png and time.png of two runs with their names. Result as ``draw_report``'s."""
-    wide = {"color": "0.75", "linewidth": 5, "markersize": 8}  # equal curves are both seen
-    curves = [(f", {names[0]}", wide, baseline), (f", {names[1]}", _LINE, run)]
-    return _draw(curves, directory)
-
-
-_LINE = {"color": "C0", "linewidth": 1.2, "markersize": 3}
-
-
-def _draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[str], str | None]:
-    """``curves``: what to add to a label, style, report."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return [], "matplotlib is not installed, so nothing is drawn; pip install matplotlib"
     written = []
-    for name, draw in (("loss.png", _losses), ("time.png", _times)):
+    for name, unit, lines_of in (
+        ("loss.png", "loss", _losses),
+        ("time.png", "ms an iteration, mean of a log interval", _times),
+    ):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        if draw(axes, curves):
-            figure.savefig(directory / name, dpi=120)
-            written.append(name)
+        for suffix, style, report in curves:
+            for label, form, points in lines_of(report):
+                if points:
+                    axes.plot(*zip(*points, strict=True), form, **style, label=label + suffix)
+        if not axes.lines:
+            continue
+        axes.set(xlabel="iteration", ylabel=unit)
+        axes.legend(fontsize="small")
+        if lines_of is _times:  # the first iterations take many times as long
+            axes.set_ylim(0, 2 * max(report["summary"][_TIME] or 0.0 for *_, report in curves))
+        figure.savefig(directory / name, dpi=120)
+        written.append(name)
     return written, None if written else "nothing was logged"
 
 
-def _losses(axes, curves: list) -> bool:
-    for suffix, line, one in curves:
-        for label, rows, style in (
-            ("training", training_rows(one), "-"),
-            ("validation", evaluations(one, "valid"), "o--"),
-        ):
-            if points := [(row["iteration"], loss_of(row)) for row in rows if loss_of(row) is not None]:
-                axes.plot(*zip(*points, strict=True), style, **line, label=label + suffix)
-    axes.set(xlabel="iteration", ylabel="loss")
-    return _legend(axes)
+def _losses(report: dict) -> list[tuple[str, str, list]]:
+    """Curves of a report: label, form and points."""
+    curves = (("training", "-", training_rows(report)), ("validation", "o--", evaluations(report, "valid")))
+    return [
+        (label, form, [(row["iteration"], loss_of(row)) for row in rows if loss_of(row) is not None])
+        for label, form, rows in curves
+    ]
 
 
-def _times(axes, curves: list) -> bool:
-    medians = []
-    for suffix, line, one in curves:
-        rows = [row for row in training_rows(one) if "milliseconds_per_iteration" in row]
-        if rows:
-            medians.append(one["summary"]["milliseconds_per_iteration"])
-            times = [row["milliseconds_per_iteration"] for row in rows]
-            label = f"median {medians[-1]:.1f} ms{suffix}"
-            axes.plot([row["iteration"] for row in rows], times, **line, label=label)
-    if medians:
-        axes.set_ylim(0, 2 * max(medians))  # the first iterations take many times as long
-    axes.set(xlabel="iteration", ylabel="ms an iteration, mean of a log interval")
-    return _legend(axes)
-
-
-def _legend(axes) -> bool:
-    if axes.lines:
-        axes.legend(fontsize="small")
-    return bool(axes.lines)
+def _times(report: dict) -> list[tuple[str, str, list]]:
+    points = [(row["iteration"], row[_TIME]) for row in training_rows(report) if _TIME in row]
+    return [(f"median {report['summary'][_TIME]:.1f} ms", "-", points)] if points else []

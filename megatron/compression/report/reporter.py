@@ -1,9 +1,7 @@
 """Follows a run: makes the log line, scalars and history out of the ledger, and the report at the end."""
 
 import resource
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +15,8 @@ from megatron.compression.report.history import History
 from megatron.compression.report.render import write_report
 
 
-@dataclass(frozen=True)
-class Writers:
-    """Each None where the run has none, or where this rank does not write."""
-
-    tensorboard: Any = None
-    """A ``SummaryWriter``."""
-    wandb: Any = None
-    """The ``wandb`` module after its ``init``, as Megatron keeps it."""
-    mlflow: Any = None
-    """The ``mlflow`` module, or whatever has its ``log_metrics``."""
-
-    def write(self, scalars: dict[str, float], iteration: int) -> None:
-        """Write all scalars to each tracker at one step."""
-        if self.tensorboard is not None:
-            for tag, value in scalars.items():
-                self.tensorboard.add_scalar(tag, value, iteration)
-        if self.wandb is not None and scalars:
-            self.wandb.log(scalars, iteration)
-        if self.mlflow is not None and scalars:
-            self.mlflow.log_metrics(scalars, step=iteration)
-
-
 class Reporter:
-    """Called behind Megatron's ``training_log`` and around its ``evaluate``, on every rank.
+    """Called after Megatron's ``training_log`` and around its ``evaluate``, on every rank.
 
     Bytes are averages over all ranks: what one GPU sends in one iteration. What cannot be written (a full
     disk, a folder that was removed, a tracker that is gone) is said once and never ends the run.
@@ -48,10 +24,9 @@ class Reporter:
     Args:
         directory: the report's folder; None writes no report.
         train_iters: asked when a line is printed (``--train-samples`` leaves it open at the start).
-        writers: the run's trackers, asked when there is something to write.
+        track: writes scalars to the run's trackers, at an iteration.
         small_hint: the flag and its value that leave small messages uncompressed, named once where some are.
-        clock: seconds spent in training iterations, read at log intervals; None takes the time without
-            evaluations.
+        clock: seconds spent in training iterations, read at log intervals.
     """
 
     def __init__(
@@ -62,22 +37,18 @@ class Reporter:
         log_interval: int,
         settings: dict[str, Any],
         directory: str | None,
-        train_iters: Callable[[], int | None] | None = None,
-        writers: Callable[[], Writers] | None = None,
-        small_hint: str | None = None,
-        clock: Callable[[], float] | None = None,
+        train_iters: Callable[[], int | None],
+        track: Callable[[dict[str, float], int], None],
+        small_hint: str | None,
+        clock: Callable[[], float],
     ) -> None:
         self.ledger, self.meter = ledger, meter
         self.log_interval = log_interval
         self.settings = settings
         self.directory = Path(directory) if directory else None
-        self.train_iters = train_iters or (lambda: None)
-        self.writers = writers or Writers
-        self.small_hint = small_hint
-        self.clock = clock or self._seconds
+        self.train_iters, self.track = train_iters, track
+        self.small_hint, self.clock = small_hint, clock
         self.history = History(self.directory)
-        self._seconds_evaluating = 0.0
-        self._evaluation_began = 0.0
         self._logged_seconds = self.clock()
         self._logged_totals = _flat_totals(ledger)
         self._iterations_since_log = 0
@@ -103,7 +74,9 @@ class Reporter:
                 self._losses[name] = self._losses.get(name, 0.0) + value.detach().float()
         if iteration % self.log_interval:
             return
-        milliseconds = self._milliseconds_per_iteration()
+        seconds = self.clock()
+        passed, self._logged_seconds = seconds - self._logged_seconds, seconds
+        milliseconds = 1000 * passed / self._iterations_since_log
         per_iteration, between_nodes = self._reduce()
         mean_losses = {name: float(total) / self._losses_since_log for name, total in self._losses.items()}
         self._losses, self._losses_since_log, self._iterations_since_log = {}, 0, 0
@@ -112,7 +85,7 @@ class Reporter:
         print(log_line(iteration, self.train_iters(), per_iteration, between_nodes), flush=True)
         self._say_what_stays_uncompressed(per_iteration)
         values = scalars(per_iteration)
-        self._guarded("writing scalars", lambda: self.writers().write(values, iteration))
+        self._guarded("writing scalars", lambda: self.track(values, iteration))
         row = {
             "iteration": iteration,
             "losses": mean_losses,
@@ -123,15 +96,13 @@ class Reporter:
         self._append(row)
 
     def before_evaluate(self, split: str) -> None:
-        """Count the traffic and the time of an evaluation separately."""
+        """Count the traffic of an evaluation separately."""
         self._split = split
         self.ledger.evaluating = True
-        self._evaluation_began = time.perf_counter()
 
     def after_evaluate(self, losses: dict[str, torch.Tensor] | None) -> None:
         """Store an evaluation's losses."""
         self.ledger.evaluating = False
-        self._seconds_evaluating += time.perf_counter() - self._evaluation_began
         if losses and _is_last_rank():
             values = {name: float(value) for name, value in losses.items()}
             self._append({"iteration": self._last_iteration, "split": self._split, "losses": values})
@@ -175,14 +146,6 @@ class Reporter:
         values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
         self._logged_totals = totals
         return _by_name(iter(values.view(-1, 2).tolist()))
-
-    def _milliseconds_per_iteration(self) -> float:
-        seconds = self.clock()
-        passed, self._logged_seconds = seconds - self._logged_seconds, seconds
-        return 1000 * passed / self._iterations_since_log
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._seconds_evaluating
 
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
@@ -255,17 +218,20 @@ def peak_memory() -> dict[str, int]:
     return {"allocated": torch.cuda.max_memory_allocated(), "device_used": total - free}
 
 
-def megatron_writers() -> Writers:
-    """The trackers of this run on the rank that writes. Not every version of Megatron knows MLflow."""
+def megatron_track(scalars: dict[str, float], iteration: int) -> None:
+    """Write scalars to Megatron's trackers, on the rank that has them."""
     from megatron.training import global_vars
 
-    mlflow_writer = getattr(global_vars, "get_mlflow_writer", lambda: None)
-    return Writers(global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer(), mlflow_writer())
+    if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
+        for tag, value in scalars.items():
+            tensorboard.add_scalar(tag, value, iteration)
+    if (wandb := global_vars.get_wandb_writer()) is not None:
+        wandb.log(scalars, iteration)
 
 
 def megatron_seconds() -> float:
     """Seconds in training iterations so far, without evaluation and saving: what "elapsed time per iteration"
-    is taken from. Current right behind ``training_log`` at a log interval."""
+    is taken from. Current right after ``training_log`` at a log interval."""
     from megatron.training import get_timers
 
     return get_timers()("interval-time", log_level=0).active_time()
