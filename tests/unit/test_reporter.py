@@ -45,7 +45,6 @@ def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
     assert [row["losses"]["lm loss"] for row in _rows(tmp_path)] == [4.0, 3.5]
 
 
-<<<<<<< HEAD
 def test_an_evaluation_is_not_counted_as_training() -> None:
     """From its beginning to its end; what the log line and the ratio read stays as it was."""
     ledger = Ledger()
@@ -61,24 +60,8 @@ def test_an_evaluation_is_not_counted_as_training() -> None:
     assert ledger.between_nodes()["dp.gradient"] == (0, 0)
 
 
-def test_times_leave_evaluations_out(tmp_path, monkeypatch) -> None:
-    """Milliseconds an iteration, by the clock that was given or by one's own."""
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    reporter = _reporter(tmp_path)
-    for iteration in range(1, 5):
-        now += 0.5
-        reporter.on_training_log(iteration, {})
-        if iteration == 2:
-            reporter.before_evaluate("valid")
-            now += 100.0
-            reporter.after_evaluate(_loss(4.0))
-    times = [row["milliseconds_per_iteration"] for row in _rows(tmp_path) if "split" not in row]
-    assert times == [500.0, 500.0]
-=======
 def test_times_are_those_of_the_clock(tmp_path) -> None:
     """Milliseconds an iteration."""
->>>>>>> 95e2fc3 (report: one table of bytes, one function that draws, Megatron's own clock and trackers)
     seconds = iter((10.0, 12.0))
     reporter = _reporter(tmp_path, clock=lambda: next(seconds))
     reporter.on_training_log(1, {})
