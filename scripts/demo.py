@@ -1,4 +1,4 @@
-"""The demo behind scripts/demo.sh: data, two trainings, a table, and summary.json.
+"""The demo of scripts/demo.sh: data, two trainings, a table, and summary.json.
 
 Both trainings are `torchrun pretrain_gpt.py` on megatron-core's own loop, with the same data, seed and flags;
 the second adds --taco. On CPUs they run over gloo, on two or more GPUs over NCCL.

@@ -235,7 +235,7 @@ def digest(data: dict[str, str]) -> str:
 
 
 def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
-    """What decides every run beside its setting and seed."""
+    """What decides every run besides its setting and seed."""
     common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
     common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
     return common | {

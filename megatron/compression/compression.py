@@ -168,8 +168,8 @@ class Compression:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs beside weights and optimizer: plain values, the same on every rank. The
-        gradients' state is apart (``gradients``): it is cut as the optimizer's."""
+        """What a resume needs besides weights and optimizer: plain values, the same on every rank. The
+        gradients' state is separate (``gradients``): it is cut as the optimizer's."""
         return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
         options: as ``Compression`` takes them.
 
     Returns: the run's compression. Its ``attach_wrapped`` takes the chunks once they are wrapped by
-    DistributedDataParallel; ``step`` is to be called behind each iteration.
+    DistributedDataParallel; ``step`` is to be called after each iteration.
 
     Raises: CompressionConfigError: a layer communicates in a way that is not covered; settings left open.
     """

@@ -59,8 +59,8 @@ class CompressionConfig:
     transport: TransportChoice = "auto"
     """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the
     memory of the ranks' GPUs, on one host with peer access, for tensor and context parallelism; host = by
-    copy engines through the host's memory, what stays on one host; auto = symmetric where it can be had, host
-    on a host without peer access. The results have the same bits."""
+    copy engines through the host's memory, what stays on one host; auto = symmetric where possible, host on
+    a host without peer access. The results have the same bits."""
 
     communicators: int = 0
     """Communicators over which torch.distributed sends each payload, a share on each: one alone does not

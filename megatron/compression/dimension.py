@@ -171,7 +171,7 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True)
 class SentOnce(Dimension):
-    """A dimension whose messages are encoded once on each way: no sum is encoded again behind them."""
+    """A dimension whose messages are encoded once on each way: no sum is encoded again after them."""
 
     backward: str | None = None
 

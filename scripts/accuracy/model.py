@@ -102,7 +102,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 class QwenBlock(nn.Module):
     """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group after the other,
-    fc1 gates and values in turn, so that equal slices of them are the ranks' own.
+    fc1 gates and values alternating, so that equal slices of them are the ranks' own.
 
     Args:
         model: its numbers; family qwen2 has biases on q, k and v, qwen3 norms of q and k.

@@ -108,7 +108,7 @@ def threshold_bits(thresholds, shard):
 
 @triton.jit
 def behind(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
-    """Pointer to what lies behind BYTES for each group of a chunk.
+    """Pointer to what lies after BYTES for each group of a chunk.
 
     ``groups`` are a chunk's, or with C.ROW those up to the tile's last, which begins with a chunk; chunks
     then have C.ROW each and lie C.STRIDE bytes apart.
@@ -173,7 +173,7 @@ def pack(c, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def joined(low, high, J: tl.constexpr, C: tl.constexpr):
-    """[R, G / 16, 2J]: high behind low, [R, G / 16, J] each."""
+    """[R, G / 16, 2J]: high after low, [R, G / 16, J] each."""
     return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [C.R, C.G // 16, 2 * J])
 
 

@@ -18,7 +18,7 @@ if AMD:
 def dispatched[**P, R](definition: Callable[P, R]) -> Callable[P, R]:
     """``definition``, a function of some ``reference.py`` that begins with a tensor, on either device.
 
-    Of a tensor on an NVIDIA GPU the function of that name and signature in the ``launch.py`` beside it is
+    Of a tensor on an NVIDIA GPU the function of that name and signature in the ``launch.py`` in its folder is
     called, which is imported then: a host without a GPU may have no Triton.
     """
     package, _, _ = definition.__module__.rpartition(".")

@@ -11,7 +11,7 @@ The wire of a shard, padded with zeros to a multiple of 64 bytes::
     cells, blocks * 3 * third * width integers | bitmap, one bit a value, 32 values an int32 word
 
 The original rounds in fp32; here values lie on a power-of-two grid a row and cells are sums modulo 2^32 (or
-2^16). Peeling, which subtracts, therefore leaves no rounding behind, and no result depends on an order.
+2^16). Peeling, which subtracts, therefore leaves no rounding, and no result depends on an order.
 """
 
 import functools
@@ -186,7 +186,7 @@ def row_hashes(
     being the first of the Philox block with counter (d * third + e, block, STREAM + 1 + k, 0) and key
     ``seed``, and d and e the two digits that follow, cyclically. Digit j of the result is the row in subtable
     j. The network is one to one: no two rows of a block have all three sketch rows alike (while there are
-    third^3 of them), and their elements can be told apart.
+    third^3 of them), and their elements can be distinguished.
 
     Masks and signs are bits of the fourth word of the Philox block (r, 0, STREAM, 0): those below ``width``
     are the mask of subtable 0, bits 10-14 and 15-19 what subtables 1 and 2 xor onto that, and bit 20 + j is

@@ -223,7 +223,7 @@ class Wires(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether kernels can read and write every row, if they can the first: contiguous, 16 bytes apart."""
+        """Whether kernels can read and write every row, if they can the first: contiguous, in steps of 16."""
         apart = self.strides[0] if len(self.shape) > 1 and self.shape[0] > 1 else 0
         return self.strides[-1] == 1 and apart % ALIGNMENT == 0
 

@@ -104,7 +104,7 @@ class CodecConfig:
         return -(-numel // (chunks * self.group_size)) * self.group_size
 
     def lists_at(self, numel: int) -> int:
-        """Byte of a chunk of ``numel`` values where the blocks' lists begin: behind less than 16 zeros."""
+        """Byte of a chunk of ``numel`` values where the blocks' lists begin: after less than 16 zeros."""
         return aligned(self.chunk_numel(numel) // self.group_size * self.bytes_per_group())
 
     def wire_bytes(self, numel: int) -> int:

@@ -18,7 +18,7 @@ SIGN = tl.constexpr(0x800)
 
 @triton.jit
 def lists_of(wire, groups, C: tl.constexpr):
-    """Pointer to the words behind ``groups`` groups."""
+    """Pointer to the words after ``groups`` groups."""
     used = tl.full((), C.BYTES, tl.int64) * groups
     return (wire + (used + 15) // 16 * 16).to(tl.pointer_type(tl.int32))
 

@@ -47,7 +47,7 @@ def values_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def take(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values apart, and the rest: int32[blocks, SLOTS] and fp32[n, G] of fp32[n, G].
+    """The values stored separately, and the others: int32[blocks, SLOTS] and fp32[n, G] of fp32[n, G].
 
     Args:
         candidates: bool[n, G], what may be taken; by default the outliers.

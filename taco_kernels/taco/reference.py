@@ -18,7 +18,7 @@ to bf16; it is negative where far is positive, so that far has a code of its own
 overflows (values above bf16's largest may decode to infinity). The quadratic grid has values, a step and a
 rounding of its own (below). Without the Hadamard transform h = x and the
 factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
-zero, and a group that is not finite sends NaN and so decodes to NaN. Massive values go apart first, if the
+zero, and a group that is not finite sends NaN and so decodes to NaN. Outliers are taken out first, if the
 config says so (outliers.py).
 
 The quadratic grid of int4, int5 and int6 with signed scales is denser near zero, where most of a rotated

@@ -195,7 +195,7 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
 
 
 def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
-    """Of sm_100: smaller tiles where sums or lists beside them spill."""
+    """Of sm_100: smaller tiles where sums or their lists spill."""
     if operation == "encode":
         if config.outliers and config.hadamard and config.group_size >= 128:
             return tuning._replace(warps=8, programs=1)
@@ -217,7 +217,7 @@ def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) 
 def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
     """Of many chunks that are shorter than a tile, which is to hold one alone: a tile of theirs.
 
-    What of a tile lies behind its chunk is computed for nothing. Not timed. The chunks of a collective keep
+    What of a tile lies after its chunk is computed for nothing. Not timed. The chunks of a collective keep
     the tile that its fused kernels have: on smaller ones products may sum in another order.
     """
     chunk = groups * config.group_size

@@ -110,7 +110,7 @@ def dual_step(s, alpha, C: tl.constexpr):
 
 @triton.jit
 def scale_places(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
-    """Places [R] of the scales, of SIZE bytes each, of groups ``row``; how far behind the second ones lie."""
+    """Places [R] of the scales, SIZE bytes each, of groups ``row``; how far after them the second are."""
     if C.ROW:
         place, apart = across_chunks(first, 1, SIZE, C), C.ROW
     else:
@@ -208,11 +208,11 @@ def extremes(h, C: tl.constexpr):
 
 @triton.jit
 def store_padding(wire, first, groups, C: tl.constexpr):
-    """Zeros up to the next multiple of 16 bytes, behind the chunks whose first group is in the tile."""
+    """Zeros up to the next multiple of 16 bytes, after the chunks whose first group is in the tile."""
     if C.ROW:
         USED: tl.constexpr = C.BYTES * C.ROW
         if USED % 16 != 0:
-            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]  # some are behind the tile's
+            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]  # some are after the tile's
             pad = USED + tl.arange(0, 16)[None, :]
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
             tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)

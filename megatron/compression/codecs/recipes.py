@@ -3,7 +3,7 @@
 Five have names, which stand for them wherever a dimension's flag takes a codec, as in
 ``--tp-compression tensor-6bit``. Costs are those of docs/results/accuracy.md, means of two or three seeds
 (context parallelism and 5 bits between stages: one). They were measured without ``outliers=on``, except
-those between stages: it protects models that have massive activations, and lowers a codec's error. A setting
+those between stages: it protects models that have outliers, and lowers a codec's error. A setting
 that was better than uncompressed has a cost of 0, which does not say that no bit changes: ``exact`` does.
 """
 

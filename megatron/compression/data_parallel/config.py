@@ -157,8 +157,8 @@ def _check_weights(args: Namespace) -> None:
         )
     if not (args.bf16 or args.fp16):
         raise CompressionConfigError(
-            "--dp-compression WEIGHTS needs fp32 masters apart from the weights that are sent; add --bf16 or "
-            "--fp16, or drop it"
+            "--dp-compression WEIGHTS needs fp32 masters separate from the weights that are sent; add "
+            "--bf16 or --fp16, or drop it"
         )
     reasons = {
         "use_precision_aware_optimizer": "writes the weights inside its own kernel, where the difference to "

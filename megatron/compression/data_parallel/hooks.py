@@ -271,7 +271,7 @@ class Gradients:
                     first, values = topology.rank * view.shard.numel(), view.shard
                 ranges = replicated_ranges(spans, cut, first, first + values.numel(), gradients=True)
                 group.gradient_replicas.append(Replicas(values, ranges, tensor_ranks, self.ledger))
-        # fp32 parameters have no master apart from themselves, so there is no difference to send.
+        # fp32 parameters have no separate master, so there is no difference to send.
         masters = sharded and all(
             b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
         )

@@ -7,7 +7,7 @@ too, to its own copy: replicas stay bit-identical, and what the encoding lost is
 (SDP4Bit, arXiv 2410.15526, quantisation on weight differences).
 
 Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
-in groups with their neighbours, which differ from rank to rank, so that the copies would drift apart, and a
+in groups with their neighbours, which differ from rank to rank, so that the copies would drift, and a
 checkpoint, which saves one of them, would not resume the run. The first tensor-parallel rank's values are
 broadcast, exactly (``Replicas``); next to the matrices they are few.
 """

@@ -137,8 +137,8 @@ def through_token_exchange(exchange: Any) -> None:
     """Have megatron-core's dispatchers communicate through ``exchange`` (its ``all_to_all``, ``gather`` and
     ``reduce_scatter`` take the original function first).
 
-    Why: the dispatchers' methods permute and sort beside what they send, and call three functions of their
-    module for the sending alone; shared experts that run beside the dispatcher call two of them. Not reached:
+    Why: the dispatchers' methods permute and sort around what they send, and call three functions of their
+    module for the sending alone; shared experts that run with the dispatcher call two of them. Not reached:
     DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
     moe = "megatron.core.transformer.moe"
@@ -189,7 +189,7 @@ def on_router_reduction(record: Callable[[int, int], None]) -> None:
 
 
 def after_schedules(after: Callable[[], None]) -> None:
-    """Call ``after()`` behind each forward-backward pass over pipeline stages.
+    """Call ``after()`` after each forward-backward pass over pipeline stages.
 
     Why: what a pass has sent must have arrived when it returns. Not reached: passes that raise; one stage.
     """

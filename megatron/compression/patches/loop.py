@@ -13,7 +13,7 @@ _adding: list[Callable[[ArgumentParser], ArgumentParser]] = []
 
 
 def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
-    """Call each ``after(args)`` behind ``validate_args``, in order; a function given again is called once.
+    """Call each ``after(args)`` after ``validate_args``, in order; a function given again is called once.
 
     Why: it is the one place that every entrypoint's arguments come through, before the tokenizer and the
     configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its own.
@@ -30,7 +30,7 @@ def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
 
 
 def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> None:
-    """Have every ``parse_args`` call ``add(parser)`` too, behind the entrypoint's own provider.
+    """Have every ``parse_args`` call ``add(parser)`` too, after the entrypoint's own provider.
 
     ``add`` returns the parser. Why: an entrypoint that knows nothing of this project takes its flags as well.
     """
@@ -54,9 +54,9 @@ def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> Non
 
 
 def on_training_log(after: Callable[[int, dict], None]) -> None:
-    """Call ``after(iteration, loss_dict)`` behind each ``training_log``: once an iteration.
+    """Call ``after(iteration, loss_dict)`` after each ``training_log``: once an iteration.
 
-    Why: our log line and TensorBoard scalars belong right behind Megatron's, and the loop calls the function
+    Why: our log line and TensorBoard scalars belong right after Megatron's, and the loop calls the function
     by name. Not reached: losses of iterations that were skipped.
     """
     from megatron.training import training
@@ -88,8 +88,8 @@ def before_training(before: Callable[[], None]) -> None:
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
     """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
 
-    Why: evaluation traffic is kept apart from the iterations', and the report shows the validation loss. Two
-    symbols, because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the
+    Why: evaluation traffic is counted separately, and the report shows the validation loss. Two symbols,
+    because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the
     losses.
     Not reached: callers that imported them by name (megatron.training has none).
     """
@@ -221,7 +221,7 @@ def on_training_end(*after: Callable[[], None]) -> None:
     """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit of ``train``.
 
     Process groups still exist then, and a function that is given again is not called twice. Why: an early
-    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, behind which only Megatron's
+    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, after which only Megatron's
     own last call runs. Not reached: errors.
 
     Raises: PatchError: ``pretrain`` or ``train`` do not end with that call.

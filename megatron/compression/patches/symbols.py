@@ -46,7 +46,7 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
 
 
 def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
-    """Have ``after(result, arguments)`` called behind each call of ``owner.name``; else as ``replace``.
+    """Have ``after(result, arguments)`` called after each call of ``owner.name``; else as ``replace``.
 
     Args:
         after: gets what the function returned, and by name the arguments that it was given.

@@ -78,7 +78,7 @@ def _figures(summary: dict) -> list[str]:
     losses = {
         "training": ("first_loss", "last_loss"),
         "validation": ("first_validation_loss", "validation_loss"),
-        "test": (None, "test_loss"),  # evaluated once, behind the last iteration
+        "test": (None, "test_loss"),  # evaluated once, after the last iteration
     }
     cells = ((name, *(_cell(summary.get(key)) for key in keys)) for name, keys in losses.items())
     return [*lines, *table(("loss", "first", "last"), *cells)]

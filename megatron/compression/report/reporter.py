@@ -175,7 +175,7 @@ def _is_last_rank() -> bool:
 
 
 def _flat_totals(ledger: Ledger) -> list[int]:
-    """Sent and plain bytes in turn: by traffic and kind, then by traffic what crossed nodes."""
+    """Sent and plain bytes, alternating: by traffic and kind, then by traffic what crossed nodes."""
     totals, between = ledger.totals(), ledger.between_nodes()
     kinds = [value for traffic in TRAFFIC for kind in KINDS for value in totals[traffic][kind]]
     return kinds + [value for traffic in TRAFFIC for value in between[traffic]]

@@ -290,7 +290,7 @@ class LatentSelfAttention(MLASelfAttention):
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of queries (hidden states without ``q_lora_rank``) and of keys and values, with positions
-        behind the latter; ``[s / W, b, ...]`` with sequence parallelism."""
+        after the latter; ``[s / W, b, ...]`` with sequence parallelism."""
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
             return query, latent
