@@ -33,10 +33,8 @@ class PerTensorFp8(Codec):
         codes = (rows / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
         return torch.cat([codes, scale.view(torch.uint8)], dim=1)
 
-    def decode(self, payloads, shape, dtype, out=None) -> torch.Tensor:
+    def decode(self, payloads, shape, dtype) -> torch.Tensor:
         """uint8 ``[rows, values + 4]`` to ``[rows, *shape]`` of ``dtype``."""
         codes = payloads[:, :-4].contiguous().view(torch.float8_e4m3fn)
         scale = payloads[:, -4:].clone(memory_format=torch.contiguous_format)  # it may begin at any byte
-        values = codes.float() * scale.view(torch.float32)
-        values = values.view(len(payloads), *shape)
-        return values.to(dtype) if out is None else out.copy_(values)
+        return (codes.float() * scale.view(torch.float32)).view(len(payloads), *shape).to(dtype)

@@ -107,7 +107,7 @@ def test_buffers_that_are_given(spec: str) -> None:
                 torch.full((2, *shape), 7.0, dtype=dtype),
                 torch.full((2, *shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)[..., ::2],
             ):
-                codec.decode(payloads[0], shape, dtype, given)
+                codec.decode_into(payloads[0], shape, dtype, given)
                 assert torch.equal(given, codec.decode(payloads[0], shape, dtype))
                 codec.decode_sum(payloads, shape, dtype, 1 / 3, given)
                 assert torch.equal(given, codec.decode_sum(payloads, shape, dtype, 1 / 3))

@@ -32,9 +32,8 @@ class HalfCodec(IdentityCodec):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
 
-    def decode(self, payloads, shape, dtype, out=None):
-        values = payloads.view(torch.bfloat16).reshape(len(payloads), *shape)
-        return values.to(dtype) if out is None else out.copy_(values)
+    def decode(self, payloads, shape, dtype):
+        return payloads.view(torch.bfloat16).reshape(len(payloads), *shape).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class OneOperation(Codec):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.uint8)
 
-    def decode(self, payloads, shape, dtype, out=None) -> torch.Tensor:
+    def decode(self, payloads, shape, dtype) -> torch.Tensor:
         return payloads.to(dtype)
 
     def decode_sum_encode(self, payloads, shape, into) -> torch.Tensor:

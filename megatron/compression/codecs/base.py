@@ -88,10 +88,16 @@ class Codec(abc.ABC):
         strides)."""
 
     @abc.abstractmethod
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """``[rows, *shape]`` of ``dtype`` from uint8 ``[rows, bytes]``."""
+
+    def decode_into(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[rows, *shape]`` of ``dtype`` from uint8 ``[rows, bytes]``; in ``out`` if given (its dtype)."""
+        """``decode``, in ``out`` if given (its dtype)."""
+        if out is None:
+            return self.decode(payloads, shape, dtype)
+        return self.decode_sum(payloads[None], shape, dtype, out=out)
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
         """uint8 ``[a, b, bytes]`` of ``x [a, b, n]``: rows that are not contiguous in memory."""
@@ -105,16 +111,30 @@ class Codec(abc.ABC):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``scale`` times the sum over S of uint8 ``[S, rows, bytes]``: ``[rows, *shape]``.
+        """``scale`` times the sum over S of uint8 ``[S, rows, bytes]``: ``[rows, *shape]``, or ``out``.
 
         Summed in fp32 in the order of S, then scaled, then rounded to ``dtype`` (or that of ``out``).
         """
-        total = self.decode(payloads[0], shape, torch.float32)
+        rows = None if out is None else _rows_of(out)
+        if rows is None:
+            target, values = dtype if out is None else out.dtype, math.prod(shape)
+            rows = torch.empty(payloads.shape[1], values, dtype=target, device=payloads.device)
+            self.sum_into(payloads, shape, dtype, scale, rows)
+            return rows.view(-1, *shape) if out is None else out.copy_(rows.view(out.shape))
+        self.sum_into(payloads, shape, dtype, scale, rows)
+        return out
+
+    def sum_into(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+    ) -> None:
+        """Write ``decode_sum`` into ``rows [rows, n]``, whose rows are contiguous, in their dtype."""
+        single = len(payloads) == 1 and scale == 1.0
+        total = self.decode(payloads[0], shape, rows.dtype if single else torch.float32)
         for sender in payloads[1:]:
             total = total + self.decode(sender, shape, torch.float32)
         if scale != 1.0:
             total = total * scale
-        return total.to(dtype) if out is None else out.copy_(total)
+        rows.copy_(total.view(rows.shape))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """The sum over S of uint8 ``[S, rows, bytes]``, as ``into`` encodes it: uint8 ``[rows, bytes']``."""
@@ -173,10 +193,8 @@ class TwoHops(Codec):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.first.encode(x)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.first.decode(payloads, shape, dtype, out)
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return self.first.decode(payloads, shape, dtype)
 
 
 @functools.cache
@@ -195,6 +213,13 @@ def parse_codec(text: str) -> Codec:
     if not isinstance(codec, Codec):
         raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
     return codec
+
+
+def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
+    """``out`` as ``[rows, n]`` if that is a view with contiguous rows."""
+    if out.dim() == 2 and (out.stride(1) == 1 or out.shape[1] < 2):
+        return out
+    return out.view(len(out), -1) if out.is_contiguous() else None
 
 
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -48,37 +48,28 @@ class GroupedCodec(Codec):
             x = F.pad(x.reshape(rows, values), (0, -values % self.block))
         return taco.encode(x, self.config, rows)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         rows, values = len(payloads), math.prod(shape)
         if rows == 1 or values % self.block == 0:
-            dtype = dtype if out is None else out.dtype
-            return taco.decode(payloads, self.config, (rows, *shape), dtype, out=out)
+            return taco.decode(payloads, self.config, (rows, *shape), dtype)
         padded = taco.decode(payloads, self.config, (rows, values + -values % self.block), dtype)
-        result = padded[:, :values].reshape(rows, *shape)
-        return result if out is None else out.copy_(result)
+        return padded[:, :values].reshape(rows, *shape)
 
-    def decode_sum(
-        self,
-        payloads: torch.Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if self.sees_shape:
-            return super().decode_sum(payloads, shape, dtype, scale, out)
-        if payloads.shape[1] > 1:
-            rows = payloads.split(1, dim=1)
-            total = torch.cat([self.decode_sum(row, shape, dtype, scale) for row in rows])
-            return total if out is None else out.copy_(total)
-        shape = (1, *shape)
-        if scale == 1.0:
-            dtype = dtype if out is None else out.dtype
-            return taco.decode_sum(payloads[:, 0], self.config, shape, dtype, out=out)
-        total = taco.decode_sum(payloads[:, 0], self.config, shape, torch.float32).mul_(scale)
-        return total.to(dtype) if out is None else out.copy_(total)
+    def sum_into(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+    ) -> None:
+        single, count = len(payloads) == 1 and scale == 1.0, len(rows)
+        if self.sees_shape or (single and count > 1 and rows.shape[1] % self.block):
+            super().sum_into(payloads, shape, dtype, scale, rows)
+        elif single:
+            taco.decode(payloads[0], self.config, rows.shape, rows.dtype, out=rows)
+        else:
+            for row in range(count):
+                own, wires = rows[row : row + 1], payloads[:, row]
+                if scale == 1.0:
+                    taco.decode_sum(wires, self.config, own.shape, own.dtype, out=own)
+                else:
+                    own.copy_(taco.decode_sum(wires, self.config, own.shape, torch.float32).mul_(scale))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """Does not leave the Hadamard domain where both codecs have the same."""
@@ -203,15 +194,12 @@ class IntCodec(GroupedCodec):
         rows = x.reshape(len(x), layout.tokens, layout.channels)
         return stacked([channel_norm.encode(row, layout) for row in rows])
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         layout = self._layout(shape)
         if layout is None:
-            return super().decode(payloads, shape, dtype, out)
+            return super().decode(payloads, shape, dtype)
         values = stacked([channel_norm.decode(row, layout, dtype) for row in payloads])
-        values = values.view(len(payloads), *shape)
-        return values if out is None else out.copy_(values)
+        return values.view(len(payloads), *shape)
 
     def _layout(self, shape: Shape) -> ChannelNormLayout | None:
         """Of a message of normalised channels; None of an empty one, and without ``normalize``."""

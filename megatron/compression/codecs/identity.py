@@ -21,11 +21,8 @@ class IdentityCodec(Codec):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return x.float().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        values = payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape)
-        return values.to(dtype) if out is None else out.copy_(values)
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape).to(dtype)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """The new values: a difference of bf16 values need not be exact in fp32."""
@@ -33,4 +30,4 @@ class IdentityCodec(Codec):
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The new values in place of the old ones."""
-        return self.decode(payloads, weights.shape[1:], weights.dtype, weights)
+        return self.decode_into(payloads, weights.shape[1:], weights.dtype, weights)

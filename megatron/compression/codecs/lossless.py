@@ -53,38 +53,19 @@ class LosslessCodec(Codec):
         """In one call, with one flag."""
         return self.encode(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See ``Codec.decode``; ``dtype`` is the one that was encoded."""
-        layout = self._layout(shape, dtype)
-        if out is None:
-            return lossless.decode(payloads, layout).view(len(payloads), *shape)
-        rows = _rows_of(out)
-        if rows is None:
-            return out.copy_(lossless.decode(payloads, layout).view(out.shape))
-        lossless.decode(payloads, layout, rows)
-        return out
+        return lossless.decode(payloads, self._layout(shape, dtype)).view(len(payloads), *shape)
 
-    def decode_sum(
-        self,
-        payloads: torch.Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``Codec.decode_sum``; ``dtype`` is the one that was encoded, ``out``'s may be another."""
+    def sum_into(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+    ) -> None:
+        """See ``Codec.sum_into``; ``dtype`` is the one that was encoded, that of ``rows`` may be another."""
         layout = self._layout(shape, dtype)
-        if len(payloads) == 1 and scale == 1.0 and (out is None or out.dtype == dtype):
-            return self.decode(payloads[0], shape, dtype, out)  # a sum may change the payload of a NaN
-        if out is None:
-            return lossless.decode_sum(payloads, layout, dtype, scale).view(payloads.shape[1], *shape)
-        rows = _rows_of(out)
-        if rows is None:
-            return out.copy_(lossless.decode_sum(payloads, layout, out.dtype, scale).view(out.shape))
-        lossless.decode_sum(payloads, layout, out.dtype, scale, rows)
-        return out
+        if len(payloads) == 1 and scale == 1.0 and rows.dtype == dtype:
+            lossless.decode(payloads[0], layout, rows)  # a sum may change the payload of a NaN
+        else:
+            lossless.decode_sum(payloads, layout, rows.dtype, scale, rows)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """The new values themselves."""
@@ -92,14 +73,7 @@ class LosslessCodec(Codec):
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The new values in place of the old ones."""
-        return self.decode(payloads, weights.shape[1:], weights.dtype, weights)
+        return self.decode_into(payloads, weights.shape[1:], weights.dtype, weights)
 
     def _layout(self, shape: Shape, dtype: torch.dtype) -> LosslessLayout:
         return lossless.layout_of(math.prod(shape), dtype, self.escapes)
-
-
-def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
-    """``out`` as ``[rows, n]`` if that is a view with contiguous rows."""
-    if out.dim() == 2 and out.stride(1) == 1:
-        return out
-    return out.view(len(out), -1) if out.is_contiguous() else None

@@ -61,26 +61,13 @@ class Sdp4bitCodec(Codec):
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
         return sdp4bit.quantize(x, self.format).view(*x.shape[:2], -1)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.decode_sum(payloads[None], shape, dtype, 1.0, out)
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return self.decode_sum(payloads[None], shape, dtype)
 
-    def decode_sum(
-        self,
-        payloads: torch.Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        rows, values = payloads.shape[1], math.prod(shape)
-        if out is not None and out.shape == (rows, values) and (values < 2 or out.stride(-1) == 1):
-            return sdp4bit.sum_dequantize(payloads, self.format, out, scale)
-        dtype = dtype if out is None else out.dtype
-        total = torch.empty(rows, values, dtype=dtype, device=payloads.device)
-        total = sdp4bit.sum_dequantize(payloads, self.format, total, scale).view(rows, *shape)
-        return total if out is None else out.copy_(total)
+    def sum_into(
+        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+    ) -> None:
+        sdp4bit.sum_dequantize(payloads, self.format, rows, scale)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         if not isinstance(into, Sdp4bitCodec) or into.hadamard != self.hadamard:

@@ -57,8 +57,5 @@ class TahQuantCodec(Codec):
         """See ``Codec.encode``; a row is ``[tokens, ..., channels]``."""
         return stacked([tah_quant.encode(row, self.config) for row in x])
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rows = stacked([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
-        return rows if out is None else out.copy_(rows)
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return stacked([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])

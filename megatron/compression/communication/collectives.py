@@ -116,7 +116,7 @@ def all_reduce(
         def decode() -> torch.Tensor:
             if not pieces.missing:
                 into = None if out is None else out.view(pieces.rows)
-                return last.decode(gathered, shape, dtype, into).reshape(x.shape)
+                return last.decode_into(gathered, shape, dtype, into).reshape(x.shape)
             total = joined(last.decode(gathered, shape, dtype), x.shape)
             return total if out is None else out.copy_(total)
 
@@ -200,7 +200,7 @@ def all_gather_encoded(
 
     def decode() -> torch.Tensor:
         into = None if out is None else out.view(-1, *shape)
-        return codec.decode(gathered, shape, dtype, into).flatten(0, 1)
+        return codec.decode_into(gathered, shape, dtype, into).flatten(0, 1)
 
     return Work(pending, decode)
 

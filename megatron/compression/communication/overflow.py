@@ -119,8 +119,5 @@ class AsIs(Codec):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(len(x), -1).contiguous().view(torch.uint8)
 
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        values = payloads.contiguous().view(self.dtype).view(len(payloads), *shape)
-        return values.to(dtype) if out is None else out.copy_(values)
+    def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return payloads.contiguous().view(self.dtype).view(len(payloads), *shape).to(dtype)
