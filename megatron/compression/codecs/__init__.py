@@ -4,7 +4,6 @@ from megatron.compression.codecs.base import Codec, parse_codec
 from megatron.compression.codecs.registry import (
     CODECS,
     GRADIENT_COMPRESSORS,
-    describe,
     register_codec,
     register_gradient_compressor,
 )

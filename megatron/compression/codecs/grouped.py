@@ -32,6 +32,11 @@ class GroupedCodec(Codec):
         """What the kernels take."""
 
     @property
+    def domain(self) -> tuple[object, ...]:
+        """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
+        return self.sees_shape, self.config.group_size, self.config.hadamard, self.config.outliers
+
+    @property
     def block(self) -> int:
         return self.config.group_size
 
@@ -73,7 +78,7 @@ class GroupedCodec(Codec):
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """Does not leave the Hadamard domain where both codecs have the same."""
-        if self.sees_shape or not isinstance(into, GroupedCodec) or _domain(into) != _domain(self):
+        if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
             return super().decode_sum_encode(payloads, shape, into)
         values = math.prod(shape)
         rows = [
@@ -81,12 +86,6 @@ class GroupedCodec(Codec):
             for row in range(payloads.shape[1])
         ]
         return stacked(rows)
-
-
-def _domain(codec: GroupedCodec) -> tuple[object, ...]:
-    """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
-    config = codec.config
-    return codec.sees_shape, config.group_size, config.hadamard, config.outliers
 
 
 @register_codec("taco")

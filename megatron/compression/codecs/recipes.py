@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from megatron.compression.errors import CompressionConfigError
 
-_QUARTER = "docs/results/accuracy.md, final-quarter continuation runs"
 _EXPERTS = "docs/results/accuracy.md, a mixture of experts"
 _NO_BIT = "no bit changes"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """One way to compress a dimension."""
 
@@ -24,14 +23,12 @@ class Recipe:
     """Codec of activations, or of data parallelism's gradients."""
     backward: str | None = None
     """Codec of the activations' gradients; None: what ``compression`` implies, as for sharded weights."""
-    loss: float
+    loss: float = 0.0
     """Percent of validation loss above uncompressed."""
-    source: str = _QUARTER
-    """Where that was measured."""
     named: str = ""
     """What the flags call it; empty: only ``auto`` and the estimate use it."""
-    use: str = ""
-    """When to use it."""
+    source: str = "docs/results/accuracy.md, final-quarter continuation runs"
+    """Where that was measured."""
 
     @property
     def exact(self) -> bool:
@@ -44,68 +41,35 @@ class Recipe:
         return self.compression if self.backward is None else f"{self.compression}, back {self.backward}"
 
 
-_LOSSLESS = Recipe(compression="lossless", loss=0.0, source=_NO_BIT)
+_LOSSLESS = Recipe("lossless", source=_NO_BIT)
 _STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
 _BACK = "int6:group=32,scales=single,hadamard=off,outliers=on"
+_SIX, _FIVE = "int6:outliers=on", "int5:outliers=on"
 
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     # Signed int4 to int6 have the quadratic grid. Measured with it: 0.067, 0.092, 0.143, 0.277.
     "tensor_parallel": (
-        Recipe(
-            compression="int6:outliers=on",
-            loss=0.067,
-            named="tensor-6bit",
-            use="tensor parallelism over PCIe-like links or between nodes",
-        ),
-        Recipe(
-            compression="int8:outliers=on",
-            loss=0.006,
-            named="tensor-8bit",
-            use="the same where loss matters more than the last bytes",
-        ),
-        Recipe(compression="int6:outliers=on", backward="int5:outliers=on", loss=0.092),
-        Recipe(compression="int5:outliers=on/int6:outliers=on", backward="int5:outliers=on", loss=0.143),
-        Recipe(compression="int5:outliers=on", loss=0.277),
+        Recipe(_SIX, loss=0.067, named="tensor-6bit"),
+        Recipe("int8:outliers=on", loss=0.006, named="tensor-8bit"),
+        Recipe(_SIX, _FIVE, loss=0.092),
+        Recipe(f"{_FIVE}/{_SIX}", _FIVE, loss=0.143),
+        Recipe(_FIVE, loss=0.277),
         _LOSSLESS,
     ),
-    "data_parallel": (
-        Recipe(
-            compression="sdp4bit",
-            loss=0.030,
-            named="gradients-4bit",
-            use="data parallelism between nodes: 8 bits inside a node, 4 between; weights 4 bits",
-        ),
-        _LOSSLESS,
-    ),
+    "data_parallel": (Recipe("sdp4bit", loss=0.030, named="gradients-4bit"), _LOSSLESS),
     "pipeline_parallel": (
-        Recipe(
-            compression=f"int6:group=64,{_STANDARDIZED}",
-            backward=_BACK,
-            loss=0.052,
-            named="pipeline-6bit",
-            use="pipeline stages over TCP or another slow link",
-        ),
-        Recipe(compression=f"int5:group=64,{_STANDARDIZED}", backward=_BACK, loss=0.244),
-        Recipe(compression="int4:group=32,normalize=standardize,outliers=on", backward=_BACK, loss=0.401),
+        Recipe(f"int6:group=64,{_STANDARDIZED}", _BACK, loss=0.052, named="pipeline-6bit"),
+        Recipe(f"int5:group=64,{_STANDARDIZED}", _BACK, loss=0.244),
+        Recipe("int4:group=32,normalize=standardize,outliers=on", _BACK, loss=0.401),
         _LOSSLESS,
     ),
     # Measured with int6's uniform grid, the default then; outliers=on would give each token lists of its own.
     "expert_parallel": (
-        Recipe(compression="int6", loss=0.014, source=_EXPERTS),
-        Recipe(
-            compression="int8",
-            loss=0.001,
-            source=_EXPERTS,
-            named="experts-8bit",
-            use="tokens to experts on other ranks",
-        ),
+        Recipe("int6", loss=0.014, source=_EXPERTS),
+        Recipe("int8", loss=0.001, source=_EXPERTS, named="experts-8bit"),
     ),
     # Measured with int6's uniform grid, the default then.
-    "context_parallel": (
-        Recipe(compression="int6", loss=0.052),
-        Recipe(compression="int8", loss=0.005),
-        _LOSSLESS,
-    ),
+    "context_parallel": (Recipe("int6", loss=0.052), Recipe("int8", loss=0.005), _LOSSLESS),
 }
 """By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
 

@@ -71,11 +71,6 @@ class Registry:
         self._load()
         return sorted(self._entries)
 
-    def entries(self) -> dict[str, tuple[type, dict[str, Any]]]:
-        """Every name's class and the fields that the name fixes."""
-        self._load()
-        return self._entries
-
     def entry(self, name: str) -> tuple[type, dict[str, Any]] | None:
         """The class of a name and the fields that the name fixes; None: unknown."""
         self._load()
@@ -111,9 +106,7 @@ class Registry:
         try:
             return cls(**fixed, **values)
         except (ValueError, TypeError, ArithmeticError) as error:
-            reason = re.sub(
-                r"\b(group|tile)_size=", r"\1=", str(error)
-            )  # the kernels' names of these settings
+            reason = re.sub(r"\b(group|tile)_size=", r"\1=", str(error))  # the kernels' names of settings
             raise CompressionConfigError(f"{text}: {reason}") from None
 
     def spec(self, entry: Any) -> str:
@@ -145,19 +138,16 @@ class Registry:
             return
         self._loaded = True  # before: a module that is being imported may look a name up
         try:
-            self._import_all()
+            for package in map(importlib.import_module, self._modules):
+                for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
+                    importlib.import_module(module.name)
+            points = importlib.metadata.entry_points(group=self._entry_points)
+            for point in points:
+                if point.name not in self._entries:
+                    self.register(point.name)(point.load())
         except BaseException:
             self._loaded = False  # else every later look-up would find the name unknown
             raise
-
-    def _import_all(self) -> None:
-        for package in map(importlib.import_module, self._modules):
-            for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
-                importlib.import_module(module.name)
-        points = importlib.metadata.entry_points(group=self._entry_points)
-        for point in points:
-            if point.name not in self._entries:
-                self.register(point.name)(point.load())
         self._lasting = {
             name
             for name, (cls, _) in self._entries.items()
@@ -205,19 +195,6 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def describe(registry: Registry = CODECS) -> str:
-    """Every name with its settings, their defaults and what they mean, as Markdown."""
-    lines = []
-    for name in registry.names():
-        cls, fixed = registry.entries()[name]
-        lines.append(f"`{name}`: {' '.join((cls.__doc__ or '').split()).partition('. ')[0].rstrip('.')}.")
-        docs = field_docs(cls)
-        for key, field in settings_of(cls, fixed).items():
-            lines.append(f"- `{key}={_text(field.default)}`: {docs.get(key, '')}")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "on", False: "off", None: "auto"}[value]
@@ -226,16 +203,15 @@ def _text(value: Any) -> str:
 
 def _value(where: str, kind: Any, text: str) -> Any:
     """``text`` as a field's type says."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        kinds = [one for one in typing.get_args(kind) if one is not type(None)]
+    if isinstance(kind, types.UnionType):
         if text == "auto":
             return None
-        (kind,) = kinds
+        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
     try:
         if kind is bool:
             return _ON[text]
         return kind(text) if kind in (int, float) else text
     except (ValueError, KeyError):
-        wanted = "on or off" if kind is bool else {int: "a whole number", float: "a number"}[kind]
+        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
         hint = "; commas separate settings" if ":" in text else ""
         raise CompressionConfigError(f"{where}={text} must be {wanted}{hint}") from None
