@@ -1,6 +1,6 @@
-"""Models of Hugging Face (Qwen2.5, Qwen3, Llama 3 base models) as Megatron flags, by name or config.json.
+"""Models of Hugging Face as Megatron flags: Qwen2.5 and Qwen3 by name, these and Llama 3 by config.json.
 
-Numbers from each model's config.json (Qwen/Qwen2.5-*, Qwen/Qwen3-*, meta-llama/*). The norm's epsilon of
+Numbers from each base model's config.json (Qwen/Qwen2.5-*, Qwen/Qwen3-*). The norm's epsilon of
 Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B and 4B tie
 their embeddings, 8B and up do not.
 """
@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.compression.errors import InputError
-
-
-class ModelError(InputError):
-    """A model or a setting that cannot be honoured; the message names the flag or the key and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,33 +45,17 @@ class DenseModel:
     expert_ffn: int = 0
     """Width of one expert."""
 
-    def __post_init__(self) -> None:
-        if self.heads % self.groups:
-            raise ModelError(
-                f"num_attention_heads {self.heads} must be a multiple of num_key_value_heads {self.groups}"
-            )
-        if self.rope_factor is not None and self.family != "llama":
-            raise ModelError(f"--use-rope-scaling is Llama 3.1's: a {self.family} model has none; drop it")
 
-
-def _model(layers, hidden, ffn, heads, groups=8, *, tied=False, **others) -> DenseModel:
+def _qwen25(layers, hidden, ffn, heads, groups, tied=False, positions=131072, **others) -> DenseModel:
     sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups}
-    return DenseModel(**{**sizes, "head_dim": hidden // heads, "tied": tied, **others})
+    sizes |= {"head_dim": hidden // heads, "vocabulary": 151936 if tied else 152064, "positions": positions}
+    return DenseModel(family="qwen2", tied=tied, **sizes, **others)
 
 
-def _qwen25(*sizes, tied=False, positions=131072, **others) -> DenseModel:
-    rows = 151936 if tied else 152064
-    return _model(*sizes, family="qwen2", vocabulary=rows, tied=tied, positions=positions, **others)
-
-
-def _qwen3(*sizes, **others) -> DenseModel:
-    return _model(*sizes, family="qwen3", head_dim=128, vocabulary=151936, positions=40960, **others)
-
-
-def _llama3(*sizes, rope_factor=None, **others) -> DenseModel:
-    family = {"family": "llama", "vocabulary": 128256, "norm_epsilon": 1e-5, "rotary_base": 500_000}
-    positions = 131072 if rope_factor else 8192
-    return _model(*sizes, **family, rope_factor=rope_factor, positions=positions, **others)
+def _qwen3(layers, hidden, ffn, heads, groups=8, tied=False, **others) -> DenseModel:
+    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups}
+    sizes |= {"head_dim": 128, "vocabulary": 151936, "positions": 40960}
+    return DenseModel(family="qwen3", tied=tied, **sizes, **others)
 
 
 MODELS: dict[str, DenseModel] = {
@@ -92,12 +72,6 @@ MODELS: dict[str, DenseModel] = {
     "3-8b": _qwen3(36, 4096, 12288, 32),
     "3-14b": _qwen3(40, 5120, 17408, 40),
     "3-32b": _qwen3(64, 5120, 25600, 64),
-    "llama-3-8b": _llama3(32, 4096, 14336, 32),
-    "llama-3-70b": _llama3(80, 8192, 28672, 64),
-    "llama-3.1-8b": _llama3(32, 4096, 14336, 32, rope_factor=8.0),
-    "llama-3.1-70b": _llama3(80, 8192, 28672, 64, rope_factor=8.0),
-    "llama-3.2-1b": _llama3(16, 2048, 8192, 32, tied=True, rope_factor=32.0),
-    "llama-3.2-3b": _llama3(28, 3072, 8192, 24, tied=True, rope_factor=32.0),
     "3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, experts=128, chosen=8, expert_ffn=768),
 }
 """The last is for training from scratch: its weights are not converted."""
@@ -166,13 +140,13 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 def find_model(name: str) -> DenseModel:
     """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder.
 
-    Raises: ModelError: neither.
+    Raises: InputError: neither.
     """
     if (known := name.removeprefix("qwen")) in MODELS:
         return MODELS[known]
     if Path(name).is_dir():
         return model_from_config(read_config(name))
-    raise ModelError(
+    raise InputError(
         f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with a "
         "Hugging Face config.json"
     )
@@ -185,14 +159,14 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     gives ``--vocab-size`` or ``--make-vocab-size-divisible-by``: Megatron then pads as it always does.
 
     Returns: The whole command line without the program's name, and the part that was added.
-    Raises: ModelError: no model, or an unknown one.
+    Raises: InputError: no model, or an unknown one.
     """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     reader.add_argument("--qwen-model")
     reader.add_argument("--tensor-model-parallel-size", type=int, default=1)
     known, _ = reader.parse_known_args(arguments)
     if known.qwen_model is None:
-        raise ModelError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
+        raise InputError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
     flags = megatron_flags(find_model(known.qwen_model), known.tensor_model_parallel_size)
     given = {argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")}
     if given.intersection(("--vocab-size", "--make-vocab-size-divisible-by")):
@@ -217,46 +191,46 @@ _FIXED = {
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder.
-
-    Raises: ModelError: there is none.
-    """
+    """The config.json of a Hugging Face folder. Raises: InputError: there is none."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ModelError(f"{path} is missing: is {folder} a folder with a Hugging Face model?")
+        raise InputError(f"{path} is missing: is {folder} a folder with a Hugging Face model?")
     return json.loads(path.read_text())
 
 
 def model_from_config(config: dict[str, Any]) -> DenseModel:
     """Read the keys of a config.json, of transformers 4 or 5.
 
-    Raises: ModelError: another model type, or a setting that the model here does not have; names the key.
+    Raises: InputError: another model type, or a setting that the model here does not have; names the key.
     """
     family = config.get("model_type")
     if family not in ("qwen2", "qwen3", "llama"):
-        raise ModelError(
+        raise InputError(
             f"config.json: model_type {family!r} is not covered; it may be qwen2, qwen3 or llama"
         )
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:
-            raise ModelError(f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}")
+            raise InputError(f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise ModelError("config.json: layer_types other than full_attention are not covered")
+        raise InputError("config.json: layer_types other than full_attention are not covered")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaled = family == "llama" and kind == "llama3" and LLAMA3_ROPE.items() <= rope.items()
     if kind != "default" and not scaled:
-        raise ModelError(
+        raise InputError(
             f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and Llama 3.1's"
         )
     base = rope.get("rope_theta", config.get("rope_theta", 10000 if family == "llama" else None))
     if base is None or base != int(base):
-        raise ModelError(f"config.json: rope_theta must be a whole number (--rotary-base), not {base}")
+        raise InputError(f"config.json: rope_theta must be a whole number (--rotary-base), not {base}")
     heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    if heads % groups:
+        raise InputError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
     return DenseModel(
         family=family,
         **{name: config[key] for name, key in _KEYS.items()},
-        groups=config.get("num_key_value_heads") or heads,
+        groups=groups,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         tied=config.get("tie_word_embeddings", False),
         rotary_base=int(base),

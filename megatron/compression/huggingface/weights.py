@@ -24,14 +24,12 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megatron.compression.errors import require_extra
-from megatron.compression.huggingface.models import DenseModel, ModelError, add_qwen_arguments, expand
+from megatron.compression.errors import InputError, require_extra
+from megatron.compression.huggingface.models import DenseModel, add_qwen_arguments, expand
 from megatron.compression.setup import add_arguments, complete
 from megatron.compression.startup import entrypoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FILE_BYTES = 5 * 10**9
-"""A file is closed once it holds as much."""
 # Of the parser, without effect on weights.
 _FILLERS = """--mock-data --tokenizer-type NullTokenizer --ckpt-format torch_dist --micro-batch-size 1
     --seq-length 16 --train-iters 1 --lr 0 --transformer-impl local --no-load-optim --no-load-rng
@@ -87,7 +85,7 @@ def split(parameter: torch.Tensor, parts: int, model: DenseModel) -> list[torch.
 def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     """Copy a folder's tensors into a model of one process, each cast to its parameter's dtype.
 
-    Raises: ModelError: the files hold other tensors than the model has, or another shape.
+    Raises: InputError: the files hold other tensors than the model has, or another shape.
     """
     require_extra("safetensors", "huggingface", f"reading {folder}")
     from safetensors import safe_open
@@ -95,7 +93,7 @@ def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     index = folder / INDEX
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
     if missing := [name for name in sorted(names) if not (folder / name).is_file()]:
-        raise ModelError(f"{folder} has no {missing[0]}; save the model with safe_serialization=True")
+        raise InputError(f"{folder} has no {missing[0]}; save the model with safe_serialization=True")
     files = {name: safe_open(folder / name, "pt") for name in names}
     held = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
     expected = sources(model)
@@ -103,47 +101,27 @@ def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     if model.tied:
         held.pop("lm_head.weight", None)
     if other := sorted(wanted.symmetric_difference(held)):
-        raise ModelError(
+        raise InputError(
             f"{folder} and a {model.family} model differ in their tensors: {', '.join(other[:5])}"
         )
     for name, parameter in chunk.named_parameters():
-        merged = merge([held[one].get_tensor(one) for one in expected[name]], model)
         rows = parameter[: model.vocabulary] if "layers" not in name else parameter
-        if merged.shape != rows.shape:
-            raise ModelError(
-                f"{folder}: {expected[name][0]} gives {list(merged.shape)}, not {list(rows.shape)}"
-            )
         parameter.data.zero_()
-        rows.data.copy_(merged)
+        rows.data.copy_(merge([held[one].get_tensor(one) for one in expected[name]], model))
 
 
 def write(chunk: torch.nn.Module, model: DenseModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model of one process as safetensors files with their index."""
-    require_extra("safetensors", "huggingface", f"writing {folder}")
-    from safetensors.torch import save_file
+    """Write a model of one process as safetensors files of up to 5 GB with their index."""
+    require_extra("huggingface_hub", "huggingface", f"writing {folder}")
+    from huggingface_hub import save_torch_state_dict
 
-    weight_map: dict[str, str] = {}
     held: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(held, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(held, name))
-        held.clear()
-
     for name, tensors in sources(model).items():
         parameter = chunk.get_parameter(name).data
         whole = parameter if "layers" in name else parameter[: model.vocabulary]
         for tensor, part in zip(tensors, split(whole, len(tensors), model), strict=True):
             held[tensor] = part.to(dtype).contiguous().clone()  # safetensors refuses shared memory
-            total += held[tensor].nbytes
-        if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
-            flush()
-    if held:
-        flush()
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    save_torch_state_dict(held, folder)
 
 
 @contextlib.contextmanager
