@@ -1,15 +1,17 @@
 # What the launch scripts share: sourced first, it finds the repository and sets the sizes of TINY=1; then
 # `train_gpt` or `train_qwen` starts the run, with what the variables say and with its arguments.
 #
+# Whatever follows a script's name is appended to the command line and wins over what is written there.
 # A run asks for its data. MOCK=1 is its full size with mock data and random weights, and saves no checkpoints;
-# TINY=1 a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed.
+# TINY=1 a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed (with --taco give
+# --compression-min-mb 0 too, for its messages are small). examples/slurm.sbatch starts a script under SLURM.
 # Environment:
 #   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
 #   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py)
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   COMPRESSION      flags of compression
+#   COMPRESSION      flags of compression; empty: uncompressed
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
 #   PRECISION        bf16, fp16 or fp32
 #   TP PP and every variable set with := in the script or below

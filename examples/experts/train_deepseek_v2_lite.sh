@@ -3,13 +3,8 @@
 # One node of 8 GPUs: expert and data parallel 8.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_deepseek_v2_lite.sh
-#   COMPRESSION= ... examples/experts/train_deepseek_v2_lite.sh    the same run uncompressed
-#   TINY=1 examples/experts/train_deepseek_v2_lite.sh
-#                                                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
 #
-# Whatever follows the script's name is appended to the command line and wins over what is written here.
-# Environment: examples/common.sh says which variables there are.
+# examples/common.sh: further variables, MOCK=1 and TINY=1.
 #   EP               expert parallelism, inside the data-parallel ranks
 set -euo pipefail
 # Two ranks that share the experts; a token has to hold whole groups of the codec.

@@ -3,14 +3,8 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_llama3_8b.sh
 #   ... examples/gpt/train_llama3_8b.sh --taco          the same run with compressed tensor parallelism
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 4 examples/slurm.sbatch gpt/train_llama3_8b.sh
-#                                                       on several nodes, under SLURM
-#   TINY=1 examples/gpt/train_llama3_8b.sh --taco --compression-min-mb 0
-#                                                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
 #
-# Whatever follows the script's name is appended to the command line and wins over what is written here.
-# Environment: examples/common.sh says which variables there are.
+# examples/common.sh: further variables, MOCK=1 and TINY=1.
 #   CP               context parallelism; with --cp-compression (USE_TE=0) keys and values go compressed
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"

@@ -6,14 +6,9 @@
 #   FRACTION=1 ... examples/paper/caat_net.sh           the ordinary model, the paper's baseline
 #   COMPRESSION='--tp-compression int8 --compression-min-mb 0' ... with a codec on what is left, whose messages
 #                                                       are small: 1.5 and 4 MiB of 130m and 1b
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/caat_net.sh
-#   MOCK=1 examples/paper/caat_net.sh                   full size: random weights, mock data, no checkpoints
-#   TINY=1 examples/paper/caat_net.sh                   a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
 #
 # FRACTION         part of the channels that is synchronised (0.5); a checkpoint is tied to it and to TP
-# Whatever follows the script's name is appended to the command line and wins over what is written here.
-# Environment: examples/common.sh says which variables there are; USE_TE=1 is refused.
+# examples/common.sh: further variables, MOCK=1 and TINY=1; USE_TE=1 is refused.
 #
 # Of the original: 7b has the shape of Llama 2 7B. Unknown, and ours: the widths of 130m and 1b (heads that 8
 # ranks can share), sequence, batch, tokens, learning rates and data (DATA_PATH).

@@ -6,10 +6,6 @@
 #   DATA_PATH=... TOKENIZER_MODEL=... MODEL=125m examples/paper/sdp4bit.sh
 #   VARIANT=none ... examples/paper/sdp4bit.sh          fp32 gradients, the baseline of the paper's 4.08x
 #   SPEED=1 MODEL=18b NNODES=16 ... examples/paper/sdp4bit.sh
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/sdp4bit.sh
-#   MOCK=1 examples/paper/sdp4bit.sh                    full size: random weights, mock data, no checkpoints
-#   TINY=1 examples/paper/sdp4bit.sh                    a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
 #
 # VARIANT  all        4-bit weight changes; gradients in 8 bits inside a node, 4 bits between
 #          weights    the weights alone (the paper's qWD)
@@ -17,10 +13,8 @@
 #          tlq        the gradients alone, without the Hadamard transform (TLq)
 #          none       uncompressed: fp32 gradients, bf16 weights
 #          bf16       uncompressed with gradients reduced in bf16: half of the baseline's bytes
-# Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
-# name is appended to the command line and wins over what is written here: the published scripts leave
-# Megatron's --overlap-grad-reduce and --overlap-param-gather off. Environment: examples/common.sh says which
-# variables there are.
+# COMPRESSION takes VARIANT's place. The published scripts leave Megatron's --overlap-grad-reduce and
+# --overlap-param-gather off. examples/common.sh: further variables, MOCK=1 and TINY=1.
 #
 # Of the original: the deduplicated Pile is replaced by DATA_PATH; learning rates of 2.7b to 18b are those of
 # its throughput scripts. Unknown: on how many GPUs the losses were made (global batch and data decide them).

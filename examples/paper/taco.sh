@@ -6,24 +6,15 @@
 #   MODEL=qwen3-0.6b   200 iterations of 64 x 512: TP 2, PP 2, DP 2, TACO between stages too, no threshold
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/taco.sh
-#   MOCK=1 examples/paper/taco.sh                       full size: random weights, mock data, no checkpoints
-#   VARIANT=none ... examples/paper/taco.sh             the uncompressed baseline of the same run
-#                                                       (of gpt-350m's 3d: with TP=2 PP=2)
 #   MODEL=qwen2.5-7b HF_DIR=Qwen2.5-7B-Instruct DATA_PATH=... examples/paper/taco.sh
-#   TINY=1 examples/paper/taco.sh                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed (with stages 4
-#                                                       processes; GPUS_PER_NODE=8: 3d with replicas, too)
 #
 # VARIANT  taco       tensor parallelism (qwen3-0.6b: and stages, both ways), FP8 e4m3 in groups of 128
-#          none       uncompressed
+#          none       uncompressed (of gpt-350m's 3d: with TP=2 PP=2)
 #          3d         the paper's set-up of three dimensions: TACO, SDP4Bit, TAH-Quant
 #          e5m2       TACO as its code has it: e5m2 in groups of 256
 #          tah-quant  the paper's control: TAH-Quant's codec on tensor parallelism
 #          per-tensor another control: FP8 with one scale for a whole tensor, per_tensor_fp8.py
-# Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
-# name is appended to the command line and wins over what is written here. Environment: examples/common.sh
-# says which variables there are.
+# COMPRESSION takes VARIANT's place. examples/common.sh: further variables, MOCK=1 and TINY=1.
 #
 # Of the original: the Pile is replaced by DATA_PATH; e5m2 has its own range here, where the code clips at e4m3's
 # largest value. Unknown, and ours: GPT-350M's layout (TP 4, DP 2; 3d: TP 2, PP 2,

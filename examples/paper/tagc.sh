@@ -4,19 +4,12 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... NODE_RANK=0 MASTER_ADDR=... examples/paper/tagc.sh    and NODE_RANK=1
 #   NNODES=1 GPUS_PER_NODE=2 ... examples/paper/tagc.sh both on one host
-#   DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 2 --gpus-per-node 1 examples/slurm.sbatch paper/tagc.sh
-#   MOCK=1 examples/paper/tagc.sh                       full size: random weights, mock data, no checkpoints
-#   VARIANT=none ... examples/paper/tagc.sh             the uncompressed baseline of the same run
-#   TINY=1 examples/paper/tagc.sh                       a model of 2 layers on 2 processes with mock data:
-#                                                       seconds on a laptop, no GPU needed
 #
 # VARIANT  tagc       80 % of the gradients of MLPs and embeddings left out, the rest in a count sketch
 #          all        those of attention as well
 #          packed     this project's wire (a bitmap and the values) and its warm-up, a fifth of the run
 #          none       uncompressed
-# Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
-# name is appended to the command line and wins over what is written here. Environment: examples/common.sh
-# says which variables there are.
+# COMPRESSION takes VARIANT's place. examples/common.sh: further variables, MOCK=1 and TINY=1.
 #
 # Of the original: OpenWebText is replaced by DATA_PATH, torch's FSDP by Megatron's distributed optimizer, which
 # shards gradients and optimizer but not weights. Biases stay. Its learning rate is nanoGPT's: 6e-4 to 6e-5 over

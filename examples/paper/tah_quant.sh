@@ -7,21 +7,13 @@
 #   MODEL=qwen2.5-3b HF_DIR=Qwen2.5-3B DATA_PATH=... examples/paper/tah_quant.sh
 #   MODEL=qwen2.5-3b PP=8 GPUS_PER_NODE=8 ... examples/paper/tah_quant.sh --decoder-first-pipeline-num-layers 3 \
 #       --decoder-last-pipeline-num-layers 3            its 36 layers on 8 stages
-#   PRETRAINED=... DATA_PATH=... TOKENIZER_MODEL=... sbatch --nodes 1 examples/slurm.sbatch paper/tah_quant.sh
-#                                                       qwen2.5-3b: HF_DIR, and --gpus-per-node 4
-#   MOCK=1 examples/paper/tah_quant.sh                  full size: random weights, mock data, no checkpoints
-#   VARIANT=none ... examples/paper/tah_quant.sh        the uncompressed baseline; PRECISION=bf16 halves its bytes
-#   TINY=1 examples/paper/tah_quant.sh                  a model of 2 layers in 2 stages on 2 processes with mock
-#                                                       data: seconds on a laptop, no GPU needed
 #
 # VARIANT  tah-quant  tiles of 64 in 4 bits, the 20 % of least entropy in 3; gradients in 6 bits, tiles of 32
 #          tile       the same, entropy by tile instead of by token (the paper's second version)
-#          none       uncompressed
-#          auto       this project's choice
+#          none       uncompressed; PRECISION=bf16 halves its bytes
+#          pipeline-6bit  this project's choice
 # PRETRAINED       gpt2-xl: a Megatron checkpoint to begin with, of this shape
-# Flags of compression go into COMPRESSION, which takes VARIANT's place. Whatever else follows the script's
-# name is appended to the command line and wins over what is written here. Environment: examples/common.sh
-# says which variables there are.
+# COMPRESSION takes VARIANT's place. examples/common.sh: further variables, MOCK=1 and TINY=1.
 #
 # Of the original: GPT-2's published weights are replaced by PRETRAINED (the converter knows Qwen and Llama), the
 # data by DATA_PATH (724 iterations are ten epochs of WikiText-2 in GPT-2's tokens), its schedule (all forwards,

@@ -5,15 +5,11 @@
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/qwen/pretrain_qwen_taco.sh
 #   QWEN_MODEL=3-32b TP=8 PP=2 NNODES=4 ... examples/qwen/pretrain_qwen_taco.sh
-#   COMPRESSION= ... examples/qwen/pretrain_qwen_taco.sh            the same run uncompressed
 #   COMPRESSION='--compression taco-paper' TP=2 PP=2 examples/qwen/pretrain_qwen_taco.sh
 #                                                               TP 2, PP 2, DP 2, all of them compressed
 #   HF_DIR=Qwen2.5-7B examples/qwen/pretrain_qwen_taco.sh       from the weights in that folder, with its tokenizer
-#   TINY=1 examples/qwen/pretrain_qwen_taco.sh                  2 small layers on 2 processes with mock data:
-#                                                               seconds on a laptop, no GPU needed
 #
-# Whatever follows the script's name is appended to the command line and wins over what is written here.
-# Environment: examples/common.sh says which variables there are.
+# examples/common.sh: further variables, MOCK=1 and TINY=1.
 #   QWEN_MODEL       2.5-0.5b 2.5-1.5b 2.5-3b 2.5-7b 2.5-14b 2.5-32b 2.5-72b 3-0.6b 3-1.7b 3-4b 3-8b 3-14b 3-32b
 #   HF_DIR           a Hugging Face folder: model, weights (converted once, on CPUs, into CHECKPOINT_PATH) and
 #                    tokenizer come from it
