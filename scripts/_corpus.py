@@ -7,7 +7,8 @@ import hashlib
 import io
 import json
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import batched
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
@@ -69,21 +70,27 @@ def write_corpus(directory: Path, source: str, max_mb: float, weights: Sequence[
         print(f"{name}.jsonl: {len(lines[name])} files of {source}", flush=True)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> bytes:
-    """A serialized SentencePiece BPE model that reproduces source code to the character.
+def write_tokenizer(path: Path, text: Path, vocabulary: int, max_mb: float = 8.0) -> None:
+    """Write a SentencePiece BPE model of the first ``max_mb`` of a file of ``write_corpus``.
 
-    No normalisation, no dummy prefix, whitespace kept, bytes as the fallback. The same texts give the same
-    bytes.
-
-    Raises:
-        RuntimeError: the texts cannot fill ``vocabulary`` pieces, or hold more characters than that.
+    It reproduces source code to the character: no normalisation, no dummy prefix, whitespace kept, bytes as
+    the fallback. The same texts give the same bytes. Raises RuntimeError: they cannot fill ``vocabulary``.
     """
     import sentencepiece
 
-    step, model = LINES_PER_SENTENCE, io.BytesIO()
-    lines = (text.splitlines(keepends=True) for text in texts)
+    sentences: list[str] = []
+    left = int(max_mb * 1e6)
+    with text.open(encoding="utf-8", newline="\n") as stream:
+        for line in stream:
+            document = json.loads(line)["text"]
+            own = document.splitlines(keepends=True)
+            sentences += ("".join(one) for one in batched(own, LINES_PER_SENTENCE))
+            left -= len(document.encode())
+            if left < 0:
+                break
+    model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=("".join(own[i : i + step]) for own in lines for i in range(0, len(own), step)),
+        sentence_iterator=iter(sentences),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocabulary,
@@ -99,16 +106,4 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> bytes:
         minloglevel=2,
         **{"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3},  # --append-eod writes eos
     )
-    return model.getvalue()
-
-
-def write_tokenizer(path: Path, text: Path, vocabulary: int, max_mb: float = 8.0) -> None:
-    """Write the tokenizer of the first ``max_mb`` of a file of ``write_corpus``."""
-    texts, left = [], int(max_mb * 1e6)
-    with text.open(encoding="utf-8", newline="\n") as stream:
-        for line in stream:
-            texts.append(json.loads(line)["text"])
-            left -= len(texts[-1].encode())
-            if left < 0:
-                break
-    path.write_bytes(train_tokenizer(texts, vocabulary))
+    path.write_bytes(model.getvalue())

@@ -1,6 +1,5 @@
-"""What the scripts share: one-line errors, how a setting is written, and the launch of a run's ranks."""
+"""What the scripts share: how a setting is written, and the launch of a run's ranks."""
 
-import argparse
 import os
 import shlex
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -26,34 +24,6 @@ SETTINGS_HELP = (
     'further flags after them if need be ("tagc --compression-start-iteration 0"), in quotes'
 )
 _VARIABLES = "MEGATRON_COMPRESSION_"
-
-
-class UsageError(Exception):
-    """Bad input: the message names the flag or file and says how to fix it."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, as in Megatron, whose errors are one line."""
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError."""
-        raise UsageError(f"{message} (see --help)")
-
-
-def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
-    """The exit status of ``main(argv)``: 0, or 2 after one line about bad input."""
-    try:
-        main(argv)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def runs_left(left: int, runs: int) -> str:
@@ -78,12 +48,6 @@ class Setting:
         pairs = (word.split("=", 1) for word in self.flags if word.startswith(_VARIABLES))
         return {name: value for name, value in pairs}
 
-    @property
-    def compresses(self) -> bool:
-        """Whether a codec is named, or left to the run to choose."""
-        ours = {"--taco", "--compression", "--cp-compression", *FLAGS.values()}
-        return self.specs != ("none",) or not ours.isdisjoint(self.flags)
-
     def words(self, dimension: str) -> list[str]:
         """The flags of a run of pretrain_gpt.py."""
         specs = [] if self.specs == ("none",) else [FLAGS[dimension], *self.specs]
@@ -95,30 +59,14 @@ class Setting:
 
 
 def parse_setting(text: str) -> Setting:
-    """``int4 int6 --validate-uncompressed`` -> its specs and flags.
+    """``int4 int6 --validate-uncompressed`` -> its specs and flags; the run itself refuses what they name.
 
-    Raises:
-        ValueError: no spec, more than two, or one that names no codec.
+    Raises: ValueError: no spec, or more than two.
     """
-    from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS
-    from megatron.compression.codecs.recipes import NAMED
-    from megatron.compression.tensor_parallel.config import parse_choices
-
     words = shlex.split(text)
     count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))
     if count not in (1, 2):
         raise ValueError(f"{text!r}: give one codec, or two, and then flags")
-    for spec in words[:count]:
-        if spec in ("none", *NAMED):
-            continue
-        if ";" in spec:
-            parse_choices(spec, "--tp-compression")
-            continue
-        for part in spec.split("/"):
-            registry = CODECS
-            if part.partition(":")[0] in GRADIENT_COMPRESSORS.names():
-                registry = GRADIENT_COMPRESSORS
-            registry.parse(part)
     flags = []
     for word in words[count:]:
         flags += word.split("=", 1) if word.startswith("--") else [word]
@@ -133,28 +81,30 @@ def gpu_count() -> int:
     )
 
 
-def fresh_folder(parent: Path, run: str) -> Path:
-    """Below ``parent``, named after the run; another one where an earlier attempt has left its own."""
-    name = "".join(c if c.isalnum() or c in ".=" else "-" for c in run)
-    folder, number = parent / name, 1
-    while folder.exists():
-        folder, number = parent / f"{name}-{number}", number + 1
-    return folder
-
-
 def torchrun(
-    ranks: int, script: str | Path, words: Sequence[object], log: Path, **environment: str
-) -> tuple[int, str]:
-    """Run ranks of a script on this host to their end, output to ``log``; the status and the log's end."""
+    ranks: int,
+    script: str | Path,
+    words: Sequence[object],
+    log: Path,
+    show: Callable[[str], None] = lambda line: None,
+    **environment: str,
+) -> None:
+    """Run ranks of a script on this host to their end, output to ``log``, each line of it given to ``show``.
+
+    Raises: RuntimeError: they failed; has the log's end.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / script), *map(str, words)]
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as stream:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with log.open("w") as stream, subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
         stream.write(shlex.join(command) + "\n")
-        stream.flush()
-        status = subprocess.run(command, cwd=ROOT, env=shared, stdout=stream, stderr=subprocess.STDOUT)
-    return status.returncode, log.read_text(errors="replace")[-3000:]
+        for line in process.stdout:
+            stream.write(line)
+            show(line)
+    if process.returncode:
+        raise RuntimeError(f"the run failed; its output is in {log}:\n{log.read_text()[-3000:]}")
 
 
 def train(change: Callable) -> None:

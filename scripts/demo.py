@@ -6,17 +6,15 @@ the second adds --taco. On CPUs they run over gloo, on two or more GPUs over NCC
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import _corpus
-from _launch import ROOT, gpu_count
+from _launch import ROOT, gpu_count, torchrun
 
 VOCABULARY = 2048
 CORPUS_MB = 8
@@ -62,50 +60,32 @@ def prepare_data(
 
 
 def train(name: str, extra: str, data: dict[str, str], ranks: int, gpus: int, options) -> dict:
-    """One training on tensor-parallel ranks, its progress shown; returns the summary of its report, or ends
-    this process."""
+    """One training on tensor-parallel ranks, its progress shown; the summary of its report."""
     directory = options.output / name
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "pretrain_gpt.py"), *GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split()]
-    command += ["--tensor-model-parallel-size", str(ranks), "--train-iters", str(options.iterations)]
-    command += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
-    command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-    command += ["--eval-interval", str(max(1, options.iterations // 4)), "--eval-iters", "8"]
-    command += ["--log-interval", str(min(5, options.iterations))]
-    command += ["--compression-report", str(directory / "report")]
-    command += ["--tensorboard-dir", str(directory / "tb"), *extra.split()]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if gpus < ranks:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    print(f"\n{name}: {' '.join(command[1:])}", flush=True)
-    started, log_path = time.time(), directory / "log.txt"
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    with open(log_path, "w") as log:
-        for line in process.stdout:
-            log.write(line)
-            show_progress(name, line)
-    if process.wait():
-        print(f"error: the {name} run failed; its output is in {log_path}", file=sys.stderr)
-        sys.exit(1)
-    print(f"  {name}: {time.time() - started:.0f} s", flush=True)
+    words = [*GPT_MODEL_ARGS.split(), *TRAINING_ARGS.split(), *extra.split()]
+    words += ["--tensor-model-parallel-size", ranks, "--train-iters", options.iterations]
+    words += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
+    words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
+    words += ["--eval-interval", max(1, options.iterations // 4), "--eval-iters", 8]
+    words += ["--log-interval", min(5, options.iterations)]
+    words += ["--compression-report", directory / "report", "--tensorboard-dir", directory / "tb"]
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if gpus < ranks else {}
+
+    def show(line: str) -> None:
+        if match := ITERATION.search(line):
+            iteration, total, milliseconds, loss = match.groups()
+            text = f"  {name} {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):.0f} ms"
+            print(text, flush=True)
+        elif "validation loss at iteration" in line:
+            print(f"  {name} {line.strip().split('| lm loss PPL')[0]}", flush=True)
+
+    print(f"\n{name}: pretrain_gpt.py {' '.join(map(str, words))}", flush=True)
+    try:
+        torchrun(ranks, "pretrain_gpt.py", words, directory / "log.txt", show, **environment)
+    except RuntimeError as error:
+        sys.exit(f"error: {name}: {error}")
     return json.loads((directory / "report" / "report.json").read_text())["summary"]
-
-
-def show_progress(name: str, line: str) -> None:
-    """A short line for each of Megatron's."""
-    if match := ITERATION.search(line):
-        iteration, total, milliseconds, loss = match.groups()
-        print(
-            f"  {name} {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):.0f} ms", flush=True
-        )
-    elif "validation loss at iteration" in line:
-        print(f"  {name} {line.strip().split('| lm loss PPL')[0]}", flush=True)
-    elif line.startswith("error:"):
-        print(line, end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ writes data/my_text_document.bin and .idx. Train on it with --data-path data/my_
 tokenizer flags. megatron-core builds the tokenizer and the dataset; --workers does not change them.
 """
 
+import argparse
 import glob
 import json
 import multiprocessing
@@ -20,7 +21,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import batched
 from pathlib import Path
 
-from _launch import Parser, UsageError, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.compression.errors import InputError, OneLineParser
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads inside of forked workers
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -31,7 +33,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
-    parser = Parser(description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(allow_abbrev=False, description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="JSONL files or patterns, one JSON object a line")
     add("--json-keys", nargs="+", default=["text"], help="keys to tokenize, one dataset each")
@@ -47,7 +50,7 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
     """What turns (path, number, bytes) of a line into token ids by key; and the vocabulary's size.
 
     Raises:
-        UsageError: the tokenizer cannot be built.
+        InputError: the tokenizer cannot be built.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -60,7 +63,7 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
         size, eod = tokenizer.vocab_size, [tokenizer.eod] if args.append_eod else []
     except Exception as error:  # each tokenizer library raises its own types
         what = f"--tokenizer-type {args.tokenizer_type}: the tokenizer cannot be built"
-        raise UsageError(f"{what} ({type(error).__name__}: {error}); check its flags and files") from error
+        raise InputError(f"{what} ({type(error).__name__}: {error}); check its flags and files") from error
 
     def encode(line: tuple[str, int, bytes]) -> list[list[int]]:
         try:
@@ -69,7 +72,7 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
             if any(not 0 <= i < size for ids in found for i in ids):
                 raise ValueError(f"a token is not below the vocabulary's size {size}")
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
+            raise InputError(
                 f"--input {line[0]} line {line[1]}: {type(error).__name__}: {error}; give JSON objects with "
                 f"text under {' and '.join(args.json_keys)} (--json-keys) that the tokenizer knows"
             ) from None
@@ -94,7 +97,7 @@ def documents_of(encode: Callable, lines: Iterator[tuple], workers: int) -> Iter
     """The token ids of each line, in order.
 
     Raises:
-        UsageError: of a line, or because a worker was killed.
+        InputError: of a line, or because a worker was killed.
     """
     if workers < 2:
         yield from map(encode, lines)
@@ -106,14 +109,23 @@ def documents_of(encode: Callable, lines: Iterator[tuple], workers: int) -> Iter
                 for documents in pool.map(_work, batches):
                     yield from documents
         except BrokenProcessPool as error:
-            raise UsageError(f"--workers {workers}: one was killed, for memory perhaps; use fewer") from error
+            raise InputError(f"--workers {workers}: one was killed, for memory perhaps; use fewer") from error
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 2 for bad input, which is one line."""
+    try:
+        write(parse(argv))
+    except (InputError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(args: Namespace) -> None:
     """Write a dataset for each key. An index appears when its dataset is whole."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    args = parse(argv)
     encode, size = encoder(args)
     builders, counts = {}, {}
     for key in args.json_keys:
@@ -129,10 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 counts[prefix] = [counts[prefix][0] + 1, counts[prefix][1] + len(ids)]
     for prefix, (documents, tokens) in counts.items():
         if not documents:
-            raise UsageError(f"--input {' '.join(args.input)}: no text for {prefix}; see --json-keys")
+            raise InputError(f"--input {' '.join(args.input)}: no text for {prefix}; see --json-keys")
         builders[prefix].finalize(f"{prefix}.idx")
         print(f"{prefix}: {documents} documents, {tokens} tokens", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(main())

@@ -13,7 +13,6 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
     import _corpus
-    import _launch
     import preprocess_data
 
     text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
@@ -23,5 +22,5 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
         *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
     ]
-    assert _launch.run(preprocess_data.main, list(map(str, flags))) == 0
+    assert preprocess_data.main(list(map(str, flags))) == 0
     return directory / "train_text_document", model

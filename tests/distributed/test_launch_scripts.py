@@ -41,7 +41,6 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         sys.path.insert(0, str(REPO / "scripts"))
-        import _launch
         import preprocess_data
         from tokenizers import ByteLevelBPETokenizer
         from transformers import PreTrainedTokenizerFast
@@ -63,7 +62,7 @@ class Files:
         self.huggingface, self.data = str(folder / "huggingface"), str(folder / "text_text_document")
         flags = f"""--input {text} --output-prefix {folder}/text --append-eod --workers 1 --tokenizer-type
             GPT2BPETokenizer --vocab-file {self.gpt2[0]} --merge-file {self.gpt2[1]}"""
-        assert _launch.run(preprocess_data.main, flags.split()) == 0
+        assert preprocess_data.main(flags.split()) == 0
 
     def arguments(self, script: str) -> list[str]:
         """The positional arguments of a script; its checkpoints go to a folder of their own."""

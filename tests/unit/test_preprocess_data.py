@@ -15,8 +15,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _corpus
-import _launch
 import preprocess_data
+
+from megatron.compression.errors import InputError
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 EOD = 999  # NullTokenizer: the last id
@@ -31,7 +32,7 @@ TRICKY = [
 
 
 def preprocess(*flags: object) -> int:
-    return _launch.run(preprocess_data.main, [str(flag) for flag in flags])
+    return preprocess_data.main([str(flag) for flag in flags])
 
 
 def write_jsonl(path: Path, documents: list[dict]) -> Path:
@@ -181,7 +182,7 @@ def test_a_bad_line_is_named_and_leaves_no_dataset(tmp_path, capsys, line, messa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--input", "absent.jsonl"], "error: absent.jsonl: No such file"),
+        (["--input", "absent.jsonl"], "No such file or directory: 'absent.jsonl'"),
         (["--input", "DIR/blank.jsonl"], "no text for DIR/out_text_document; see --json-keys"),
         (["--split-sentences"], "unrecognized arguments: --split-sentences"),
         (["--tokenizer-type", "SentencePieceTokenizer"], "SentencePieceTokenizer: the tokenizer cannot be"),
@@ -201,5 +202,5 @@ def test_a_killed_worker_is_reported():
     def encode(line):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(_launch.UsageError, match="--workers 2: one was killed"):
+    with pytest.raises(InputError, match="--workers 2: one was killed"):
         list(preprocess_data.documents_of(encode, iter([("a", 1, b"")] * 8), 2))
