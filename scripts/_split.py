@@ -5,7 +5,7 @@ MEGATRON_COMPRESSION_COMMUNICATORS says. Here torch.distributed's functions (and
 them) split large tensors into as many parts, a part on each communicator.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,43 +82,46 @@ def _groups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup] | Non
     return _groups.get(tuple(ranks))
 
 
-def _parted(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+def _parted(tensor: torch.Tensor, group: dist.ProcessGroup | None, other: torch.Tensor) -> list:
     """The communicators for a tensor; none where it is not split."""
     # payloads (uint8) are split by our own transport
-    if tensor.dtype == torch.uint8 or tensor.nbytes < LEAST_BYTES or not tensor.is_contiguous():
+    if tensor.dtype == torch.uint8 or tensor.nbytes < LEAST_BYTES:
         return []
-    return _groups_of(group) or []
+    contiguous = tensor.is_contiguous() and other.is_contiguous()
+    return (_groups_of(group) or []) if contiguous else []
 
 
-def _has_long_rows(tensor: torch.Tensor) -> bool:
-    return tensor.dtype != torch.uint8 and tensor.dim() == 2 and tensor.shape[1] >= LEAST_VALUES
-
-
-def _whole(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+def _collected(work: dist.Work | Work | None, async_op: bool) -> dist.Work | Work | None:
     if async_op and _collecting:
-        _collecting[-1].append(Work(work))
+        _collecting[-1].append(work if isinstance(work, Work) else Work(work))
     return work
 
 
-def _started(works: list, finish: Callable[[], None], async_op: bool) -> Work | None:
-    work = join([Work(one) for one in works]).then(lambda _: finish())
-    if not async_op:
-        return work.wait()
-    if _collecting:
-        _collecting[-1].append(work)
-    return work
+def _started(start: Callable, came: Sequence, sent: Sequence, groups: list, async_op: bool) -> Work | None:
+    """``start(received, part, communicator)`` for every part; ``came`` and ``sent`` have any strides."""
+    sent = [part.contiguous() for part in sent]  # all of them first: what comes may lie in what is sent
+    parts = [
+        to if to.is_contiguous() else torch.empty(to.shape, dtype=to.dtype, device=to.device) for to in came
+    ]
+    works = [Work(start(*one)) for one in zip(parts, sent, groups, strict=True)]
+
+    def finish(_: object) -> None:
+        for to, part in zip(came, parts, strict=True):
+            if part is not to:
+                to.copy_(part)
+
+    work = join(works).then(finish)
+    return _collected(work, async_op) if async_op else work.wait()
 
 
 def split_all_reduce(original: Callable) -> Callable:
     """In place, by flat parts."""
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        groups = _parted(tensor, group)
-        if not groups:
-            return _whole(original(tensor, op, group, async_op), async_op)
+        if not (groups := _parted(tensor, group, tensor)):
+            return _collected(original(tensor, op, group, async_op), async_op)
         parts = tensor.view(-1).tensor_split(len(groups))
-        works = [original(part, op, one, True) for part, one in zip(parts, groups, strict=True)]
-        return _started(works, lambda: None, async_op)
+        return _started(lambda part, _, one: original(part, op, one, True), parts, parts, groups, async_op)
 
     return all_reduce
 
@@ -127,15 +130,12 @@ def split_all_gather(original: Callable) -> Callable:
     """By parts of what each rank sends."""
 
     def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-        groups = _parted(output_tensor, group) if input_tensor.is_contiguous() else []
-        if not groups:
-            return _whole(original(output_tensor, input_tensor, group, async_op), async_op)
-        rows = output_tensor.view(groups[0].size(), -1)
-        columns = rows.tensor_split(len(groups), dim=1)
-        parts = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in columns]
+        if not (groups := _parted(output_tensor, group, input_tensor)):
+            return _collected(original(output_tensor, input_tensor, group, async_op), async_op)
+        columns = output_tensor.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
         sent = input_tensor.reshape(-1).tensor_split(len(groups))
-        works = [original(p.view(-1), s, g, True) for p, s, g in zip(parts, sent, groups, strict=True)]
-        return _started(works, lambda: [c.copy_(p) for c, p in zip(columns, parts, strict=True)], async_op)
+        start = lambda came, part, one: original(came.view(-1), part, one, True)  # noqa: E731
+        return _started(start, columns, sent, groups, async_op)
 
     return all_gather_into_tensor
 
@@ -144,14 +144,12 @@ def split_reduce_scatter(original: Callable) -> Callable:
     """By parts of what each rank keeps."""
 
     def reduce_scatter_tensor(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        groups = _parted(input, group) if output.is_contiguous() else []
-        if not groups:
-            return _whole(original(output, input, op, group, async_op), async_op)
-        sent = [c.contiguous() for c in input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)]
+        if not (groups := _parted(input, group, output)):
+            return _collected(original(output, input, op, group, async_op), async_op)
+        columns = input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
         kept = output.view(-1).tensor_split(len(groups))
-        parts = [torch.empty_like(one) for one in kept]  # output may be a part of input
-        works = [original(p, s.view(-1), op, g, True) for p, s, g in zip(parts, sent, groups, strict=True)]
-        return _started(works, lambda: [k.copy_(p) for k, p in zip(kept, parts, strict=True)], async_op)
+        start = lambda came, part, one: original(came, part.view(-1), op, one, True)  # noqa: E731
+        return _started(start, kept, columns, groups, async_op)
 
     return reduce_scatter_tensor
 
@@ -168,16 +166,15 @@ def split_all_to_all(original: Callable) -> Callable:
         sizes = output_split_sizes, input_split_sizes
         equal = all(one is None for one in sizes)
         if equal:
-            groups = _parted(input, group) if output.is_contiguous() else []
+            groups = _parted(input, group, output)
         else:
-            groups = (_groups_of(group) or []) if _has_long_rows(input) else []
+            long_rows = input.dtype != torch.uint8 and input.dim() == 2 and input.shape[1] >= LEAST_VALUES
+            groups = (_groups_of(group) or []) if long_rows else []
         if not groups:
-            return _whole(original(output, input, *sizes, group, async_op), async_op)
+            return _collected(original(output, input, *sizes, group, async_op), async_op)
         rows = [x.view(groups[0].size(), -1) if equal else x for x in (input, output)]
         sent, kept = (x.tensor_split(len(groups), dim=1) for x in rows)
-        sent = [one.contiguous() for one in sent]
-        parts = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in kept]
-        works = [original(p, s, *sizes, g, True) for p, s, g in zip(parts, sent, groups, strict=True)]
-        return _started(works, lambda: [k.copy_(p) for k, p in zip(kept, parts, strict=True)], async_op)
+        start = lambda came, part, one: original(came, part, *sizes, one, True)  # noqa: E731
+        return _started(start, kept, sent, groups, async_op)
 
     return all_to_all_single

@@ -62,26 +62,27 @@ WARM_UP = 3
 """Iterations of a block that are not timed."""
 AUTO = ("--compression", "auto")
 _ORDER = "BENCH_ORDER"
-SHAPE = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
-_QWEN = megatron_flags(MODELS["2.5-7b"])
-del _QWEN["--padded-vocab-size"]  # Megatron's own padding: --vocab-size after the options counts
-EXPERTS = """--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --group-query-attention
-    --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 --vocab-size 32000
-    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32
-    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --position-embedding-type rope --bf16"""
-"""Four of 48 layers; the vocabulary is smaller too, since its product is not what is compared."""
+
+
+def _qwen(name: str, **changed: str) -> str:
+    """The flags of a model, its vocabulary padded by Megatron: a --vocab-size after the options counts."""
+    flags = megatron_flags(MODELS[name]) | {f"--{flag.replace('_', '-')}": v for flag, v in changed.items()}
+    del flags["--padded-vocab-size"]
+    return " ".join(as_arguments(flags)) + " --bf16"
+
+
 SHAPES = {
     "350m": _GPT.format(24, 1024, 16) + " --micro-batch-size 8",
     "1.3b": _GPT.format(24, 2048, 16),
-    "1.75b": SHAPE,
+    "1.75b": "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16",
     "2.7b": _GPT.format(32, 2560, 32),
     "6.7b": _GPT.format(32, 4096, 32),
     "13b": _GPT.format(40, 5120, 40),
-    "qwen2.5-7b": " ".join(map(str, as_arguments(_QWEN))) + " --seq-length 512 --micro-batch-size 8 --bf16",
-    "qwen3-30b-a3b": EXPERTS,
+    "qwen2.5-7b": _qwen("2.5-7b") + " --seq-length 512 --micro-batch-size 8",
+    # Four of 48 layers; the vocabulary is smaller too, since its product is not what is compared.
+    "qwen3-30b-a3b": _qwen("3-30b-a3b", num_layers="4", vocab_size="32000", moe_aux_loss_coeff="0.01")
+    + " --moe-token-dispatcher-type alltoall --moe-router-dtype fp32",
     "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
     " --untie-embeddings-and-output-weights --bf16",
 }
@@ -111,9 +112,9 @@ def flags_of(options: Namespace) -> list:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
     tensor, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
-    given = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    given.add_argument("--micro-batch-size", type=int)
-    micro = given.parse_known_args([*map(str, flags), *options.extra])[0].micro_batch_size
+    sizes = [flags[place + 1] for place, word in enumerate(flags) if word == "--micro-batch-size"]
+    micro = options.micro_batch_size or int(sizes[-1])  # the last one wins
+    flags += ["--micro-batch-size", micro]
     flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []
@@ -142,6 +143,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
     add("--sequence-parallel", action="store_true")
     add("--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)")
+    add("--micro-batch-size", type=int, help="sequences (default: the shape's)")
     add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
     add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
@@ -162,6 +164,8 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     options.dimension, options.ranks = spread[0], 1
     for size in sizes.values():
         options.ranks *= size
+    if options.iterations <= WARM_UP:
+        parser.error(f"--iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     options.codecs = options.codecs or CODECS[spread[0]]
@@ -169,6 +173,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
     traffic += ["dp.gradient", "dp.weight"] if "data" in spread else []
     try:
+        options.settings = [parse_setting(text) for text in options.codecs]
         return options, flags_of(options), tuple(traffic)
     except ValueError as error:
         parser.error(str(error))
@@ -178,25 +183,19 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
     """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows.
 
     Args:
-        options: as parsed, with ``extra``.
+        options: as parsed, with ``extra`` and ``settings``.
         flags: of every run: model and parallel sizes.
         traffic: the ledger's classes whose megabytes become columns.
     """
-    try:
-        settings = [parse_setting(text) for text in options.codecs]
-    except ValueError as error:
-        sys.exit(f"error: --codecs {error}")
-    if options.iterations <= WARM_UP:
-        sys.exit(f"error: --iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
     rows: list[dict] = []
     for regime in options.regimes:
-        for together in launches(options.dimension, settings):
+        for together in launches(options.dimension, options.settings):
             rows += _run(options, regime, together, flags, traffic)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
         here = [row for row in rows if row["regime"] == regime]
         print(f"\n{table(here, traffic)}", flush=True)
-    if len(rows) < len(options.regimes) * len(settings):
+    if len(rows) < len(options.regimes) * len(options.settings):
         sys.exit(1)
 
 
@@ -211,8 +210,8 @@ def _run(
     options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
-    first = max(settings, key=lambda one: (any("lossless" in spec for spec in one.specs), one.compresses))
-    words, auto = _words(options, first, flags), is_auto(first)
+    first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
+    words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
     before = checked_in(options) if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings]}
@@ -222,18 +221,18 @@ def _run(
         environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
         environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
         words += ["--compression-report", report]
-        status, end = torchrun(
-            options.ranks, Path(sys.argv[0]).resolve(), words, Path(folder, "log.txt"), **environment
-        )
-        if status:
-            print(f"error: the {regime} run of {first.text} failed:\n{end}", file=sys.stderr)
+        log = Path(folder, "log.txt")
+        try:
+            torchrun(options.ranks, Path(__file__).resolve(), words, log, **environment)
+        except RuntimeError as error:
+            print(f"error: {regime}, {first.text}: {error}", file=sys.stderr)
             return []
         history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()][before:]
         memory = largest(json.loads((report / "report.json").read_text())["memory_by_rank"])
         peak = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
         print(f"{regime} {', '.join(one.text for one in settings)}: peak {peak}", flush=True)
         if auto:
-            said = Path(folder, "log.txt").read_text().splitlines()
+            said = log.read_text().splitlines()
             print(*(one for one in said if one.startswith(("compression auto:", " | ", " |--"))), sep="\n")
     rows = []
     for block, setting in enumerate(settings):
@@ -244,19 +243,9 @@ def _run(
     return rows
 
 
-def _used(options: Namespace) -> list[str]:
-    """Dimensions with more than one rank."""
-    return [name for name in FLAGS if getattr(options, f"{name}_parallel") > 1]
-
-
 def checked_in(options: Namespace) -> int:
     """Iterations in which --compression auto checks its choice at most, and those before them."""
-    return 4 + 2 * 4 * (1 + len(_used(options)))
-
-
-def is_auto(setting: Setting) -> bool:
-    """Whether the setting leaves the choice to the run."""
-    return setting.flags[: len(AUTO)] == AUTO
+    return 4 + 2 * 4 * (1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS))
 
 
 def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:

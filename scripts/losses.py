@@ -16,25 +16,20 @@ is missing. Flags that are not the script's own go to Megatron.
 
 import argparse
 import json
+import math
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from hashlib import file_digest, sha256
 from pathlib import Path
 
 import demo
-from _launch import (
-    FLAGS,
-    ROOT,
-    SETTINGS_HELP,
-    Setting,
-    fresh_folder,
-    gpu_count,
-    parse_setting,
-    runs_left,
-    torchrun,
-)
+from _corpus import SPLITS
+from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, gpu_count, parse_setting, runs_left, torchrun
+
+from megatron.compression.report.render import table as markdown
 
 SHAPES = {
     "tiny": "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
@@ -84,7 +79,12 @@ def parse_args() -> argparse.Namespace:
     add("--corpus-mb", type=float, help="text of all splits, 10^6 bytes (default: 90 on GPUs, 8 on CPUs)")
     add("--output", type=Path, help="folder for everything (default: runs/DIMENSION)")
     add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
-    add("--time-limit", type=float, help="seconds: start no run that would end later, by the longest so far")
+    add(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        help="seconds: start no run that would end later, by the longest so far",
+    )
     options, options.extra = parser.parse_known_args()
     options.dimension, options.ranks = next(
         (name, ranks) for name in FLAGS if (ranks := getattr(options, f"{name}_parallel"))
@@ -110,61 +110,36 @@ def find(results: list[dict], run: dict) -> dict | None:
 
 
 def train_missing(
-    runs: list[dict],
-    train: Callable[[dict], dict],
-    output: Path,
-    time_limit: float | None = None,
-    report: Callable[[list[dict]], None] = lambda results: None,
+    runs: list[dict], train: Callable[[dict], dict], output: Path, time_limit: float = math.inf
 ) -> list[dict]:
-    """Train what ``results.json`` does not hold yet, one run after the other.
+    """Train what ``results.json`` does not hold yet, one run after the other; the results of ``runs``.
 
     Args:
         runs: what decides each run; JSON-ready.
         train: one training; what it returns is kept with the run. Raises RuntimeError if it fails.
-        output: folder of results.json.
+        output: folder of results.json, and of the table results.md.
         time_limit: seconds: start no run that would end later, by the longest so far.
-        report: called after each training with the results of ``runs`` that there are.
 
-    Returns:
-        The results of ``runs`` that there are, each its run with what ``train`` returned.
-
-    Raises:
-        SystemExit: a training failed.
+    Raises: SystemExit: a training failed.
     """
     output.mkdir(parents=True, exist_ok=True)
     file, began, longest = output / "results.json", time.monotonic(), 0.0
     results = json.loads(file.read_text()) if file.exists() else []
-
-    def present() -> list[dict]:
-        return [result for run in runs if (result := find(results, run)) is not None]
-
     for run in runs:
         started = time.monotonic()
-        late = time_limit is not None and longest and started - began + longest > time_limit
-        if late or find(results, run) is not None:
+        if find(results, run) is not None or (longest and started - began + longest > time_limit):
             continue
         try:
             results.append({**run, **train(run)})
         except RuntimeError as error:
-            sys.exit(f"error: {error}")
+            sys.exit(f"error: {run['setting']!r}: {error}")
         longest = max(longest, time.monotonic() - started)
         file.write_text(json.dumps(results, indent=1) + "\n")
-        report(present())
-    if left := len(runs) - len(present()):
+    present = [result for run in runs if (result := find(results, run)) is not None]
+    (output / "results.md").write_text(table(present, runs[0]["setting"]))
+    if left := len(runs) - len(present):
         print(runs_left(left, len(runs)), flush=True)
-    return present()
-
-
-def difference(result: dict, results: list[dict], baseline: str) -> float | None:
-    """Relative difference of the validation loss to that of ``baseline`` with the same seed, if any."""
-    base = find(results, {"setting": baseline, "seed": result["seed"]})
-    return None if base is None or base is result else result["validation_loss"] / base["validation_loss"] - 1
-
-
-def noise(results: list[dict], baseline: str) -> float | None:
-    """What a seed changes: the baseline's largest validation loss over its smallest, less 1."""
-    losses = [result["validation_loss"] for result in results if result["setting"] == baseline]
-    return max(losses) / min(losses) - 1 if len(losses) > 1 else None
+    return present
 
 
 def table(results: list[dict], baseline: str) -> str:
@@ -174,106 +149,87 @@ def table(results: list[dict], baseline: str) -> str:
     traffic = [name for name in traffic if not name.endswith(".other")]
     columns = ["setting", "seed", "validation loss", f"against {baseline}", "test loss"]
     columns += [text for name in traffic for text in (f"{name} MB", "of uncompressed")]
-    lines = [columns, ["---"] * len(columns)]
+    lines = [columns]
     for result in results:
-        part = difference(result, results, baseline)
-        cells = [result["setting"], str(result["seed"]), f"{result['validation_loss']:.4f}"]
-        cells.append("-" if part is None else f"{part:+.2%}")
-        tested = result.get("test_loss")  # results of earlier versions have none
-        cells.append("-" if tested is None else f"{tested:.4f}")
+        base = find(results, {"setting": baseline, "seed": result["seed"]})
+        cells = [result["setting"], str(result["seed"]), f"{result['validation_loss']:.4f}", "-"]
+        if base is not None and base is not result:
+            cells[-1] = f"{result['validation_loss'] / base['validation_loss'] - 1:+.2%}"
+        cells.append(f"{result['test_loss']:.4f}")
         for name in traffic:
             pair = result["bytes_per_iteration"].get(name, {"sent": 0.0, "uncompressed": 0.0})
             part = pair["sent"] / pair["uncompressed"] if pair["uncompressed"] else 0.0
             cells += [f"{pair['sent'] / 1e6:.3f}", f"{part:.3f}"]
         lines.append(cells)
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
-    spread = noise(results, baseline)
-    note = f"A seed alone changes the validation loss of {baseline} by {spread:.2%}.\n" if spread else ""
-    return text + "\n" + note
+    losses = [result["validation_loss"] for result in results if result["setting"] == baseline]
+    noise = max(losses, default=1.0) / min(losses, default=1.0) - 1
+    note = f"A seed alone changes the validation loss of {baseline} by {noise:.2%}." if noise else ""
+    return "\n".join([*markdown(*lines), "", note]) + "\n"
 
 
-def train(setting: Setting, seed: int, data: dict[str, str], common: dict, options) -> dict:
-    """One training; what is kept of its report.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    folder = fresh_folder(options.output, f"{setting.text} {seed}")
+def train(setting: Setting, run: dict, data: dict[str, str], options: argparse.Namespace) -> dict:
+    """One training; what is kept of its report. Raises: RuntimeError: it failed."""
+    name = "".join(c if c.isalnum() or c in ".=" else "-" for c in setting.text)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-{run['seed']}-", dir=options.output))
     flags, parts = PARALLEL[options.dimension]
-    shape = SHAPES[common["model"]].split()
+    shape, iterations = SHAPES[run["model"]].split(), run["iterations"]
     batch = int(shape[shape.index("--global-batch-size") + 1])
     micro = batch // (parts or options.ranks)
     micro = min(micro, MOST_TOKENS // int(shape[shape.index("--seq-length") + 1]))
     words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=micro).split()]
-    words += ["--train-iters", common["iterations"], "--eval-interval", max(1, common["iterations"] // 4)]
-    words += ["--eval-iters", 16, "--log-interval", max(1, min(10, common["iterations"] // 4))]
-    words += ["--train-data-path", data["train"], "--valid-data-path", data["valid"]]
-    words += ["--test-data-path", data["test"]]
+    words += ["--train-iters", iterations, "--eval-interval", max(1, iterations // 4)]
+    words += ["--eval-iters", 16, "--log-interval", max(1, min(10, iterations // 4))]
+    words += [word for split in SPLITS for word in (f"--{split}-data-path", data[split])]
     words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", data["tokenizer"]]
-    words += ["--compression-report", folder / "report", "--seed", seed, *setting.words(options.dimension)]
-    words += options.extra
+    words += ["--compression-report", folder / "report", "--seed", run["seed"]]
+    words += [*setting.words(options.dimension), *options.extra]
     environment = setting.environment | ({} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
     began = time.monotonic()
-    status, end = torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
-    if status:
-        raise RuntimeError(
-            f"the run of {setting.text!r} failed; its output is in {folder / 'log.txt'}:\n{end}"
-        )
+    torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
-    print(f"{setting.text}, seed {seed}: {summary['validation_loss']:.4f}", flush=True)
+    print(f"{setting.text}, seed {run['seed']}: {summary['validation_loss']:.4f}", flush=True)
     kept = ("validation_loss", "test_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
     return {key: summary[key] for key in kept} | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def digest(data: dict[str, str]) -> str:
-    """Of the tokens of all splits, so that losses on other text are never compared."""
+def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
+    """What decides every run besides its setting and seed, the tokens of all splits among it."""
     tokens = sha256()
-    for split in ("train", "valid", "test"):
+    for split in SPLITS:
         with open(f"{data[split]}.bin", "rb") as file:
             tokens.update(file_digest(file, "sha256").digest())
-    return tokens.hexdigest()[:16]
-
-
-def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
-    """What decides every run besides its setting and seed."""
-    common = {"model": options.model or ("small" if options.on_gpus else "tiny"), "ranks": options.ranks}
-    common |= {"iterations": options.iterations or (400 if options.on_gpus else 60)}
-    return common | {
+    return {
+        "model": options.model or ("small" if options.on_gpus else "tiny"),
+        "ranks": options.ranks,
+        "iterations": options.iterations or (400 if options.on_gpus else 60),
         "dimension": options.dimension,
         "extra": shlex.join(options.extra),
-        "data": digest(data),
+        "data": tokens.hexdigest()[:16],
     }
 
 
 def main() -> None:
-    """Train what is missing and print the table, which is also written after each run."""
+    """Train what is missing and print the table."""
     options = parse_args()
-    gpus = gpu_count()
-    options.on_gpus = gpus >= options.ranks
+    options.on_gpus = gpu_count() >= options.ranks
     options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
     data = demo.prepare_data(
         options.data.resolve() if options.data else options.output / "data",
         "site-packages" if options.on_gpus else "stdlib",
         options.corpus_mb or (90 if options.on_gpus else demo.CORPUS_MB),
         16384 if options.on_gpus else demo.VOCABULARY,
-        splits=("train", "valid", "test"),
+        SPLITS,
     )
-    common = common_of(options, data)
-    settings = {setting.text: setting for setting in options.settings}
-    runs = [
-        {**common, "setting": text, "seed": seed}
-        for text, seed in plan(list(settings), options.seeds, options.noise_seed)
-    ]
-    baseline = options.settings[0].text
-
-    def report(results: list[dict]) -> None:
-        (options.output / "results.md").write_text(table(results, baseline))
-
-    def train_one(run: dict) -> dict:
-        return train(settings[run["setting"]], run["seed"], data, common, options)
-
-    results = train_missing(runs, train_one, options.output, options.time_limit, report)
-    print("\n" + table(results, baseline), end="")
+    common, settings = common_of(options, data), {setting.text: setting for setting in options.settings}
+    planned = plan(list(settings), options.seeds, options.noise_seed)
+    runs = [{**common, "setting": text, "seed": seed} for text, seed in planned]
+    results = train_missing(
+        runs,
+        lambda run: train(settings[run["setting"]], run, data, options),
+        options.output,
+        options.time_limit,
+    )
+    print("\n" + table(results, options.settings[0].text), end="")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def test_settings_are_specs_and_flags():
     assert given == ["--tp-compression", "taco", "--compression-min-mb", "8"]
     assert _launch.parse_setting("none --grad-reduce-in-bf16").words("data") == ["--grad-reduce-in-bf16"]
     assert _launch.parse_setting("sdp4bit none").words("data")[2:] == ["none"]
-    for wrong in ("int7", "taco:grop=64", "--taco", "int4 int4 int4", "sdp4bit/int7"):
-        with pytest.raises(ValueError, match=r"int7|grop|one codec"):
+    for wrong in ("--taco", "int4 int4 int4"):
+        with pytest.raises(ValueError, match="one codec"):
             _launch.parse_setting(wrong)
 
 
@@ -107,15 +107,9 @@ def test_a_layout_makes_ranks_flags_and_columns():
             parse(wrong)
 
 
-def test_what_a_setting_says_in_other_words():
-    for text, compressed in (
-        ("none --compression taco-paper", True),
-        ("none --tp-compression none taco", True),
-        ("none --cp-compression=int8", True),
-        ("none --grad-reduce-in-bf16", False),
-    ):
-        assert _launch.parse_setting(text).compresses == compressed
-    assert bench.is_auto(_launch.parse_setting("none --compression=auto"))
+def test_variables_of_a_setting_are_the_runs() -> None:
     nodes = _launch.parse_setting("sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1")
     assert nodes.environment == {"MEGATRON_COMPRESSION_NODE_SIZE": "1"}
     assert nodes.words("data") == ["--dp-compression", "sdp4bit"]
+    auto = _launch.parse_setting("none --compression=auto")
+    assert auto.flags == bench.AUTO and auto.words("pipeline") == ["--compression", "auto"]
