@@ -12,26 +12,27 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.compression import patches, repetition
-from megatron.compression.caat_net import hooks as caat_net
+from megatron.compression.caat_net.hooks import CaatNet
 from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
-from megatron.compression.config import CompressionConfig
-from megatron.compression.context_parallel import hooks as context_parallel
-from megatron.compression.data_parallel import hooks as data_parallel
-from megatron.compression.dimension import naming_arguments
+from megatron.compression.config import CompressionConfig, changed_settings
+from megatron.compression.context_parallel.hooks import ContextParallel
+from megatron.compression.data_parallel.hooks import Gradients
+from megatron.compression.dimension import Dimension, naming_arguments, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.expert_parallel.hooks import Experts
-from megatron.compression.pipeline_parallel import hooks as pipeline_parallel
-from megatron.compression.tensor_parallel import hooks as tensor_parallel
-from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
+from megatron.compression.expert_parallel.hooks import ExpertParallel
+from megatron.compression.pipeline_parallel.hooks import PipelineParallel
+from megatron.compression.tensor_parallel.hooks import TensorParallel
+
+STATE = "megatron_taco"
+"""Under this key a checkpoint holds the config, and what the error bound has decided."""
 
 
 class Compression:
@@ -51,28 +52,30 @@ class Compression:
         *,
         iteration: Callable[[], int] | None = None,
         train_iters: int | None = None,
-        say: Callable[[str], None] = data_parallel.print_on_first_rank,
+        say: Callable[[str], None] = print_on_first_rank,
         broadcasts_batch: bool = False,
     ) -> None:
-        self.config, self._say, self._broadcasts_batch = config, say, broadcasts_batch
+        self.config, self._say, self._train_iters = config, say, train_iters
         self.steps = 0
         """Calls of ``step`` so far."""
         self._said_small = False
-        self._train_iters = train_iters
-        ledger = Ledger()
-        policy = Policy(
-            config.rules(train_iters),
-            ledger,
-            iteration or (lambda: self.steps),
-            config.validate_uncompressed,
-            ErrorMeter(config.error_bound),
-        )
+        ledger, meter = Ledger(), ErrorMeter(config.error_bound)
+        rules, iteration = config.rules(train_iters), iteration or (lambda: self.steps)
+        policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
         self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
-        self.gradients = data_parallel.Gradients(config.data_parallel, self.run, say)
-        """The data-parallel part: state for checkpoints."""
-        self._pipeline = pipeline_parallel.attach(policy, ledger)
-        self._experts = Experts(config.expert_parallel, self.run)
-        self._engine = TransformerEngineLayers(self.run)
+        tensor_parallel = TensorParallel(config.tensor_parallel, self.run, say)
+        tensor_parallel.broadcasts_batch = broadcasts_batch
+        self.gradients = Gradients(config.data_parallel, self.run, say)
+        """The data-parallel part: the topology of its groups."""
+        self.dimensions: dict[str, Dimension] = {
+            "tensor_parallel": tensor_parallel,
+            "context_parallel": ContextParallel(config.context_parallel, self.run, say),
+            "expert_parallel": ExpertParallel(config.expert_parallel, self.run, say),
+            "caat_net": CaatNet(config.caat_net, self.run, say),
+            "pipeline_parallel": PipelineParallel(config.pipeline_parallel, self.run, say),
+            "data_parallel": self.gradients,
+        }
+        """By the name of their settings in ``CompressionConfig``, in the order in which they are attached."""
         self._when_attached: list[Callable[[list[torch.nn.Module]], None]] = []
 
     @property
@@ -81,48 +84,34 @@ class Compression:
         return self.run.ledger
 
     def adopt(self, config: CompressionConfig) -> None:
-        """Take over settings in place of the present ones; before anything is attached."""
+        """Use settings in place of the present ones; before anything is attached."""
         self.config = config
         policy = self.run.policy
         policy.rules, policy.meter.bound = config.rules(self._train_iters), config.error_bound
-        self.gradients.adopt(config.data_parallel)
-        self._experts.config = config.expert_parallel
+        for name, dimension in self.dimensions.items():
+            dimension.adopt(getattr(config, name))
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
 
         Raises: CompressionConfigError: a layer communicates in a way that is not covered.
         """
-        config = self.config.tensor_parallel
-        tensor_parallel.attach(chunks, config, self.run, self._say, self._broadcasts_batch, self._engine)
-        context_parallel.attach(chunks, self.config.context_parallel, self.run, self._say)
-        self._experts.attach(chunks, self._say)
-        if self.config.caat_net.enabled:
-            for chunk in chunks:
-                caat_net.attach(chunk, self.config.caat_net, self.ledger)
+        for dimension in self.dimensions.values():
+            dimension.attach(chunks)
         return chunks
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Hook into the chunks that DDP has wrapped. Collective."""
+        """Hook into the chunks that DDP has wrapped. Collective.
+
+        Raises: CompressionConfigError: a part of a spec by site that meets no site on any rank.
+        """
         if line := fp8_in_software(c for rule in self.run.policy.rules.values() for c in rule.codecs):
             self._say(f"compression: {line}")
-        self._refuse_unmet(chunks)
+        for dimension in self.dimensions.values():
+            dimension.attach_wrapped(chunks)
         for follow in self._when_attached:
             follow(chunks)
-        return self.gradients.attach(chunks)
-
-    def _refuse_unmet(self, chunks: list[torch.nn.Module]) -> None:
-        """Refuse a part of a spec by site or layer that no site of any rank meets. Collective."""
-        config = self.config.tensor_parallel
-        by_site = any(";" in (text or "") for text in config.specs) or config.layers != "all"
-        if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
-            return
-        unmet: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(unmet, tensor_parallel.unmet_parts(chunks, config))
-        if nowhere := sorted(set.intersection(*unmet)):
-            raise CompressionConfigError(
-                f"{nowhere[0]} names nothing that this model sends over tensor parallelism; drop that part"
-            )
+        return chunks
 
     def on_attached(self, follow: Callable[[list[torch.nn.Module]], None]) -> None:
         """Call ``follow(chunks)`` with the wrapped chunks once there are any."""
@@ -168,18 +157,31 @@ class Compression:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs besides weights and optimizer: plain values, the same on every rank. The
-        gradients' state is separate (``gradients``): it is cut as the optimizer's."""
+        """What a resume needs besides weights and optimizer: plain values, the same on every rank."""
         return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave."""
+        """Continue from what ``state`` gave."""
         self.steps = state.get("steps", 0)
-        meter, saved = self.run.policy.meter, state.get("error_bound")
-        if meter.bound is not None and saved:
-            meter.restore(saved)
-            sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in saved)
+        meter, off = self.run.policy.meter, state.get("error_bound")
+        if meter.bound is not None and off:
+            meter.restore(off)
+            sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in off)
             self._say(f"compression: uncompressed as when the checkpoint was saved: {sites}")
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's."""
+        if not is_loading:
+            state_dict[STATE] = {"config": self.config.asdict(), **self.state()}
+        for dimension in self.dimensions.values():
+            dimension.add_state(state_dict, is_loading)
+
+    def resume(self, state_dict: dict[str, Any]) -> None:
+        """Continue as the run that saved this state dict, and say which settings are other ones."""
+        saved = state_dict[STATE]
+        if changed := changed_settings(saved["config"], self.config.asdict()):
+            self._say(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
+        self.load_state(saved)
 
 
 @naming_arguments()

@@ -1,75 +1,114 @@
-"""What the settings of every dimension of parallelism have in common."""
+"""What every dimension of parallelism has in common: its settings, and what it attaches to a model."""
 
 import contextlib
-import functools
 import math
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
 from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
+from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError, naming
+
+FLAGS: dict[str, tuple[str, ...]] = {
+    "--tp-compression": ("tensor_parallel.compression", "tensor_parallel.backward"),
+    "--pp-compression": ("pipeline_parallel.compression", "pipeline_parallel.backward"),
+    "--cp-compression": ("context_parallel.compression", "context_parallel.backward"),
+    "--ep-compression": ("expert_parallel.compression", "expert_parallel.backward"),
+    "--dp-compression": ("data_parallel.compression", "data_parallel.weights"),
+    "--tp-compression-layers": ("tensor_parallel.layers",),
+    "--tp-compression-overlap": ("tensor_parallel.overlap",),
+    "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
+    "--compression-min-mb": ("tensor_parallel.min_mb",),
+    "--compression-loss-budget": ("loss_budget",),
+    "--compression-start-iteration": ("start_iteration",),
+    "--compression-transport": ("transport",),
+    "--compression-error-bound": ("error_bound",),
+    "--validate-uncompressed": ("validate_uncompressed",),
+    "--compression-report": ("report",),
+}
+"""Flag -> fields of ``CompressionConfig``, one a value. ``min_mb`` is every dimension's."""
 
 
 def _arguments() -> dict[str, str]:
-    kinds = {"tp": "Tensor", "pp": "Pipeline", "cp": "Context", "ep": "Expert", "dp": "Data"}
+    """Flag, or flag and second value -> the argument that is the same in Python; longer ones first."""
     found = {"--taco": "TensorParallelConfig(compression='taco')"}
-    for short, kind in kinds.items():
-        second = "WEIGHTS" if short == "dp" else "BACKWARD"
-        found[f"--{short}-compression"] = f"{kind}ParallelConfig.compression"
-        found[f"--{short}-compression {second}"] = f"{kind}ParallelConfig.{second.lower()}"
-    for name in ("layers", "overlap"):
-        found[f"--tp-compression-{name}"] = f"TensorParallelConfig.{name}"
-    for name in ("loss_budget", "start_iteration", "transport", "error_bound", "report"):
-        found[f"--compression-{name.replace('_', '-')}"] = f"CompressionConfig.{name}"
-    found["--compression-min-mb"] = "min_mb"
-    found["--validate-uncompressed"] = "CompressionConfig.validate_uncompressed"
-    found["--caat-net-sync-fraction"] = "CaatNetConfig.sync_fraction"
+    for flag, paths in FLAGS.items():
+        for path in paths:
+            part, _, name = path.rpartition(".")
+            second = f" {name.upper()}" if path != paths[0] else ""
+            owner = part.title().replace("_", "") if part else "Compression"
+            found[flag + second] = name if name == "min_mb" else f"{owner}Config.{name}"
     return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
 
 
 ARGUMENTS = _arguments()
-"""Flag, and a flag with its second value -> the argument that is the same in Python; longer ones first."""
 
 
 @contextlib.contextmanager
-def naming_arguments() -> Iterator[None]:
-    """Have what is refused name arguments, for who gives no flags."""
+def _renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except CompressionConfigError as error:
         text = str(error)
-        for flag, argument in ARGUMENTS.items():
-            text = re.sub(rf"{flag}(?![\w-])", argument, text)
+        for old, new in names.items():
+            text = re.sub(rf"(?<![\w.-]){re.escape(old)}(?![\w-])", new, text)
         raise CompressionConfigError(text) from None
 
 
-@contextlib.contextmanager
-def naming_flags() -> Iterator[None]:
-    """Have what ``naming_arguments`` refuses name flags again, for who gives them."""
-    try:
-        yield
-    except CompressionConfigError as error:
-        text = str(error)
-        for flag, argument in ARGUMENTS.items():
-            text = re.sub(rf"(?<![\w.]){re.escape(argument)}(?!\w)", flag, text)
-        raise CompressionConfigError(text) from None
+naming_arguments = partial(_renaming, ARGUMENTS)
+"""Has what is refused name arguments, for who gives no flags."""
+naming_flags = partial(_renaming, {argument: flag for flag, argument in ARGUMENTS.items()})
+"""Has what ``naming_arguments`` refuses name flags again, for who gives them."""
 
 
-def named_by_arguments[Settings: type](settings: Settings) -> Settings:
-    """Have a class of settings name its arguments where it refuses one."""
-    made = settings.__init__
+def print_on_first_rank(line: str) -> None:
+    """On rank 0 of the job; anywhere without a job."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f" {line}", flush=True)
 
-    def __init__(self: Any, **given: Any) -> None:
-        with naming_arguments():
-            made(self, **given)
 
-    settings.__init__ = functools.wraps(made)(__init__)  # type: ignore[misc]
-    return settings
+class Dimension:
+    """What one kind of parallelism attaches to a model; ``Compression`` calls all of them alike.
+
+    Args:
+        config: its settings.
+        say: prints a line; called on every rank.
+    """
+
+    def __init__(self, config: Any, run: Run, say: Any = print_on_first_rank) -> None:
+        self.config, self.run, self.say = config, run, say
+
+    def adopt(self, config: Any) -> None:
+        """Use these settings, whose rules the policy has already; before anything is attached."""
+        self.config = config
+
+    def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
+        """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
+
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Hook into the chunks of this pipeline stage, before they are wrapped. Collective over all ranks
+        where compression is on.
+
+        Raises: CompressionConfigError: compression is on and a layer communicates in a way not covered.
+        """
+
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
+        """Hook into the chunks that DDP has wrapped, with all dimensions attached. Collective."""
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put what a resume needs, or where to load it to, into a checkpoint's state dict."""
+
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        """Called with every state dict that has been read: the plain values alone, then everything."""
 
 
 def codec_of(spec: str | None, flag: str) -> Codec | None:
@@ -119,7 +158,7 @@ def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dimension:
+class DimensionConfig:
     """Settings of one dimension: plain values."""
 
     compression: str = "none"
@@ -136,13 +175,20 @@ class Dimension:
     """What is said where there is one rank, and so nothing to compress."""
 
     def __post_init__(self) -> None:
-        """Replace a recipe's name by its codecs. Raises: CompressionConfigError: another dimension's."""
-        compression, other = expand(self.flag, self.compression, self.specs[1])
-        object.__setattr__(self, "compression", compression)
-        if hasattr(self, "backward"):
-            object.__setattr__(self, "backward", other)
-        if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-            raise CompressionConfigError(f"--compression-min-mb {self.min_mb} must be a number of MiB >= 0")
+        """Replace a recipe's name by its codecs. Raises: CompressionConfigError: an impossible setting."""
+        with naming_arguments():
+            compression, other = expand(self.flag, self.compression, self.specs[1])
+            object.__setattr__(self, "compression", compression)
+            if hasattr(self, "backward"):
+                object.__setattr__(self, "backward", other)
+            if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
+                raise CompressionConfigError(
+                    f"--compression-min-mb {self.min_mb} must be a number of MiB >= 0"
+                )
+            self.validate()
+
+    def validate(self) -> None:
+        """Raises: CompressionConfigError: an impossible setting, by its flag."""
 
     @property
     def min_bytes(self) -> int:
@@ -164,13 +210,38 @@ class Dimension:
         """Whether any traffic of this dimension is to be compressed."""
         return any(spec not in (None, "none") for spec in self.specs)
 
-    def idle_reason(self, ranks: int) -> str | None:
-        """Why an enabled compression has nothing to do on so many ranks, or None."""
-        return self.idle if self.enabled and ranks == 1 else None
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        """Ranks that exchange something in this dimension."""
+        raise NotImplementedError
+
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+        """By traffic class, for the policy.
+
+        Args:
+            start_iteration: the first iteration that compresses; None: a compressor's own choice.
+        """
+        raise NotImplementedError
+
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave traffic uncompressed without a word, or break training.
+
+        Raises: CompressionConfigError: with the flag, the reason and the fix.
+        """
+
+    def describe(self) -> str:
+        """For the log: what travels how."""
+        raise NotImplementedError
+
+    def lines(self, args: Namespace) -> list[str]:
+        """For the log: what travels how, or why nothing does."""
+        if not self.enabled:
+            return []
+        return [self.idle if self.ranks(args) == 1 else self.describe()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentOnce(Dimension):
+class SentOnce(DimensionConfig):
     """A dimension whose messages are encoded once on each way: no sum is encoded again after them."""
 
     backward: str | None = None
@@ -180,8 +251,7 @@ class SentOnce(Dimension):
     traffic: ClassVar[str]
     """Of the policy's two traffic classes, before ``.forward`` and ``.backward``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
         for flag, text in ((self.flag, self.compression), (self.backward_flag, self.backward)):
             if "/" in (text or ""):
                 raise CompressionConfigError(
@@ -209,9 +279,8 @@ class SentOnce(Dimension):
         there, back = (codec.name if codec else "uncompressed" for codec in codecs)
         return there, back
 
-    def rules(self, start_iteration: int) -> dict[str, Rule]:
-        """For the policy."""
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         return {
-            f"{self.traffic}.{way}": Rule(codec, self.min_bytes, start_iteration=start_iteration)
+            f"{self.traffic}.{way}": Rule(codec, self.min_bytes, start_iteration=start_iteration or 0)
             for way, codec in (("forward", self.forward_codec), ("backward", self.backward_codec))
         }

@@ -11,38 +11,11 @@ from typing import Any
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_codec
 from megatron.compression.codecs.recipes import TACO_PAPER
 from megatron.compression.codecs.registry import field_docs, settings_of
-from megatron.compression.config import ACTIVATIONS, COMMUNICATORS, NODE_SIZE, CompressionConfig
-from megatron.compression.dimension import naming_flags
+from megatron.compression.config import COMMUNICATORS, DIMENSIONS, NODE_SIZE, CompressionConfig
+from megatron.compression.dimension import FLAGS, naming_flags
 from megatron.compression.errors import CompressionConfigError, InputError, naming
 
-_WHERE_IN_USE = ("expert_parallel", "context_parallel")
-"""What ``--compression auto`` decides in addition to those three, in runs that have it."""
-
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "--tp-compression": ("tensor_parallel.compression", "tensor_parallel.backward"),
-    "--pp-compression": ("pipeline_parallel.compression", "pipeline_parallel.backward"),
-    "--cp-compression": ("context_parallel.compression", "context_parallel.backward"),
-    "--ep-compression": ("expert_parallel.compression", "expert_parallel.backward"),
-    "--dp-compression": ("data_parallel.compression", "data_parallel.weights"),
-    "--tp-compression-layers": ("tensor_parallel.layers",),
-    "--tp-compression-overlap": ("tensor_parallel.overlap",),
-    "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
-    "--compression-min-mb": ("tensor_parallel.min_mb",),
-    "--compression-loss-budget": ("loss_budget",),
-    "--compression-start-iteration": ("start_iteration",),
-    "--compression-transport": ("transport",),
-    "--compression-error-bound": ("error_bound",),
-    "--validate-uncompressed": ("validate_uncompressed",),
-    "--compression-report": ("report",),
-}
-"""Flag -> fields of ``CompressionConfig``, one a value: their types, defaults and descriptions are the
-flag's. ``min_mb`` is every dimension's."""
-
-_SECOND = {"backward": "BACKWARD", "weights": "WEIGHTS"}
-_METAVARS = {
-    "--tp-compression-layers": "LAYERS",
-    "--compression-report": "DIR",
-}
+_METAVARS = {"--tp-compression-layers": "LAYERS", "--compression-report": "DIR"}
 
 REMOVED = {
     "--compression-3d": "give --compression taco-paper",
@@ -88,11 +61,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
         "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
     )
-    for flag, paths in _FIELDS.items():
+    for flag, paths in FLAGS.items():
         fields = [_field(path) for path in paths]
         texts = [text for _, text in fields]
         if len(paths) == 2:
-            metavar = ("SPEC", _SECOND[fields[1][0].name])
+            metavar = ("SPEC", fields[1][0].name.upper())
             group.add_argument(
                 flag, nargs="+", action=_Specs, metavar=metavar, help=f"{texts[0]} {metavar[1]}: {texts[1]}"
             )
@@ -154,45 +127,40 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
     return {"default": field.default, "metavar": _METAVARS[flag]}
 
 
-def _value(args: Namespace, flag: str) -> Any:
-    return getattr(args, flag.strip("-").replace("-", "_"))
-
-
 @naming_flags()
 def resolve(args: Namespace) -> CompressionConfig:
     """What the parsed flags and the environment say. Pure: nothing is written into ``args``.
 
     Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
+    kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     parts: dict[str, dict[str, Any]] = {}
-    for flag, paths in _FIELDS.items():
-        given = _value(args, flag)
+    for flag, paths in FLAGS.items():
+        given = getattr(args, flag.strip("-").replace("-", "_"))
         values = given if isinstance(given, list) else [given]
         for path, value in zip(paths, [*values, None], strict=False):
             part, _, name = path.rpartition(".")
             parts.setdefault(part, {})[name] = value
     parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args, parts["tensor_parallel"])
-    open_parts = []
-    if args.compression == "auto":
-        used = (part for part in _WHERE_IN_USE if ACTIVATIONS[part](args) > 1)
-        open_parts = [part for part in (*TACO_PAPER, *used) if parts[part]["compression"] is None]
-    for part, settings in parts.items():
-        if "compression" in settings and settings["compression"] is None:
-            default = TACO_PAPER.get(part) if args.compression == "taco-paper" else None
-            settings["compression"] = default or "none"
-    for part in (*ACTIVATIONS, "data_parallel"):
-        parts[part]["min_mb"] = args.compression_min_mb
+    auto = []
+    for part in DIMENSIONS:
+        settings = parts[part] | {"min_mb": args.compression_min_mb}
+        if settings["compression"] is None:
+            if args.compression == "auto" and (part in TACO_PAPER or kinds[part].ranks(args) > 1):
+                auto.append(part)
+            everywhere = TACO_PAPER if args.compression == "taco-paper" else {}
+            settings["compression"] = everywhere.get(part, "none")
+        parts[part] = settings
     parts["data_parallel"]["node_size"] = _from_environment(NODE_SIZE)
     own = parts.pop("") | {"communicators": _from_environment(COMMUNICATORS) or 0}
-    kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
     configs = {part: kinds[part](**values) for part, values in parts.items()}
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
-    if args.compression == "auto" and not open_parts:
+    if args.compression == "auto" and not auto:
         raise CompressionConfigError(
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
-    config = CompressionConfig(**configs, **own, auto=tuple(open_parts))
-    if args.compression_min_mb is not None and not (config.enabled or open_parts):
+    config = CompressionConfig(**configs, **own, auto=tuple(auto))
+    if args.compression_min_mb is not None and not (config.enabled or auto):
         raise CompressionConfigError(
             "--compression-min-mb given, but nothing uses it; add --taco, or drop it"
         )

@@ -19,8 +19,8 @@ from megatron import host
 from megatron.compression import flags, patches, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.compression import Compression
-from megatron.compression.config import changed_settings, train_iterations
+from megatron.compression.compression import STATE, Compression
+from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.startup import checks
@@ -37,9 +37,6 @@ from megatron.compression.torch_native.spec import (
     is_covered,
     is_covered_local,
 )
-
-STATE = "megatron_taco"
-"""Under this key a checkpoint holds the config, and what the error bound has decided."""
 
 
 class _Log:
@@ -205,12 +202,6 @@ def _follow(
     patches.around_evaluate(before_evaluate, reporter.after_evaluate)
     patches.on_training_end(reporter.finish)
 
-    def add_state(state_dict: dict, is_loading: bool) -> None:
-        if not is_loading:
-            state_dict[STATE] = {"config": compression.config.asdict(), **compression.state()}
-        if "optimizer" in state_dict:
-            compression.gradients.memory.add_to(state_dict, is_loading)
-
     resumed, warned = False, False
 
     def on_resume(state_dict: dict | None, path: str | None) -> None:
@@ -219,19 +210,17 @@ def _follow(
         if begun_from is not None and not warned and (warning := other_weights(begun_from, args)):
             warned = True
             _log(warning)
-        saved = (state_dict or {}).get(STATE)
-        if saved and not args.finetune and not resumed:
+        if state_dict is None:
+            return
+        if STATE in state_dict and not args.finetune and not resumed:
             resumed = True
-            if changed := changed_settings(saved["config"], compression.config.asdict()):
-                _log(f"compression: other settings than the checkpoint's: {', '.join(changed)}")
-            compression.load_state(saved)
+            compression.resume(state_dict)
+        for dimension in compression.dimensions.values():
+            dimension.loaded(state_dict)
 
-    patches.around_checkpoint_state(add_state)
+    patches.around_checkpoint_state(compression.add_state)
     patches.on_checkpoint_args(partial(check_checkpoint, args=args))
-    patches.on_checkpoint_read(
-        on_resume,
-        lambda state_dict, _: compression.gradients.memory.loaded(state_dict),
-    )
+    patches.on_checkpoint_read(on_resume)
 
 
 def _groups(args: Namespace) -> dict:

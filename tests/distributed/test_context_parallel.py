@@ -48,8 +48,8 @@ def build(ranks: int, kind, run: Run | None = None):
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.compression.context_parallel import hooks
     from megatron.compression.context_parallel.config import ContextParallelConfig
+    from megatron.compression.context_parallel.hooks import ContextParallel
     from megatron.compression.torch_native.attention import SDPACoreAttention
 
     class Collection:
@@ -68,7 +68,7 @@ def build(ranks: int, kind, run: Run | None = None):
     if run is not None:
         # Any enabled setting: which codec encodes is the policy's.
         enabled = ContextParallelConfig(compression="int8")
-        hooks.attach([attention], enabled, run, say=lambda line: None)
+        ContextParallel(enabled, run, lambda line: None).attach([attention])
     return attention
 
 
@@ -176,8 +176,8 @@ def test_another_attention_is_refused() -> None:
     """Compression is never silently left out: an attention that is not ours ends the set-up."""
     from megatron.core.transformer.attention import Attention
 
-    from megatron.compression.context_parallel import hooks
     from megatron.compression.context_parallel.config import ContextParallelConfig
+    from megatron.compression.context_parallel.hooks import ContextParallel
     from megatron.compression.errors import CompressionConfigError
 
     class Other(Attention):
@@ -189,5 +189,5 @@ def test_another_attention_is_refused() -> None:
 
     model = [torch.nn.ModuleDict({"layer": Other()})]
     with pytest.raises(CompressionConfigError, match="cannot compress layer: Identity exchanges keys"):
-        hooks.attach(model, ContextParallelConfig(compression="int8"), run_of(None, "auto"))
-    hooks.attach(model, ContextParallelConfig(), run_of(None, "auto"))
+        ContextParallel(ContextParallelConfig(compression="int8"), run_of(None, "auto")).attach(model)
+    ContextParallel(ContextParallelConfig(), run_of(None, "auto")).attach(model)

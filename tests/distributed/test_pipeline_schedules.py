@@ -289,15 +289,16 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.compression.communication import Policy
+    from megatron.compression.communication import Policy, Run
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.communication.overflow import State, overflow
-    from megatron.compression.pipeline_parallel import hooks
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
+    from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 
     ledger = Ledger()
-    rules = PipelineParallelConfig(**SETTINGS[codec]).rules(start_iteration=int(codec == "warm-up"))
-    exchange = hooks.attach(Policy(rules, ledger), ledger)
+    config = PipelineParallelConfig(**SETTINGS[codec])
+    policy = Policy(config.rules(int(codec == "warm-up")), ledger)
+    exchange = PipelineParallel(config, Run(policy, ledger)).exchange
     model = _build(rank, case)
     losses, repeated = [], False
     step = get_forward_backward_func()

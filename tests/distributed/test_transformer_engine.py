@@ -88,7 +88,7 @@ def layers_worker(rank: int, world_size: int, sequence_parallel: bool, fuse: boo
             state = None
             if codec is not None:
                 state = run_with(codec, **settings)
-                hooks.attach([model], state.config, state)
+                hooks.TensorParallel(state.config, state).attach([model])
             return trained(model, rank, sequence_parallel, recompute), state
 
         plain, _ = run(None)
@@ -153,7 +153,7 @@ def fp8_worker(rank: int, world_size: int) -> None:
             model = Model(rank, group, sequence_parallel=True, fuse=True, fp8=True)
             state = run_with(codec or "none")
             if codec is not None:
-                hooks.attach([model], state.config, state)
+                hooks.TensorParallel(state.config, state).attach([model])
             results.append(trained(model, rank, True))
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -241,9 +241,9 @@ def refusals_worker(rank: int, world_size: int) -> None:
             setattr(model.blocks[1].linear_fc2, name, value)
             state = run_with("taco")
             with pytest.raises(CompressionConfigError, match=f"blocks.1.linear_fc2: {flag}"):
-                hooks.attach([model], state.config, state)
+                hooks.TensorParallel(state.config, state).attach([model])
             state = run_with("none")
-            hooks.attach([model], state.config, state)  # not counted; the audit says so
+            hooks.TensorParallel(state.config, state).attach([model])  # not counted; the audit says so
             assert len(list(hooks.sites_of(model))) == 2 * BLOCKS - 1
         with pytest.raises(TypeError, match="a gathered object of Transformer Engine is not known"):
             gathered_bytes(object())

@@ -159,7 +159,7 @@ def _pipeline(rank: int, fusion: bool) -> tuple:
     changes = dict(ASYNC, gradient_accumulation_fusion=fusion)
     chunks = _build(rank, Case("", 2, tensor=2, virtual=2, changes=changes))
     run, losses = run_with("int6"), []
-    hooks.attach(chunks, run.config, run)
+    hooks.TensorParallel(run.config, run).attach(chunks)
     wrapped = [_wrapped(chunk, True) for chunk in chunks]
     get_forward_backward_func()(
         forward_step_func=_forward_step(losses, 1.0),

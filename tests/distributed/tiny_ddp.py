@@ -70,7 +70,7 @@ class Training:
             bucket_size=setup.bucket_size,
         )
         self.ddp = DistributedDataParallel(self.model.config, ddp, self.model)
-        self.gradients.attach([self.ddp])
+        self.gradients.attach_wrapped([self.ddp])
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=2e-3,

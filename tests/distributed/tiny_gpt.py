@@ -138,7 +138,7 @@ def build_tiny_gpt(
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     if attach:
-        hooks.attach([model], run.config, run)
+        hooks.TensorParallel(run.config, run).attach([model])
     if run.caat_net.enabled:
         caat_net.attach(model, run.caat_net, run.ledger)
     return model.to(device_of(rank), dtype)

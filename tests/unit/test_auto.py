@@ -18,8 +18,6 @@ from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose, within
 from megatron.compression.codecs.recipes import RECIPES
 from megatron.compression.compression import Compression
-from megatron.compression.context_parallel import hooks as context_hooks
-from megatron.compression.expert_parallel import hooks as expert_hooks
 from megatron.compression.flags import resolve
 from tests.unit.megatron_args import experts, megatron, parsed
 
@@ -159,13 +157,21 @@ def test_layers_that_send_in_another_way_are_named():
     experts.token_dispatcher = Namespace(ep_size=2, tp_size=1)
     attention.config, attention.core_attention = Namespace(context_parallel_size=2), torch.nn.Identity()
     chunk = torch.nn.ModuleDict({"mlp": experts, "attention": attention})
-    for hooks, said in (
-        (expert_hooks, "mlp: Namespace sends in a way of its own; use --moe-token-dispatcher-type alltoall"),
-        (context_hooks, "attention: Identity exchanges keys and values by itself; use --transformer-impl"),
+    compression = Compression(CompressionConfig())
+    hooks = compression.dimensions
+    for name, said in (
+        (
+            "expert_parallel",
+            "mlp: Namespace sends in a way of its own; use --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            "context_parallel",
+            "attention: Identity exchanges keys and values by itself; use --transformer-impl",
+        ),
     ):
-        assert hooks.why_not_attachable([chunk]).startswith(said)
+        assert hooks[name].refusal([chunk]).startswith(said)
     experts.token_dispatcher.ep_size = attention.config.context_parallel_size = 1
-    assert expert_hooks.why_not_attachable([chunk]) is context_hooks.why_not_attachable([chunk]) is None
+    assert all(hooks[name].refusal([chunk]) is None for name in ("expert_parallel", "context_parallel"))
 
 
 EXPERTS_AND_CONTEXT = ["expert_parallel", "context_parallel"]

@@ -292,14 +292,13 @@ def test_dimensions_without_ranks_are_said() -> None:
     """Not an error, and never silent: compression that has nothing to do on one rank, or without training."""
     evaluates = parsed("--dp-compression", "int8", data_parallel_size=2, skip_train=True)
     assert "--skip-train sends no gradients" in resolve(evaluates).describe(evaluates)[-1]
-    flags = ("--tp-compression", "--pp-compression", "--dp-compression", "--cp-compression")
-    config = _config(*(word for flag in flags for word in (flag, "int8")))
-    parts = config.tensor_parallel, config.pipeline_parallel, config.data_parallel, config.context_parallel
-    for part, flag in zip(parts, flags, strict=True):
-        assert part.idle_reason(1).startswith(f"{flag} has no effect here") and part.idle_reason(2) is None
-    alone = parsed("--taco", tensor_model_parallel_size=1)
-    (line,) = resolve(alone).describe(alone)
-    assert "no tensor-parallel traffic to compress" in line
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    flags = ("--tp-compression", "--pp-compression", "--cp-compression", "--dp-compression")
+    for flag, size in zip(flags, (*sizes, "data_parallel_size"), strict=True):
+        for ranks in (1, 2):
+            args = parsed(flag, "int8", **{size: ranks})
+            (line,) = resolve(args).describe(args)
+            assert line.startswith(f"{flag} has no effect here") == (ranks == 1)
 
 
 def test_fp8_in_software_is_said(monkeypatch) -> None:

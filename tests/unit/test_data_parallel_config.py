@@ -136,12 +136,6 @@ def test_refused_flags_exist(name: str) -> None:
         _check(ON, **{name: 2})
 
 
-def test_nothing_to_do_is_said() -> None:
-    """One data-parallel rank has nothing to send."""
-    assert "no effect" in DataParallelConfig(**ON).idle_reason(1)
-    assert DataParallelConfig(**ON).idle_reason(2) is None
-
-
 @pytest.mark.parametrize("text", ["sdp4bit", "int5/int6", "taco:group=256", "tagc:layers=all,bits=8"])
 def test_names_parse_back(text: str) -> None:
     made = parse_gradient_compressor(text)

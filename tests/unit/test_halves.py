@@ -257,7 +257,6 @@ def test_refusals(megatron: dict, reason: str) -> None:
     [
         ((), {"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
         ((), {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
-        (("--compression", "auto"), {}, "--compression auto tries halves by itself"),
         (("--caat-net-sync-fraction", "0.5"), {}, "--caat-net-sync-fraction 0.5 has layers that"),
     ],
 )

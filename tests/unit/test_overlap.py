@@ -156,12 +156,13 @@ def test_what_hides_nothing_is_said(setting: dict, overlaps: bool, said: str | N
         def transport(self, group) -> SimpleNamespace:
             return SimpleNamespace(overlaps=overlaps)
 
-    monkeypatch.setattr(hooks, "_attach_chunk", lambda *_: None)
+    monkeypatch.setattr(hooks.TensorParallel, "_attach_chunk", lambda *_: None)
     monkeypatch.setattr(hooks.halves_block, "attach", lambda *_: None)
     monkeypatch.setattr(hooks, "sites_of", lambda chunk: [SimpleNamespace(group="tp")])
     config = TensorParallelConfig(compression="taco", **setting)
     lines: list[str] = []
-    hooks.attach([torch.nn.Module()], config, SimpleNamespace(transports=OneWay()), lines.append)
+    run = SimpleNamespace(transports=OneWay())
+    hooks.TensorParallel(config, run, lines.append).attach([torch.nn.Module()])
     assert lines[0] == "compression: 1 group"
     assert [said is not None and f"{said} makes messages smaller" in line for line in lines[1:]] == (
         [True] if said else []

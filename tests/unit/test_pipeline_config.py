@@ -130,13 +130,6 @@ def test_graphs_are_refused() -> None:
     PipelineParallelConfig().check(args)
 
 
-def test_idle() -> None:
-    """One stage sends nothing."""
-    assert "--pipeline-model-parallel-size is 1" in PipelineParallelConfig(compression="int8").idle_reason(1)
-    assert PipelineParallelConfig(compression="int8").idle_reason(2) is None
-    assert PipelineParallelConfig().idle_reason(1) is None
-
-
 def early_activations(shape: tuple[int, ...] = (64, 4, 192)) -> torch.Tensor:
     """A mean that all tokens share, ten times what tells them apart; some channels far wider than others."""
     generator = torch.Generator().manual_seed(0)

@@ -30,14 +30,11 @@ from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transport import Transports
 from megatron.compression.compression import Compression
-from megatron.compression.config import ACTIVATIONS, CompressionConfig
-from megatron.compression.context_parallel import hooks as context_parallel
+from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.expert_parallel import hooks as expert_parallel
 from megatron.compression.expert_parallel.exchange import TokenExchange, TokenSite
-from megatron.compression.tensor_parallel import hooks as tensor_parallel
 
 LIMIT = 10.0
 """Seconds after which no recipe is timed but the first of each dimension."""
@@ -283,14 +280,6 @@ def _group(message: MessageKind) -> dist.ProcessGroup:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-_LAYERS: dict[str, Any] = {
-    "tensor_parallel": tensor_parallel,
-    "expert_parallel": expert_parallel,
-    "context_parallel": context_parallel,
-}
-"""The hooks of dimensions whose layers send by themselves: they may be of a kind that is not covered."""
-
-
 class Measurement:
     """One measurement of a run. Collective over all ranks.
 
@@ -307,7 +296,7 @@ class Measurement:
         self._transports = compression.run.transports
         self.lines: list[str] = []
         """For the log: how payloads of layers travel."""
-        hooks = {name: module.why_not_attachable(chunks) for name, module in _LAYERS.items()}
+        hooks = {name: one.refusal(chunks) for name, one in compression.dimensions.items()}
         if getattr(args, "tp_comm_overlap", False):
             hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
         self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
@@ -364,7 +353,7 @@ class Measurement:
     def _unseen(self, dimension: str) -> bool:
         """Whether a dimension is in use, but sends in a way that cannot be timed."""
         ways = ("expert_parallel", "context_parallel")
-        return dimension in ways and ACTIVATIONS[dimension](self.args) > 1
+        return dimension in ways and getattr(self.config, dimension).ranks(self.args) > 1
 
     def _worth_timing(
         self, dimension: str, whole: float, budget: float
@@ -378,7 +367,7 @@ class Measurement:
         if exposed < LEAST_GAIN * whole:
             return {}, f"its messages lengthen an iteration by {100 * exposed / whole:.1f} % only"
         allowed, reason = self._possible(dimension, budget)
-        if allowed and dimension in _LAYERS:
+        if allowed and dimension not in ("pipeline_parallel", "data_parallel"):
             self.lines += self._sender.prepare(messages, any(not one.exact for one in allowed))
         return allowed, "" if allowed else reason
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from megatron.compression.expert_parallel.config import expert_ranks
+from megatron.compression.expert_parallel.config import ExpertParallelConfig
 
 PROBE_VALUES = 2**26
 """Of a gradient bucket at most so many values are sent for a timing, more than Megatron's buckets have: a
@@ -262,7 +262,7 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
         ]
 
     if args.moe_token_dispatcher_type == "allgather":
-        ranks = expert_ranks(args)
+        ranks = ExpertParallelConfig.ranks(args)
         return gathered("expert_parallel", "ep", tokens * ranks, False) if ranks > 1 else []
     rows, padded = tokens * args.moe_router_topk, args.moe_pad_expert_input_to_capacity
     if args.moe_expert_capacity_factor is not None:

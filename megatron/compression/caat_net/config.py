@@ -3,7 +3,7 @@
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.compression.dimension import named_by_arguments, refuse_flags
+from megatron.compression.dimension import naming_arguments, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why a model of one stream a rank cannot have it
@@ -22,7 +22,6 @@ _REFUSED = {
 }
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class CaatNetConfig:
     """Partially synchronised tensor parallelism (CAAT-Net, arXiv 2506.19645): another model, less traffic."""
@@ -33,11 +32,12 @@ class CaatNetConfig:
     belongs to its fraction and tensor-parallel size."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.sync_fraction <= 1:  # NaN too
-            raise CompressionConfigError(
-                f"--caat-net-sync-fraction {self.sync_fraction:g} must be a part of the channels: above "
-                "0, at most 1 (ordinary tensor parallelism)"
-            )
+        with naming_arguments():
+            if not 0 < self.sync_fraction <= 1:  # NaN too
+                raise CompressionConfigError(
+                    f"--caat-net-sync-fraction {self.sync_fraction:g} must be a part of the channels: above "
+                    "0, at most 1 (ordinary tensor parallelism)"
+                )
 
     @property
     def enabled(self) -> bool:
@@ -57,13 +57,15 @@ class CaatNetConfig:
             )
         return shared
 
-    def describe(self, args: Namespace) -> str:
+    def lines(self, args: Namespace) -> list[str]:
         """For the log."""
-        return (
+        if not self.enabled:
+            return []
+        return [
             f"CAAT-Net sums {self.shared_channels(args.hidden_size)} of {args.hidden_size} channels of each "
             f"row-parallel output over {args.tensor_model_parallel_size} ranks; its checkpoints belong to "
             "both numbers"
-        )
+        ]
 
     def check(self, args: Namespace) -> None:
         """Refuse what would compute another function or a wrong gradient.

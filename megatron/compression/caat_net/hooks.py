@@ -15,6 +15,7 @@ from megatron.compression.caat_net.layers import (
     StreamEmbedding,
 )
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
@@ -29,6 +30,15 @@ _CLASSES = {
     CompressedLanguageModelEmbedding: StreamEmbedding,
 }
 _ORDINARY = {partial: ordinary for ordinary, partial in _CLASSES.items()}
+
+
+class CaatNet(Dimension):
+    """Makes the chunks a CAAT-Net where the settings say so; after tensor parallelism is attached."""
+
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        if self.config.enabled:
+            for chunk in chunks:
+                attach(chunk, self.config, self.run.ledger)
 
 
 def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:

@@ -4,11 +4,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_cuda_graphs, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelConfig(SentOnce):
     """Compression of the keys, values and their gradients that attention exchanges over a sequence."""
@@ -26,11 +25,11 @@ class ContextParallelConfig(SentOnce):
     backward: str | None = None
     """Codec of their gradients; by default what ``compression`` names for its gradients."""
 
-    def check(self, args: Namespace) -> None:
-        """Refuse what would leave keys and values silently uncompressed.
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        return args.context_parallel_size
 
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+    def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
         refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
@@ -45,6 +44,5 @@ class ContextParallelConfig(SentOnce):
         refuse_cuda_graphs(args, self.flag)
 
     def describe(self) -> str:
-        """For the log: what travels how."""
         there, back = self.there_and_back
         return f"context parallelism gathers keys and values as {there}, sums their gradients as {back}"

@@ -58,10 +58,8 @@ class GradientMemory:
             state_dict[MADE_BY] = self._made_by
         self._requested = is_loading
 
-    def loaded(self, state_dict: dict[str, Any] | None) -> None:
+    def loaded(self, state_dict: dict[str, Any]) -> None:
         """Called with every state dict that has been read: the plain values alone, then everything."""
-        if state_dict is None:
-            return
         if not self._requested:
             self._saved = state_dict.get(MADE_BY, {})
             return

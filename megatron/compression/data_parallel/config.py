@@ -9,9 +9,8 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
 from megatron.compression.data_parallel.compressor import GradientCompressor
 from megatron.compression.dimension import (
-    Dimension,
+    DimensionConfig,
     codec_of,
-    named_by_arguments,
     refuse_cuda_graphs,
     refuse_flags,
     refuse_fp16,
@@ -36,9 +35,8 @@ _WEIGHTS = {"sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off", "lossless": "l
 (sdp4bit: as in arXiv 2410.15526)."""
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
-class DataParallelConfig(Dimension):
+class DataParallelConfig(DimensionConfig):
     """Compression of the gradients and weights that data parallelism sends."""
 
     flag: ClassVar[str] = "--dp-compression"
@@ -59,8 +57,7 @@ class DataParallelConfig(Dimension):
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
     Splits one host into several nodes for a trial."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
         if self.node_size is not None and self.node_size < 1:
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
@@ -94,11 +91,7 @@ class DataParallelConfig(Dimension):
         return replace(self, weights=_WEIGHTS.get(self.compression, "none") if sharded else "none")
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
-        """For the policy. The codec of dp.gradient's rule is a ``GradientCompressor``.
-
-        Args:
-            start_iteration: the first iteration that compresses; None: the compressor's own choice.
-        """
+        """The codec of dp.gradient's rule is a ``GradientCompressor``."""
         compressor, start = self.compressor, start_iteration
         if start is None and compressor is not None:
             start = compressor.default_start_iteration(train_iters)
@@ -109,11 +102,16 @@ class DataParallelConfig(Dimension):
             ),
         }
 
-    def check(self, args: Namespace) -> None:
-        """Refuse what would leave traffic uncompressed without a word, or break training.
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        """Of an expert, or of everything else, whichever are more."""
+        dense = args.data_parallel_size * args.context_parallel_size
+        if args.num_experts is None:
+            return dense
+        shared = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        return max(dense, dense * args.tensor_model_parallel_size // shared)
 
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+    def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
         refuse_flags(args, _REFUSED, "drop it or --dp-compression")
@@ -142,11 +140,15 @@ class DataParallelConfig(Dimension):
             _check_repeatable(self.compressor, args)
 
     def describe(self) -> str:
-        """For the log."""
         compressor, weights = self.compressor, self.weight_codec
         parts = ["weights uncompressed" if weights is None else f"weight changes {weights.name}"]
         parts.append("gradients uncompressed" if compressor is None else compressor.describe())
         return f"data parallelism uses {self.compression}: {'; '.join(parts)}"
+
+    def lines(self, args: Namespace) -> list[str]:
+        if self.enabled and getattr(args, "skip_train", False):
+            return [f"{self.flag} has nothing to compress here: --skip-train sends no gradients"]
+        return super().lines(args)
 
 
 def _check_weights(args: Namespace) -> None:

@@ -1,7 +1,8 @@
 """Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megatron.compression.data_parallel.weights import (
     copy_masters,
     replicated_ranges,
 )
+from megatron.compression.dimension import Dimension
 from megatron.compression.replicated_parameters import cut_without_mark
 
 
@@ -148,16 +150,15 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             replicas.align()
 
 
-class Gradients:
+class Gradients(Dimension):
     """Gradients and weights of one run: counted without compression, and compressed with it.
 
     Patches megatron-core: counts its collectives, replaces the masters' copy, aligns replicas.
     """
 
-    def __init__(
-        self, config: DataParallelConfig, run: Run, say: Callable[[str], None] | None = None
-    ) -> None:
-        self.policy, self.ledger, self._say = run.policy, run.ledger, say or print_on_first_rank
+    def __init__(self, config: DataParallelConfig, run: Run, *more: Any) -> None:
+        super().__init__(config, run, *more)
+        self.policy, self.ledger, self._say = run.policy, run.ledger, self.say
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached."""
@@ -172,29 +173,26 @@ class Gradients:
         patches.on_replicated_gradient_sync(record, align_gradients)
 
     def adopt(self, config: DataParallelConfig) -> None:
-        """Use these settings, whose rules the policy has already; before anything is attached."""
-        self.config = config
+        super().adopt(config)
         self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
 
-    def attach(self, chunks: list) -> list:
-        """Give every bucket group its gradient syncs and its weights: a ``post_wrap_hook``. Collective over
-        all ranks.
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
+        """Give every bucket group its gradient syncs and its weights. Collective over all ranks.
 
         Args:
             chunks: model chunks, wrapped by DDP; not wrapped, they are only evaluated, which is said.
-        Returns: The same chunks.
         Raises:
             TypeError: another wrapper than Megatron's DistributedDataParallel.
             CompressionConfigError: a compressor with a memory, whose gradients have no fixed unit.
         """
         if not self.config.enabled:
-            return chunks
+            return
         if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
             self._say(
                 "compression: --dp-compression has nothing to compress: the model is not wrapped by "
                 "DistributedDataParallel, as under --skip-train"
             )
-            return chunks
+            return
         start = self.policy.rule("dp.gradient").start_iteration
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
             name = self.compressor.name
@@ -223,7 +221,13 @@ class Gradients:
                 self._attach_group(group, names, in_flight, ranks, cut)
         if self.compressor is not None and self.compressor.has_memory:
             self.memory = GradientMemory(self.compressor.name, self.syncs, self._say)
-        return chunks
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        if "optimizer" in state_dict:
+            self.memory.add_to(state_dict, is_loading)
+
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        self.memory.loaded(state_dict)
 
     def _cut(self, module: torch.nn.Module) -> Collection[torch.nn.Parameter]:
         """The parameters that are cut over tensor parallelism without Megatron's mark, named in the log."""
@@ -317,9 +321,3 @@ def record_uncompressed(
         ledger.record_uncompressed(traffic, kind, operation, buffer_bytes, world_size)
     else:
         topology.record_uncompressed(ledger, traffic, kind, operation, buffer_bytes)
-
-
-def print_on_first_rank(line: str) -> None:
-    """On rank 0 of the job; anywhere without a job."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f" {line}", flush=True)

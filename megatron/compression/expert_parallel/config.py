@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.collectives import why_not_rows
-from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_cuda_graphs, refuse_flags
+from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
 # Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
@@ -15,7 +15,6 @@ _REFUSED = {
 }
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelConfig(SentOnce):
     """Compression of the tokens that go to experts and back, and of their gradients."""
@@ -34,11 +33,19 @@ class ExpertParallelConfig(SentOnce):
     backward: str | None = None
     """Codec of the gradients on both ways; by default what ``compression`` names for its gradients."""
 
-    def check(self, args: Namespace) -> None:
-        """Refuse what would leave tokens silently uncompressed, or cannot encode them.
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        """But for the all-to-all's they may hold parts of experts as well."""
+        if args.num_experts is None:
+            return 1
+        if args.moe_token_dispatcher_type == "alltoall":
+            return args.expert_model_parallel_size
+        sharing = (
+            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        )  # before validation None
+        return args.expert_model_parallel_size * sharing
 
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+    def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
         if args.num_experts is None:
@@ -59,25 +66,12 @@ class ExpertParallelConfig(SentOnce):
                 raise CompressionConfigError(f"{flag} {codec.name} {reason}")
 
     def describe(self) -> str:
-        """For the log: what travels how."""
         there, back = self.there_and_back
         return f"tokens travel to experts and back as {there}, their gradients as {back}"
 
-
-def expert_ranks(args: Namespace) -> int:
-    """Ranks that exchange tokens; but for the all-to-all's they may hold parts of experts as well."""
-    if args.num_experts is None:
-        return 1
-    if args.moe_token_dispatcher_type == "alltoall":
-        return args.expert_model_parallel_size
-    sharing = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # before validation None
-    return args.expert_model_parallel_size * sharing
-
-
-def replicas(args: Namespace) -> int:
-    """Data-parallel ranks of an expert, or of everything else, whichever are more."""
-    dense = args.data_parallel_size * args.context_parallel_size
-    if args.num_experts is None:
-        return dense
-    shared = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    return max(dense, dense * args.tensor_model_parallel_size // shared)
+    def lines(self, args: Namespace) -> list[str]:
+        lines = super().lines(args)
+        alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
+        if lines and alltoall and (args.expert_tensor_parallel_size or 1) > 1:
+            lines.append("ranks that share an expert send each other tokens as --tp-compression says")
+        return lines

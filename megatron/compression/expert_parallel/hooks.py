@@ -1,6 +1,6 @@
 """Puts the exchange of tokens into a built model: every expert layer's dispatcher gets its sites."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression import patches
-from megatron.compression.communication.site import Run, layer_name, site_name
+from megatron.compression.communication.site import layer_name, site_name
+from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.expert_parallel.exchange import (
     OTHER,
     TOKEN_EXCHANGE,
@@ -31,21 +31,31 @@ _CLASSES = {
 }
 
 
-class Experts:
-    """The expert layers of one run: counted without compression, compressed with it."""
+class ExpertParallel(Dimension):
+    """Gives each expert layer's dispatcher its sites: counted without compression, compressed with it."""
 
-    def __init__(self, config: ExpertParallelConfig, run: Run) -> None:
-        self.config, self.run = config, run
-
-    def attach(self, chunks: list[torch.nn.Module], say: Callable[[str], None] = print) -> None:
-        """Give each expert layer's dispatcher its sites. Collective over all ranks where compression is on.
-
-        Raises: CompressionConfigError: compression is on and a layer sends tokens in another way.
-        """
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
         groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
         if self.config.enabled:
             for line in dict.fromkeys(self.run.transports.prepare(dict.fromkeys(groups), fused=False)):
-                say(f"compression: experts: {line}")
+                self.say(f"compression: experts: {line}")
+
+    def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
+        """Without compression such a dispatcher is not counted: the audit of the first iteration says so."""
+        for chunk in chunks:
+            for path, module in chunk.named_modules():
+                if not isinstance(module, MoELayer):
+                    continue
+                dispatcher: MoETokenDispatcher = module.token_dispatcher
+                if (
+                    _compressed_class(type(dispatcher)) is None
+                    and dispatcher.ep_size * dispatcher.tp_size > 1
+                ):
+                    return (
+                        f"{path}: {type(dispatcher).__name__} sends in a way of its own; use "
+                        "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
+                    )
+        return None
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
         """Attach the expert layers of a chunk; the groups over which they send tokens."""
@@ -59,7 +69,7 @@ class Experts:
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
             if compressed is None:
-                if self.config.enabled and (reason := why_not_attachable([chunk])):
+                if self.config.enabled and (reason := self.refusal([chunk])):
                     raise CompressionConfigError(f"--ep-compression cannot compress {reason}")
                 continue
             owner = next((one for one in layers if path.startswith(one + ".")), None)
@@ -86,22 +96,6 @@ class Experts:
 
     def _count_router(self, nbytes: int, ranks: int) -> None:
         self.run.ledger.record_uncompressed(OTHER, "exact", "all_reduce", nbytes, ranks)
-
-
-def why_not_attachable(chunks: list[torch.nn.Module]) -> str | None:
-    """The first reason why ``Experts.attach`` would refuse these chunks with compression on, or None. Without
-    compression such a dispatcher is not counted: the audit of the first iteration says so."""
-    for chunk in chunks:
-        for path, module in chunk.named_modules():
-            if not isinstance(module, MoELayer):
-                continue
-            dispatcher: MoETokenDispatcher = module.token_dispatcher
-            if _compressed_class(type(dispatcher)) is None and dispatcher.ep_size * dispatcher.tp_size > 1:
-                return (
-                    f"{path}: {type(dispatcher).__name__} sends in a way of its own; use "
-                    "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
-                )
-    return None
 
 
 def _compressed_class(cls: type) -> type | None:

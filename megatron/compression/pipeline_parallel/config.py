@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.codecs import Codec
-from megatron.compression.dimension import SentOnce, named_by_arguments, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallelConfig(SentOnce):
     """Compression of the activations and their gradients that go from stage to stage."""
@@ -31,11 +30,11 @@ class PipelineParallelConfig(SentOnce):
     backward: str | None = None
     """Codec of the gradients that go back; by default what ``compression`` names for its gradients."""
 
-    def check(self, args: Namespace) -> None:
-        """Refuse what would end the first iteration, or leave messages silently uncompressed.
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        return args.pipeline_model_parallel_size
 
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+    def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
         refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
@@ -56,7 +55,6 @@ class PipelineParallelConfig(SentOnce):
                 message_bytes(codec, shape, dtype)
 
     def describe(self) -> str:
-        """For the log: what travels how."""
         there, back = self.there_and_back
         return f"pipeline stages send {there}, back {back}"
 

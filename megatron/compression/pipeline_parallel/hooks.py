@@ -1,23 +1,24 @@
 """Puts the exchange between pipeline stages into a run."""
 
 from functools import partial
+from typing import Any
 
 from megatron.compression import patches
-from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.site import Run
+from megatron.compression.dimension import Dimension
+from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 
 
-def attach(policy: Policy, ledger: Ledger) -> PipelineExchange:
-    """Have every schedule send through a ``PipelineExchange``, which only counts where nothing is compressed.
+class PipelineParallel(Dimension):
+    """Has every schedule send through a ``PipelineExchange``, which only counts where nothing is compressed.
+    The sum of tied embeddings' gradients counts under pp.other."""
 
-    Args:
-        ledger: counts them, and under pp.other the sum of tied embeddings' gradients.
-    """
-    exchange = PipelineExchange(policy, ledger)
-    patches.through_pipeline_exchange(exchange)
-    patches.after_schedules(exchange.finish)
-    patches.on_tied_embedding_gradient_sync(
-        partial(ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
-    )
-    return exchange
+    def __init__(self, config: PipelineParallelConfig, run: Run, *more: Any) -> None:
+        super().__init__(config, run, *more)
+        self.exchange = PipelineExchange(run.policy, run.ledger)
+        patches.through_pipeline_exchange(self.exchange)
+        patches.after_schedules(self.exchange.finish)
+        patches.on_tied_embedding_gradient_sync(
+            partial(run.ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
+        )

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.communication.policy import SITES, Choice, Rule
-from megatron.compression.dimension import Dimension, codec_of, named_by_arguments, refuse_flags, refuse_fp16
+from megatron.compression.dimension import DimensionConfig, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 GATHERED_BY_MEGATRON = {
@@ -55,9 +55,8 @@ NAMED_LAYERS = ("embedding", "output")
 Overlap = Literal["weights", "halves"]
 
 
-@named_by_arguments
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelConfig(Dimension):
+class TensorParallelConfig(DimensionConfig):
     """Compression of the activations and their gradients that tensor parallelism sends."""
 
     default_min_mb: ClassVar[float] = 8.0
@@ -82,8 +81,7 @@ class TensorParallelConfig(Dimension):
     """What overlaps with exchanges: weights = weight gradients, in the backward; halves = also the other half
     of the micro-batch, forward and backward, compressed or not. Torch-native layers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
         if self.overlap not in get_args(Overlap):
             raise CompressionConfigError(
                 f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
@@ -102,11 +100,31 @@ class TensorParallelConfig(Dimension):
         """Whether halves of a micro-batch are interleaved, compressed or not."""
         return self.overlap == "halves"
 
-    def idle_reason(self, ranks: int) -> str | None:
-        """Also of halves that are not compressed."""
-        if self.halves and ranks == 1:
-            return f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"
-        return super().idle_reason(ranks)
+    @staticmethod
+    def ranks(args: Namespace) -> int:
+        """Ranks that share an expert send each other tokens as tensor parallelism does."""
+        sharing = (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
+        return max(args.tensor_model_parallel_size, sharing)
+
+    def lines(self, args: Namespace) -> list[str]:
+        """Also of halves that are not compressed, and of what is not counted."""
+        lines = []
+        if args.tensor_model_parallel_size > 1:
+            lines = [
+                f"--{name.replace('_', '-')} gathers {what}, which is not counted"
+                for name, what in GATHERED_BY_MEGATRON.items()
+                if getattr(args, name, None)
+            ]
+            if args.cuda_graph_impl != "none":
+                lines.append(
+                    f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, "
+                    "only what its capture did"
+                )
+        if not self.halves:
+            return lines + super().lines(args)
+        if self.ranks(args) > 1:
+            return [*lines, self.describe()]
+        return [f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"]
 
     @property
     def forward_codec(self) -> Codec | None:
@@ -126,11 +144,10 @@ class TensorParallelConfig(Dimension):
         rules = self.rules(0)
         return [codec for rule in rules.values() for codec in rule.codecs]
 
-    def rules(self, start_iteration: int) -> dict[str, Rule]:
-        """For the policy."""
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         least, layers = self.min_bytes, parse_layers(self.layers)
         return {
-            traffic: Rule(codec, least, layers, start_iteration, choices=choices)
+            traffic: Rule(codec, least, layers, start_iteration or 0, choices=choices)
             for traffic, (codec, choices) in (("tp.forward", self._forward), ("tp.backward", self._backward))
         }
 
@@ -167,10 +184,6 @@ class TensorParallelConfig(Dimension):
         return unmet
 
     def check(self, args: Namespace) -> None:
-        """Refuse what would leave some of the traffic silently uncompressed.
-
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
         if self.halves:
             check_halves(args)
         if not self.enabled:
@@ -229,7 +242,6 @@ class TensorParallelConfig(Dimension):
         refuse_flags(args, reasons, "drop one of the two")
 
     def describe(self) -> str:
-        """For the log: what travels how."""
         if not self.enabled:
             return "tensor parallelism interleaves halves of a micro-batch, uncompressed"
         line = (

@@ -1,9 +1,12 @@
 """Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -17,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
+from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
@@ -49,51 +53,92 @@ _CLASSES = {
 }
 
 
-def attach(
-    model: list[torch.nn.Module],
-    config: TensorParallelConfig,
-    run: Run,
-    say: Callable[[str], None] = print,
-    broadcasts_batch: bool = False,
-    engine: TransformerEngineLayers | None = None,
-) -> list[torch.nn.Module]:
-    """Give each tensor-parallel layer of each model chunk its site.
+class TensorParallel(Dimension):
+    """Gives each tensor-parallel layer its site, which counts and compresses."""
 
-    Args:
-        model: the chunks of this pipeline stage, before they are wrapped.
-        broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it.
-        engine: takes in Transformer Engine's layers; one for all calls of a run.
-    Returns: The same chunks. (Collective over all ranks of the job where compression is on.)
-    Raises: CompressionConfigError: compression is on and a layer communicates in a way that no site covers.
-    """
-    engine = engine or TransformerEngineLayers(run)
-    for chunk in model:
-        _attach_chunk(chunk, config, run, broadcasts_batch, engine)
-        if config.halves and any(True for _ in sites_of(chunk)):
-            halves_block.attach(chunk)
-    if config.enabled:
-        groups = dict.fromkeys(site.group for chunk in model for site in sites_of(chunk))
-        for line in run.transports.prepare(groups):  # all ranks, also those whose chunks have no site
-            say(f"compression: {line}")
-        if config.halves and not all(run.transports.transport(group).overlaps for group in groups):
-            say(
-                f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric memory "
-                "a collective fills the device; drop it"
+    config: TensorParallelConfig
+    broadcasts_batch = False
+    """Whether tensor-parallel rank 0 sends the batch to its group, as Megatron's loop has it."""
+
+    def __init__(self, config: TensorParallelConfig, run: Run, *more: Any) -> None:
+        super().__init__(config, run, *more)
+        self._engine = TransformerEngineLayers(run)
+
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        config, transports = self.config, self.run.transports
+        for chunk in chunks:
+            self._attach_chunk(chunk)
+            if config.halves and any(True for _ in sites_of(chunk)):
+                halves_block.attach(chunk)
+        if config.enabled:
+            groups = dict.fromkeys(site.group for chunk in chunks for site in sites_of(chunk))
+            for line in transports.prepare(groups):  # all ranks, also those whose chunks have no site
+                self.say(f"compression: {line}")
+            if config.halves and not all(transports.transport(group).overlaps for group in groups):
+                self.say(
+                    f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric "
+                    "memory a collective fills the device; drop it"
+                )
+
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
+        """Refuse a part of a spec by site or layer that no site of any rank meets. Collective."""
+        by_site = any(";" in (text or "") for text in self.config.specs) or self.config.layers != "all"
+        if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return
+        unmet: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(unmet, unmet_parts(chunks, self.config))
+        if nowhere := sorted(set.intersection(*unmet)):
+            raise CompressionConfigError(
+                f"{nowhere[0]} names nothing that this model sends over tensor parallelism; drop that part"
             )
-    return model
 
+    def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
+        for chunk in chunks:
+            for path, module in communicating(chunk):
+                if reason := why_not_covered(module):
+                    return f"{path} {reason}"
+            for path, module in chunk.named_modules():
+                _, reason = _covered(module)
+                if reason:
+                    return f"{path} {reason}"
+        return None
 
-def why_not_attachable(model: list[torch.nn.Module]) -> str | None:
-    """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
-    for chunk in model:
+    def _attach_chunk(self, chunk: torch.nn.Module) -> None:
+        layer_numbers = {
+            path: module.layer_number
+            for path, module in chunk.named_modules()
+            if isinstance(module, TransformerLayer)
+        }
+
+        def names(path: str) -> tuple[str, int | str | None]:
+            layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
+            number = layer_numbers.get(layer)
+            return site_name(path, number), layer_name(path, number)
+
+        def cannot(path: str, reason: str) -> None:
+            if self.config.enabled:
+                raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
+            # else it is not counted: the audit of the first iteration says so
+
         for path, module in communicating(chunk):
             if reason := why_not_covered(module):
-                return f"{path} {reason}"
+                cannot(path, reason)
+            else:
+                self._engine.attach(module, *names(path))
         for path, module in chunk.named_modules():
-            _, reason = _covered(module)
+            compressed, reason = _covered(module)
             if reason:
-                return f"{path} {reason}"
-    return None
+                cannot(path, reason)
+            if compressed is None:
+                continue
+            if type(module) is not compressed:
+                patches.change_class(module, compressed)
+            name, layer = names(path)
+            module.site = CommSite(name, module.tp_group, self.run, layer)
+        for module in chunk.modules():
+            _share_weight_gradient(module)
+        traffic = _BatchTraffic(chunk, self.run.ledger, self.broadcasts_batch)
+        chunk.register_forward_hook(traffic, with_kwargs=True)
 
 
 def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
@@ -134,49 +179,6 @@ def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
     for module in chunk.modules():
         if isinstance(getattr(module, "site", None), CommSite):
             yield module.site
-
-
-def _attach_chunk(
-    chunk: torch.nn.Module,
-    config: TensorParallelConfig,
-    run: Run,
-    broadcasts_batch: bool,
-    engine: TransformerEngineLayers,
-) -> None:
-    layer_numbers = {
-        path: module.layer_number
-        for path, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer)
-    }
-
-    def names(path: str) -> tuple[str, int | str | None]:
-        layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
-        number = layer_numbers.get(layer)
-        return site_name(path, number), layer_name(path, number)
-
-    def cannot(path: str, reason: str) -> None:
-        if config.enabled:
-            raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
-        # else it is not counted: the audit of the first iteration says so
-
-    for path, module in communicating(chunk):
-        if reason := why_not_covered(module):
-            cannot(path, reason)
-        else:
-            engine.attach(module, *names(path))
-    for path, module in chunk.named_modules():
-        compressed, reason = _covered(module)
-        if reason:
-            cannot(path, reason)
-        if compressed is None:
-            continue
-        if type(module) is not compressed:
-            patches.change_class(module, compressed)
-        name, layer = names(path)
-        module.site = CommSite(name, module.tp_group, run, layer)
-    for module in chunk.modules():
-        _share_weight_gradient(module)
-    chunk.register_forward_hook(_BatchTraffic(chunk, run.ledger, broadcasts_batch), with_kwargs=True)
 
 
 @cache
