@@ -141,7 +141,7 @@ class Compression:
             self._say(f"compression: {line}")
 
     def on_training_log(self, iteration: int, log_interval: int) -> None:
-        """Behind an iteration, counted from 1: let the error bound decide at the log interval."""
+        """After an iteration, counted from 1: let the error bound decide at the log interval."""
         meter = self.run.policy.meter
         if meter.bound is None:
             return

@@ -37,7 +37,7 @@ from taco_kernels.taco.wire import (
 
 @triton.jit
 def end_of(first, groups, C: tl.constexpr):
-    """Behind the last group of a tile that holds whole chunks alone (C.ROW), else of the chunk."""
+    """After the last group of a tile that holds whole chunks alone (C.ROW), else of the chunk."""
     if C.ROW:
         end = tl.minimum(groups, first + C.USED)
     else:
