@@ -204,7 +204,7 @@ def _follow(
 
     resumed, warned = False, False
 
-    def on_resume(state_dict: dict | None, path: str | None) -> None:
+    def on_resume(state_dict: dict | None) -> None:
         nonlocal resumed, warned  # what is read first, the arguments, has it as well
         begun_from = (state_dict or {}).get("args")
         if begun_from is not None and not warned and (warning := other_weights(begun_from, args)):

@@ -1,6 +1,6 @@
 """The one place where a symbol of megatron-core, megatron.training, Transformer Engine or torch is replaced.
 
-symbols.py        replace, follow, put, change_class: checked, once, logged; hide a package
+symbols.py        replace, around, follow, put, change_class: checked, once, logged; hide a package
 loop.py           the command line, the training loop, checkpoints
 communication.py  what is sent between replicas, stages, experts' ranks and by Transformer Engine
 gaps.py           the dataset helper, RoPE, weight gradients, torch's Adam and GPT-2's tokenizer

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import follow, replace
+from megatron.compression.patches.symbols import around, follow, replace
 
 
 def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
@@ -17,17 +17,14 @@ def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    def wrap(start_grad_sync):
-        def wrapper(self, force_all_reduce=False):
-            already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
-            result = start_grad_sync(self, force_all_reduce)
-            if not already_dispatched:
-                _record_gradient_sync(self, force_all_reduce, functools.partial(record, self))
-            return result
+    def sync(start_grad_sync, self, force_all_reduce=False):
+        already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
+        result = start_grad_sync(self, force_all_reduce)
+        if not already_dispatched:
+            _record_gradient_sync(self, force_all_reduce, functools.partial(record, self))
+        return result
 
-        return wrapper
-
-    replace(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), wrap)
+    around(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), sync)
 
 
 def _record_gradient_sync(
@@ -55,19 +52,16 @@ def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    def wrap(start_param_sync):
-        def wrapper(self, force_sync=False):
-            only_waits = force_sync and self.param_gather_handle is not None
-            result = start_param_sync(self, force_sync)
-            if not only_waits and self.ddp_config.use_distributed_optimizer:
-                for bucket in self.buckets:
-                    size = self.intra_distributed_optimizer_instance_size
-                    record(self, "all_gather", bucket.param_data.nbytes, size)
-            return result
+    def sync(start_param_sync, self, force_sync=False):
+        only_waits = force_sync and self.param_gather_handle is not None
+        result = start_param_sync(self, force_sync)
+        if not only_waits and self.ddp_config.use_distributed_optimizer:
+            for bucket in self.buckets:
+                size = self.intra_distributed_optimizer_instance_size
+                record(self, "all_gather", bucket.param_data.nbytes, size)
+        return result
 
-        return wrapper
-
-    replace(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), wrap)
+    around(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), sync)
 
 
 def on_replicated_gradient_sync(
@@ -137,18 +131,12 @@ def through_token_exchange(exchange: Any) -> None:
     """Have megatron-core's dispatchers communicate through ``exchange`` (its ``all_to_all``, ``gather`` and
     ``reduce_scatter`` take the original function first).
 
-    Why: the dispatchers' methods permute and sort around what they send, and call three functions of their
-    module for the sending alone; shared experts that run with the dispatcher call two of them. Not reached:
+    Why: the dispatchers' methods permute and sort, and call three functions of their module for the sending
+    alone; shared experts that overlap with the dispatcher call two of them. Not reached:
     DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
     moe = "megatron.core.transformer.moe"
     modules = [importlib.import_module(f"{moe}.{name}") for name in ("token_dispatcher", "shared_experts")]
-
-    def through(take: Callable) -> Callable:
-        def wrap(original):
-            return functools.partial(take, original)
-
-        return wrap
 
     splits = ("output_split_sizes", "use_global_buffer")
     for name, parameters, take in (
@@ -162,7 +150,7 @@ def through_token_exchange(exchange: Any) -> None:
     ):
         for module in modules:
             if hasattr(module, name):
-                replace(module, name, parameters, through(take))
+                around(module, name, parameters, take)
 
 
 def on_router_reduction(record: Callable[[int, int], None]) -> None:
@@ -175,17 +163,17 @@ def on_router_reduction(record: Callable[[int, int], None]) -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
-    def loads(result: Any, given: dict) -> None:
-        if given["group"].size() > 1:
-            record(given["input_"].nbytes, given["group"].size())
+    for module, name, (tensor, ranks) in (
+        (moe_utils, "reduce_from_tensor_model_parallel_region", ("input_", "group")),
+        (finalize, "get_updated_expert_bias", ("tokens_per_expert", "tp_dp_cp_group")),
+    ):
 
-    def biases(result: Any, given: dict) -> None:
-        group = given.get("tp_dp_cp_group")
-        if group is not None and group.size() > 1:
-            record(given["tokens_per_expert"].nbytes, group.size())
+        def run(result: Any, given: dict, tensor=tensor, ranks=ranks) -> None:
+            group = given.get(ranks)
+            if group is not None and group.size() > 1:
+                record(given[tensor].nbytes, group.size())
 
-    follow(moe_utils, "reduce_from_tensor_model_parallel_region", ("input_", "group"), loads)
-    follow(finalize, "get_updated_expert_bias", ("tokens_per_expert", "tp_dp_cp_group"), biases)
+        follow(module, name, (tensor, ranks), run)
 
 
 def after_schedules(after: Callable[[], None]) -> None:
@@ -211,17 +199,11 @@ def through_pipeline_exchange(exchange: Callable) -> None:
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    def wrap(communicate):
-        def wrapper(self, **kwargs):
-            return exchange(self, functools.partial(communicate, self), **kwargs)
-
-        return wrapper
+    def communicate(original, self, **arguments):
+        return exchange(self, functools.partial(original, self), **arguments)
 
     expected = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")
-    replace(P2PCommunicator, "_communicate", (*expected, "wait_on_reqs"), wrap)
-
-
-_MODULES = ("linear", "layernorm_linear", "base")
+    around(P2PCommunicator, "_communicate", (*expected, "wait_on_reqs"), communicate)
 
 
 def through_exchanges(exchanges: Any) -> None:
@@ -241,7 +223,7 @@ def through_exchanges(exchanges: Any) -> None:
         ("reduce_scatter_along_first_dim", scatter, exchanges.reduce_scatter),
         ("gather_along_first_dim", ("inp", "process_group", "async_op", "quantizer"), exchanges.gather),
     )
-    for short in _MODULES:
+    for short in ("linear", "layernorm_linear", "base"):
         module = importlib.import_module(f"transformer_engine.pytorch.module.{short}")
         for name, parameters, wrap in functions:
             if short != "base" or name == "gather_along_first_dim":
@@ -274,13 +256,10 @@ def before_gradient_sync(complete: Callable[[], None]) -> None:
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    def wrap(register_grad_ready):
-        def wrapper(self, param, *args, **kwargs):
-            ready, expected = self.per_param_grad_ready_counts, self.golden_per_param_grad_ready_counts
-            if self.is_last_microbatch and sum(ready.values()) + 1 >= sum(expected.values()):
-                complete()
-            return register_grad_ready(self, param, *args, **kwargs)
+    def ready(register_grad_ready, self, *args, **kwargs):
+        counts, expected = self.per_param_grad_ready_counts, self.golden_per_param_grad_ready_counts
+        if self.is_last_microbatch and sum(counts.values()) + 1 >= sum(expected.values()):
+            complete()
+        return register_grad_ready(self, *args, **kwargs)
 
-        return wrapper
-
-    replace(_ParamAndGradBucketGroup, "register_grad_ready", ("self", "param"), wrap)
+    around(_ParamAndGradBucketGroup, "register_grad_ready", ("self", "param"), ready)

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from megatron.compression.patches.symbols import put, replace
+from megatron.compression.patches.symbols import around, put
 
 if TYPE_CHECKING:  # torch is not loaded with this module
     import torch
@@ -88,28 +88,21 @@ def build_gpt2_from_its_files() -> None:
     """
     from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
 
-    def wrap(build):
-        def wrapper(self, tokenizer_path, vocab_file=None, merges_file=None, **others):
-            if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
-                return build(self, tokenizer_path, vocab_file, merges_file, **others)
-            # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
-            with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as folder:
-                _write(Path(folder), vocab_file, merges_file)
-                with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=folder):
-                    return build(self, tokenizer_path, vocab_file, merges_file, **others)
-
-        return wrapper
+    def build(init, self, tokenizer_path, vocab_file=None, merges_file=None, **others):
+        if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
+            return init(self, tokenizer_path, vocab_file, merges_file, **others)
+        # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
+        with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as name:
+            folder = Path(name)
+            shutil.copyfile(vocab_file, folder / "vocab.json")
+            shutil.copyfile(merges_file, folder / "merges.txt")
+            (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+            (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+            with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=name):
+                return init(self, tokenizer_path, vocab_file, merges_file, **others)
 
     parameters = ("self", "tokenizer_path", "vocab_file", "merges_file")
-    replace(library.MegatronHFTokenizer, "__init__", parameters, wrap)
-
-
-def _write(folder: Path, vocab_file: str, merges_file: str) -> None:
-    """A GPT-2 tokenizer of these files, as the hub has one."""
-    for name, file in (("vocab.json", vocab_file), ("merges.txt", merges_file)):
-        shutil.copyfile(file, folder / name)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    around(library.MegatronHFTokenizer, "__init__", parameters, build)
 
 
 def on_master_copy(take: Callable[[Any], bool]) -> None:
@@ -121,14 +114,11 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    def wrap(copy_main_params):
-        def wrapper(self):
-            if self.is_stub_optimizer or not take(self):
-                copy_main_params(self)
+    def copy(copy_main_params, self):
+        if self.is_stub_optimizer or not take(self):
+            copy_main_params(self)
 
-        return wrapper
-
-    replace(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), wrap)
+    around(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), copy)
 
 
 def make_torch_adam_resumable() -> None:
@@ -140,10 +130,10 @@ def make_torch_adam_resumable() -> None:
     if module.HAVE_APEX_OR_TE:
         return
     optimizer = module.DistributedOptimizer
-    replace(optimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading"), _primed_for_loading)
-    replace(optimizer, "load_state_dict", ("state_dict",), _with_own_steps)
+    around(optimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading"), _primed_for_loading)
+    around(optimizer, "load_state_dict", ("state_dict",), _with_own_steps)
     states = "_set_main_param_and_optimizer_states"
-    replace(optimizer, states, ("model_param", "tensors"), _with_step_of_group)
+    around(optimizer, states, ("model_param", "tensors"), _with_step_of_group)
 
 
 def _has_torch_adam(distributed_optimizer) -> bool:
@@ -166,42 +156,33 @@ def prime(optimizer: "torch.optim.Optimizer") -> None:
                 state["exp_avg_sq"] = torch.zeros_like(param.data)
 
 
-def _primed_for_loading(original):
-    def sharded_state_dict(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
-        if is_loading and _has_torch_adam(self):
-            prime(self.optimizer)
-        return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
-
-    return sharded_state_dict
+def _primed_for_loading(original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+    if is_loading and _has_torch_adam(self):
+        prime(self.optimizer)
+    return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
 
 
-def _with_own_steps(original):
-    def load_state_dict(self, state_dict):
-        import torch
+def _with_own_steps(original, self, state_dict):
+    import torch
 
-        with torch.no_grad():
-            result = original(self, state_dict)
-            if _has_torch_adam(self):
-                for state in self.optimizer.state.values():
-                    state["step"] = state["step"].clone()
-        return result
-
-    return load_state_dict
+    with torch.no_grad():
+        result = original(self, state_dict)
+        if _has_torch_adam(self):
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+    return result
 
 
-def _with_step_of_group(original):
-    def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        import torch
+def _with_step_of_group(original, self, model_param, tensors):
+    import torch
 
-        with torch.no_grad():
-            if _has_torch_adam(self):
-                group, order = self.model_param_group_index_map[model_param]
-                main_param = self.optimizer.param_groups[group]["params"][order]
-                # load_state_dict has set the step already, from the parameter group.
-                tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
-            return original(self, model_param, tensors)
-
-    return _set_main_param_and_optimizer_states
+    with torch.no_grad():
+        if _has_torch_adam(self):
+            group, order = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group]["params"][order]
+            # load_state_dict has set the step already, from the parameter group.
+            tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
+        return original(self, model_param, tensors)
 
 
 def fuse_torch_adam() -> None:
@@ -212,14 +193,11 @@ def fuse_torch_adam() -> None:
     """
     base = importlib.import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
 
-    def wrap(init):
-        def __init__(self, optimizer, *args, **kwargs):
-            fuse(optimizer)
-            init(self, optimizer, *args, **kwargs)
+    def build(init, self, optimizer, *args, **kwargs):
+        fuse(optimizer)
+        init(self, optimizer, *args, **kwargs)
 
-        return __init__
-
-    replace(base, "__init__", ("optimizer",), wrap)
+    around(base, "__init__", ("optimizer",), build)
 
 
 def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:

@@ -6,10 +6,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import PatchError, follow, put, replace
+from megatron.compression.patches.symbols import around, follow, put
 
 _after_validating: list[Callable[[Namespace], None]] = []
-_adding: list[Callable[[ArgumentParser], ArgumentParser]] = []
+_at_the_end: list[Callable[[], None]] = []
 
 
 def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
@@ -36,21 +36,13 @@ def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> Non
     """
     from megatron.training import arguments
 
-    if add not in _adding:
-        _adding.append(add)
+    def parse(parse_args, extra_args_provider=None, *others, **named):
+        def provider(parser):
+            return add(parser if extra_args_provider is None else extra_args_provider(parser))
 
-    def wrap(parse_args):
-        def wrapper(extra_args_provider=None, *others, **named):
-            def provider(parser):
-                for one in (extra_args_provider, *_adding):
-                    parser = one(parser) if one is not None else parser
-                return parser
+        return parse_args(provider, *others, **named)
 
-            return parse_args(provider, *others, **named)
-
-        return wrapper
-
-    replace(arguments, "parse_args", ("extra_args_provider",), wrap)
+    around(arguments, "parse_args", ("extra_args_provider",), parse)
 
 
 def on_training_log(after: Callable[[int, dict], None]) -> None:
@@ -75,14 +67,11 @@ def before_training(before: Callable[[], None]) -> None:
     """
     from megatron.training import training
 
-    def wrap(train):
-        def wrapper(*args, **kwargs):
-            before()
-            return train(*args, **kwargs)
+    def begin(train, *args, **kwargs):
+        before()
+        return train(*args, **kwargs)
 
-        return wrapper
-
-    replace(training, "train", ("forward_step_func", "model"), wrap)
+    around(training, "train", ("forward_step_func", "model"), begin)
 
 
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
@@ -97,29 +86,23 @@ def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None]
 
     split = "valid"
 
-    def wrap_printing(evaluate_and_print_results):
-        def wrapper(prefix, *args, **kwargs):
-            nonlocal split
-            split = "test" if prefix.endswith("test set") else "valid"
-            return evaluate_and_print_results(prefix, *args, **kwargs)
+    def printing(evaluate_and_print_results, prefix, *args, **kwargs):
+        nonlocal split
+        split = "test" if prefix.endswith("test set") else "valid"
+        return evaluate_and_print_results(prefix, *args, **kwargs)
 
-        return wrapper
+    def evaluating(evaluate, *args, **kwargs):
+        before(split)
+        losses = None
+        try:
+            result = evaluate(*args, **kwargs)
+            losses = result[0]
+        finally:
+            after(losses)
+        return result
 
-    def wrap(evaluate):
-        def wrapper(*args, **kwargs):
-            before(split)
-            losses = None
-            try:
-                result = evaluate(*args, **kwargs)
-                losses = result[0]
-            finally:
-                after(losses)
-            return result
-
-        return wrapper
-
-    replace(training, "evaluate_and_print_results", ("prefix",), wrap_printing)
-    replace(training, "evaluate", ("forward_step_func", "data_iterator", "model"), wrap)
+    around(training, "evaluate_and_print_results", ("prefix",), printing)
+    around(training, "evaluate", ("forward_step_func", "data_iterator", "model"), evaluating)
 
 
 def around_pretrain(before: Callable[[Any, dict], None]) -> None:
@@ -132,18 +115,13 @@ def around_pretrain(before: Callable[[Any, dict], None]) -> None:
     import megatron.training
     from megatron.training import training
 
-    def wrap(pretrain):
-        signature = inspect.signature(pretrain)
+    def begin(pretrain, *args, **kwargs):
+        arguments = dict(inspect.signature(pretrain).bind(*args, **kwargs).arguments)
+        container = arguments.pop("cfg_container")
+        before(container, arguments)
+        return pretrain(container, **arguments)
 
-        def wrapper(*args, **kwargs):
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
-            container = arguments.pop("cfg_container")
-            before(container, arguments)
-            return pretrain(container, **arguments)
-
-        return wrapper
-
-    replace(training, "pretrain", ("cfg_container", "model_provider", "forward_step_func"), wrap)
+    around(training, "pretrain", ("cfg_container", "model_provider", "forward_step_func"), begin)
     put(megatron.training, "pretrain", training.pretrain, "the package holds the function by name")
 
 
@@ -156,16 +134,13 @@ def around_model_building(before: Callable[[list], list], after: Callable[[list]
     """
     from megatron.training import training
 
-    def wrap(get_model):
-        def wrapper(model_provider_func, *args, **kwargs):
-            def provider(*given, **named):
-                return before([model_provider_func(*given, **named)])[0]
+    def build(get_model, model_provider_func, *args, **kwargs):
+        def provider(*given, **named):
+            return before([model_provider_func(*given, **named)])[0]
 
-            return after(get_model(provider, *args, **kwargs))
+        return after(get_model(provider, *args, **kwargs))
 
-        return wrapper
-
-    replace(training, "get_model", ("model_provider_func",), wrap)
+    around(training, "get_model", ("model_provider_func",), build)
 
 
 def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
@@ -181,28 +156,25 @@ def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
 
     checked: dict[str, Any] | None = None  # the machine's results before the pass that may be repeated
 
-    def wrap(should_run_forward_backward):
-        def wrapper(self, data_iterator):
-            nonlocal checked
-            before, checked = checked, None
-            if before is not None and end():
-                vars(self).update(before)
-                self.validation_counts.clear()
-                self._restore_state()
-                self._save_state()  # what was kept is in use now
-                for iterator in self._sanitize_data_iterators(data_iterator):
-                    iterator.rewind()
-                checked = _results(self)
-                return True
-            runs = should_run_forward_backward(self, data_iterator)
-            if runs and self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN:
-                begin()
-                checked = _results(self)
-            return runs
+    def should_run(should_run_forward_backward, self, data_iterator):
+        nonlocal checked
+        before, checked = checked, None
+        if before is not None and end():
+            vars(self).update(before)
+            self.validation_counts.clear()
+            self._restore_state()
+            self._save_state()  # what was kept is in use now
+            for iterator in self._sanitize_data_iterators(data_iterator):
+                iterator.rewind()
+            checked = _results(self)
+            return True
+        runs = should_run_forward_backward(self, data_iterator)
+        if runs and self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN:
+            begin()
+            checked = _results(self)
+        return runs
 
-        return wrapper
-
-    replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), wrap)
+    around(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), should_run)
 
 
 def _results(machine: Any) -> dict[str, Any]:
@@ -214,26 +186,15 @@ _CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "larg
 """What a pass's results change in megatron-core's machine."""
 
 
-_at_the_end: list[Callable[[], None]] = []
-
-
 def on_training_end(*after: Callable[[], None]) -> None:
     """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit of ``train``.
 
     Process groups still exist then, and a function that is given again is not called twice. Why: an early
-    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, after which only Megatron's
-    own last call runs. Not reached: errors.
-
-    Raises: PatchError: ``pretrain`` or ``train`` do not end with that call.
+    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, after Megatron's own last
+    call. Not reached: errors.
     """
-    from megatron.training import one_logger_utils, training
+    from megatron.training import one_logger_utils
 
-    for function in (training.pretrain, training.train):
-        if "finish" not in inspect.unwrap(function).__code__.co_names:
-            raise PatchError(
-                f"{function.__name__} does not call one_logger_utils.finish in this version; "
-                "install those of constraints.txt"
-            )
     _at_the_end.extend(one for one in after if one not in _at_the_end)
 
     def run(result: Any, given: dict) -> None:
@@ -243,8 +204,8 @@ def on_training_end(*after: Callable[[], None]) -> None:
     follow(one_logger_utils, "finish", (), run)
 
 
-def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
-    """Call each ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
+def on_checkpoint_args(after: Callable[[Any], None]) -> None:
+    """Call ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
 
     Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
     ``--finetune`` and ``--pretrained-checkpoint``, which begin anew (see ``on_checkpoint_read``).
@@ -252,8 +213,7 @@ def on_checkpoint_args(*after: Callable[[Any], None]) -> None:
     from megatron.training import checkpointing
 
     def run(result: Any, given: dict) -> None:
-        for one in after:
-            one(given["checkpoint_args"])
+        after(given["checkpoint_args"])
 
     follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
 
@@ -273,8 +233,8 @@ def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
     follow(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), run)
 
 
-def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> None:
-    """Call each ``after(state_dict, path)`` with what has been read of a checkpoint; None: there is none.
+def on_checkpoint_read(after: Callable[[dict | None], None]) -> None:
+    """Call ``after(state_dict)`` with what has been read of a checkpoint; None: there is none.
 
     Why: it is the one place that every load comes through, ``--finetune`` too, before anything is checked.
     The arguments alone are read first, then everything. Not reached: what reads files by itself.
@@ -282,7 +242,6 @@ def on_checkpoint_read(*after: Callable[[dict | None, str | None], None]) -> Non
     from megatron.training import checkpointing
 
     def run(result: tuple, given: dict) -> None:
-        for one in after:
-            one(result[0], result[1])
+        after(result[0])
 
     follow(checkpointing, "_load_base_checkpoint", ("rank0",), run)

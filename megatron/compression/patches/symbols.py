@@ -45,6 +45,19 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
         logger.debug("patch: %s", where)
 
 
+def around(owner: Any, name: str, parameters: tuple[str, ...], call: Callable) -> None:
+    """Have ``call(original, *arguments)`` stand for ``owner.name``; else as ``replace``."""
+
+    def wrap(original):
+        def wrapper(*args, **kwargs):
+            return call(original, *args, **kwargs)
+
+        return wrapper
+
+    wrap.__module__, wrap.__qualname__ = call.__module__, call.__qualname__
+    replace(owner, name, parameters, wrap)
+
+
 def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
     """Have ``after(result, arguments)`` called after each call of ``owner.name``; else as ``replace``.
 
