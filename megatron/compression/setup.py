@@ -91,7 +91,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def adapt_arguments(args: Namespace) -> None:
     """Change in ``args`` what this machine cannot do as asked, and say so. Idempotent."""
     lines = [describe(args, sys.argv)]
-    lines += host.cpu_argument_overrides(args) if host.is_active() else []
+    if host.is_active():
+        from megatron.host.engine import cpu_argument_overrides
+
+        lines += cpu_argument_overrides(args)
     if args.rampup_batch_size:
         lines.append(
             "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "

@@ -4,10 +4,7 @@
 `megatron.compression.patches`: cuda.py has torch's, engine.py Megatron's and the arguments of a CPU run.
 """
 
-from argparse import Namespace
-
 _active = False
-_training = False
 
 
 def is_active() -> bool:
@@ -23,7 +20,7 @@ def install(training: bool = True) -> bool:
             megatron-core.
     Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
     """
-    global _active, _training
+    global _active
     import torch
 
     if not _active and torch.cuda.is_available():
@@ -33,16 +30,8 @@ def install(training: bool = True) -> bool:
     if not _active:
         cuda.install()
         _active = True
-        if not training:
-            engine.install_core()
-    if training and not _training:
-        _training = True
+    if training:
         engine.install()
+    else:
+        engine.install_core()
     return True
-
-
-def cpu_argument_overrides(args: Namespace) -> list[str]:
-    """Set in `args` what a CPU run needs; a line for each change. Once they are validated."""
-    from megatron.host import engine
-
-    return engine.cpu_argument_overrides(args)

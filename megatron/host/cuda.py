@@ -17,57 +17,46 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.utils._device import _device_constructors
 
-from megatron.compression.patches import put, replace
+from megatron.compression.patches import around, put, replace
 
 CPU = torch.device("cpu")
 
 
 def _nothing(self, *args) -> None:
-    """Work is in program order: there is nothing to wait for."""
+    """Work is in program order: there is nothing to wait for, and nothing to set up."""
 
 
 class _Stream:
     """For torch.cuda.Stream: CPU work is in program order, so every wait is already satisfied."""
 
     device = CPU
-    wait_stream = wait_event = synchronize = __exit__ = _nothing
-
-    def __init__(self, *args, **kwargs):
-        pass
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = _nothing
 
     def __enter__(self):
         return self
 
     def record_event(self, event=None):
-        """Returns the event given, or a new one."""
         return event if event is not None else _Event()
 
     def query(self) -> bool:
-        """Always done."""
         return True
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, equal here."""
         return 0, 0
 
 
 class _Event:
     """For torch.cuda.Event: records the host clock, so `elapsed_time` stays meaningful (milliseconds)."""
 
-    wait = synchronize = _nothing
+    __init__ = wait = synchronize = _nothing
     query = _Stream.query
     _time = 0.0
 
-    def __init__(self, *args, **kwargs):
-        pass
-
     def record(self, stream=None) -> None:
-        """Remember the time."""
         self._time = time.perf_counter()
 
     def elapsed_time(self, end: "_Event") -> float:
-        """Milliseconds between two records."""
         return (end._time - self._time) * 1e3
 
 
@@ -90,29 +79,14 @@ def _memory_stats() -> dict[str, int]:
     return defaultdict(int, current, **{"allocated_bytes.all.peak": _peak()})
 
 
-def _free_and_total() -> tuple[int, int]:
-    """For torch.cuda.mem_get_info, in bytes."""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 def _properties() -> SimpleNamespace:
     """For torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
     memory = psutil.virtual_memory().total
     return SimpleNamespace(name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1)
 
 
-def _returning(value=None):
-    """A new function that returns `value`: torch._dynamo refuses one object under two names."""
-
-    def stand_in(*_args, **_kwargs):
-        return value
-
-    return stand_in
-
-
 def _calling(function):
-    """A new function that calls `function`, for the same reason."""
+    """A new function that calls `function`: torch._dynamo refuses one object under two names."""
 
     def stand_in(*_args, **_kwargs):
         return function()
@@ -124,31 +98,40 @@ def install_devices() -> None:
     """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
     # TP and context parallelism insist on this variable below compute capability 10; no queues here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    cuda = torch.cuda
-    why = "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel"
-    put(cuda, "current_device", _returning(CPU), why)
-    put(cuda, "device_count", _returning(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), why)
-    put(cuda, "get_device_properties", _calling(_properties), why)
-    put(cuda, "get_device_capability", _returning((0, 0)), why)
-    put(cuda, "get_device_name", _returning("cpu"), why)
-    why = "the memory report after the first iteration, and TensorBoard's memory scalars"
-    for name in ("memory_allocated", "memory_reserved", "device_memory_used"):
-        put(cuda, name, _calling(_resident), why)
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        put(cuda, name, _calling(_peak), why)
-    put(cuda, "memory_stats", _calling(_memory_stats), why)
-    put(cuda, "mem_get_info", _calling(_free_and_total), why)
-    why = "timers, checkpointing and pipeline communication synchronise the device and empty its cache"
-    for name in ("empty_cache", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"):
-        put(cuda, name, _returning(), why)
-    why = "DDP initialisation and the overlap of communication use streams and events"
-    put(cuda, "Stream", _Stream, why)
-    put(cuda, "Event", _Event, why)
-    put(cuda, "current_stream", _returning(_STREAM), why)
-    put(cuda, "default_stream", _returning(_STREAM), why)
-    put(cuda, "stream", _calling(contextlib.nullcontext), why)
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda, memory = torch.cuda, psutil.virtual_memory
+    for why, functions in {
+        "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel": {
+            "current_device": lambda: CPU,
+            "device_count": lambda: devices,
+            "get_device_properties": _properties,
+            "get_device_capability": lambda: (0, 0),
+            "get_device_name": lambda: "cpu",
+        },
+        "the memory report after the first iteration, and TensorBoard's memory scalars": {
+            **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident),
+            **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),
+            "memory_stats": _memory_stats,
+            "mem_get_info": lambda: (memory().available, memory().total),
+        },
+        "timers, checkpointing and pipeline communication synchronise the device and empty its cache": (
+            dict.fromkeys(
+                ("empty_cache", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"),
+                lambda: None,
+            )
+        ),
+        "DDP initialisation and the overlap of communication use streams and events": {
+            "current_stream": lambda: _STREAM,
+            "default_stream": lambda: _STREAM,
+            "stream": contextlib.nullcontext,
+        },
+    }.items():
+        for name, function in functions.items():
+            put(cuda, name, _calling(function), why)
+    for name, cls in (("Stream", _Stream), ("Event", _Event)):
+        put(cuda, name, cls, "DDP initialisation and the overlap of communication use streams and events")
     for name in ("range_push", "range_pop"):
-        put(cuda.nvtx, name, _returning(), "--nvtx-ranges")
+        put(cuda.nvtx, name, _calling(lambda: None), "--nvtx-ranges")
 
 
 # Factories that megatron.core and megatron.training call with device="cuda" (or a torch.device of it).
@@ -179,27 +162,20 @@ def _on_cpu(factory):
     return wrapper
 
 
-def _type_on_gpu(original):
+def _type_on_gpu(original, self, dtype=None, *args, **kwargs):
     """Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
-
-    def type(self, dtype=None, *args, **kwargs):
-        if dtype is not None or args or kwargs:
-            return original(self, dtype, *args, **kwargs)
-        name = original(self)
-        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
-
-    return type
+    if dtype is not None or args or kwargs:
+        return original(self, dtype, *args, **kwargs)
+    name = original(self)
+    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
 
-def _to_cpu(original):
-    def to(self, *args, **kwargs):
-        if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
-        elif kwargs and _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return original(self, *args, **kwargs)
-
-    return to
+def _to_cpu(original, self, *args, **kwargs):
+    if args and _is_cuda(args[0]):
+        args = (CPU, *args[1:])
+    elif kwargs and _is_cuda(kwargs.get("device")):
+        kwargs["device"] = CPU
+    return original(self, *args, **kwargs)
 
 
 def _install_tensors() -> None:
@@ -210,8 +186,8 @@ def _install_tensors() -> None:
     tensor = torch.Tensor
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
         replace(tensor, name, (), _on_cpu)
-    replace(tensor, "to", (), _to_cpu)
-    replace(tensor, "type", (), _type_on_gpu)
+    around(tensor, "to", (), _to_cpu)
+    around(tensor, "type", (), _type_on_gpu)
     # Module.cuda() goes through Tensor.cuda(); both mean "where it is already".
     put(tensor, "cuda", lambda self, *args, **kwargs: self, "it is on the device")
     put(tensor, "pin_memory", lambda self, *args, **kwargs: self, "there is nothing to pin for")

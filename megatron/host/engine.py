@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron.compression.patches import put, replace
+from megatron.compression.patches import around, put
 from megatron.host import cuda
 
 # What every process of a CPU run would say: fused kernels are absent, and so is memory to pin.
@@ -33,7 +33,7 @@ def _import_without_compile(name: str):
         put(torch, "compile", compile_, "they have loaded")
 
 
-def _with_own_generator(build):
+def _with_own_generator(build, *args, **kwargs):
     """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own.
 
     On GPUs that draw comes from the CPU generator and dropout from the device's. Here both would come from
@@ -41,30 +41,24 @@ def _with_own_generator(build):
     so would a resumed run from an uninterrupted one.
     """
 
-    def build_pretraining_data_loader(*args, **kwargs):
-        loader = build(*args, **kwargs)
-        if isinstance(loader, torch.utils.data.DataLoader):
-            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        return loader
-
-    return build_pretraining_data_loader
+    loader = build(*args, **kwargs)
+    if isinstance(loader, torch.utils.data.DataLoader):
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return loader
 
 
-def _without_cuda(initialize):
+def _without_cuda(initialize, *args, **kwargs):
     """For initialize_megatron, which asserts CUDA unless told otherwise; training.py holds it by name."""
-    return functools.partial(initialize, allow_no_cuda=True)
+    return initialize(*args, **{"allow_no_cuda": True} | kwargs)
 
 
-def _as_numpy_from_here(move):
+def _as_numpy_from_here(move, tensor, as_numpy=False, record_stream=False):
     """For maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo wants numbers."""
-
-    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-        tensor = move(tensor, as_numpy, record_stream)
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    return maybe_move_tensor_to_cpu
+    tensor = move(tensor, as_numpy, record_stream)
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+@functools.cache
 def install_core() -> None:
     """Replace megatron-core's symbols."""
     _load("megatron.core.transformer")
@@ -73,7 +67,7 @@ def install_core() -> None:
     cuda.install_tracker(tracker)
     from megatron.core.transformer.moe import token_dispatcher
 
-    replace(token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here)
+    around(token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here)
 
 
 def _load(name: str):
@@ -86,14 +80,15 @@ def _load(name: str):
     return _import_without_compile(name)
 
 
+@functools.cache
 def install() -> None:
     """Replace Megatron's own symbols; loads megatron.training on the way."""
     training = _load("megatron.training.training")
-    replace(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
+    around(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
     # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
     # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
     put(training, "set_jit_fusion_options", lambda tp_size=None: None, "nothing is compiled")
-    replace(training, "build_pretraining_data_loader", (), _with_own_generator)
+    around(training, "build_pretraining_data_loader", (), _with_own_generator)
     install_core()
 
 
@@ -115,11 +110,7 @@ _OVERRIDES = {
 
 
 def cpu_argument_overrides(args: Namespace) -> list[str]:
-    """Set in `args` what a CPU run needs.
-
-    Returns: one line for each value that changed, for the log. Call it after validation and before the
-    configs are built from `args`.
-    """
+    """Set in `args`, which are validated, what a CPU run needs. Returns: a line for each change."""
     said = []
     for name, (value, flag, reason) in _OVERRIDES.items():
         if getattr(args, name) != value:

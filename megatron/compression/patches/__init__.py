@@ -45,4 +45,4 @@ from megatron.compression.patches.loop import (
     repeat_passes,
     with_extra_arguments,
 )
-from megatron.compression.patches.symbols import PatchError, change_class, follow, hide, put, replace
+from megatron.compression.patches.symbols import PatchError, around, change_class, hide, put, replace
