@@ -35,20 +35,16 @@ class CodecGradients(GradientCompressor):
 
     @property
     def name(self) -> str:
-        """The codec's."""
         return self.codec.name
 
     @property
     def lossless(self) -> bool:
-        """See ``GradientCompressor.lossless``."""
         return self.codec.lossless
 
     def build(self, bucket: GradientBucket) -> GradientSync:
-        """See ``GradientCompressor.build``."""
         return CodecGradientSync(bucket, self.codec)
 
     def describe(self) -> str:
-        """See ``GradientCompressor.describe``."""
         first, second = self.codec.hops
         if first == second:
             return f"gradients {self.name}"
@@ -61,13 +57,14 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
     Raises: CompressionConfigError: an unknown name or setting, or a value that it refuses.
     """
     name = text.partition(":")[0]
-    if GRADIENT_COMPRESSORS.entry(name) is None and ("/" in text or CODECS.entry(name) is not None):
-        return CodecGradients(parse_codec(text))
-    if GRADIENT_COMPRESSORS.entry(name) is None and ":" not in text:
-        known = sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names()})
-        raise CompressionConfigError(
-            f"--dp-compression {text} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS"
-        )
+    if GRADIENT_COMPRESSORS.entry(name) is None:
+        if "/" in text or CODECS.entry(name) is not None:
+            return CodecGradients(parse_codec(text))
+        if ":" not in text:
+            known = ", ".join(sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names()}))
+            raise CompressionConfigError(
+                f"--dp-compression {text} is unknown; choose one of {known}, or MODULE:CLASS"
+            )
     made = GRADIENT_COMPRESSORS.parse(text)
     if isinstance(made, Codec):
         return CodecGradients(made)
@@ -79,9 +76,7 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
 
 
 class CodecGradientSync(GradientSync):
-    """A ``GradientSync`` over a codec, with its first hop inside a node and its second between nodes. A codec
-    that sees shapes gets tokens of 1024 values.
-    """
+    """A codec's first hop inside a node and its second between nodes; sums in fp32."""
 
     def __init__(self, bucket: GradientBucket, codec: Codec) -> None:
         self.bucket = bucket
@@ -96,7 +91,6 @@ class CodecGradientSync(GradientSync):
         self.pieces = [(start, min(start + size, self.shard_numel)) for start in starts]
 
     def start(self) -> Work:
-        """See ``GradientSync.start``."""
         self.bucket.record_plain()
         source = self._source()
         return join([self._start_piece(source, begin, end) for begin, end in self.pieces])
@@ -178,7 +172,6 @@ class FlatRows(Codec):
 
     @property
     def name(self) -> str:
-        """The codec's."""
         return self.codec.name
 
     @property

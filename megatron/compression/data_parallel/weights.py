@@ -35,7 +35,7 @@ class BucketWeights:
     Args:
         weights: the bucket's ``param_data``, ``[ranks * n]``, bf16 or fp16.
         policy: decides at each optimizer step whether the update is compressed, and by which codec.
-        nbytes: of all weights of the bucket's group, which decides; None: whatever the size.
+        nbytes: of all weights of the bucket's group, which decides; None: the size does not matter.
     """
 
     def __init__(
@@ -78,10 +78,6 @@ class BucketWeights:
         """uint8 ``[]``, 1 where the pending payload's values did not fit; None: they always do."""
         return self._codec.overflow_flag(self.pending) if self._codec.lossless else None
 
-    def leave_uncompressed(self) -> None:
-        """Drop the pending payload: Megatron copies the weights and gathers them."""
-        self.pending, self.uncompressed_kind = None, "overflow"
-
     def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
         payload, codec, self.pending = self.pending, self._codec, None
@@ -104,8 +100,11 @@ def copy_masters(optimizer) -> bool:
     Returns: False where no bucket is compressed now: Megatron's own copy is to run.
     """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    attached = {id(bucket): getattr(bucket, ATTRIBUTE) for bucket in buckets if hasattr(bucket, ATTRIBUTE)}
-    compressed = {key: weights for key, weights in attached.items() if weights.decide().codec is not None}
+    compressed: dict[int, BucketWeights] = {
+        id(bucket): getattr(bucket, ATTRIBUTE)
+        for bucket in buckets
+        if hasattr(bucket, ATTRIBUTE) and getattr(bucket, ATTRIBUTE).decide().codec is not None
+    }
     if not compressed:
         return False
     masters: dict[int, list[tuple[int, torch.Tensor]]] = {id(bucket): [] for bucket in buckets}
@@ -116,11 +115,9 @@ def copy_masters(optimizer) -> bool:
             bucket = optimizer.buffers[buffer_index].buckets[bucket_index]
             place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
             masters[id(bucket)].append((place.start, master))
-    for bucket in buckets:
-        weights = compressed.get(id(bucket))
-        if weights is not None:
-            first = weights.topology.rank * weights.shard.numel()
-            weights.update((start - first, master) for start, master in masters[id(bucket)])
+    for key, weights in compressed.items():
+        first = weights.topology.rank * weights.shard.numel()
+        weights.update((start - first, master) for start, master in masters[key])
     _leave_out_overflows([*compressed.values()])
     for bucket in buckets:
         weights = compressed.get(id(bucket))
@@ -131,17 +128,16 @@ def copy_masters(optimizer) -> bool:
 
 
 def _leave_out_overflows(updated: list[BucketWeights]) -> None:
-    """Where the payload of any bucket of a topology overflowed on any rank, leave all its lossless ones
-    uncompressed. Payloads may be gathered in a pass that is repeated, so this is asked here, once a topology;
-    synchronises with the device."""
-    flags = {id(weights): weights.overflow_flag for weights in updated}
-    asked = [weights for weights in updated if flags[id(weights)] is not None]
-    for topology in dict.fromkeys(weights.topology for weights in asked):
-        together = [weights for weights in asked if weights.topology == topology]
-        flag = torch.stack([flags[id(weights)] for weights in together]).amax()
-        if topology.transport(together[0].ledger, "dp.weight").any_rank(flag):
-            for weights in together:
-                weights.leave_uncompressed()
+    """Where the payload of any bucket of a topology overflowed on any rank, leave all its lossless ones to
+    Megatron, uncompressed. Payloads may be gathered in a pass that is repeated, so this is asked here, once a
+    topology; synchronises with the device."""
+    asked = [(weights, flag) for weights in updated if (flag := weights.overflow_flag) is not None]
+    for topology in dict.fromkeys(weights.topology for weights, _ in asked):
+        together = [(weights, flag) for weights, flag in asked if weights.topology == topology]
+        flag = torch.stack([flag for _, flag in together]).amax()
+        if topology.transport(together[0][0].ledger, "dp.weight").any_rank(flag):
+            for weights, _ in together:
+                weights.pending, weights.uncompressed_kind = None, "overflow"
 
 
 class Replicas:

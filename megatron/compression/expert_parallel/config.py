@@ -8,12 +8,6 @@ from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
-# Megatron's flag -> why its exchange of tokens does not pass through --ep-compression
-_REFUSED = {
-    "overlap_moe_expert_parallel_comm": "exchanges tokens on a stream of its own, by a plan of two "
-    "micro-batches that --ep-compression does not follow",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelConfig(SentOnce):
@@ -52,7 +46,10 @@ class ExpertParallelConfig(SentOnce):
             raise CompressionConfigError(
                 f"{self.flag} given, but the model has no experts; add --num-experts, or drop it"
             )
-        refuse_flags(args, _REFUSED, f"drop one of the two, or {self.flag}")
+        reason = "exchanges tokens on a stream of its own, by a plan of two micro-batches that "
+        reason += f"{self.flag} does not follow"
+        fix = f"drop one of the two, or {self.flag}"
+        refuse_flags(args, {"overlap_moe_expert_parallel_comm": reason}, fix)
         refuse_cuda_graphs(args, self.flag)
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":

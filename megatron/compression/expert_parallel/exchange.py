@@ -20,7 +20,6 @@ from megatron.compression.communication import Decision, collectives
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.transport import TorchTransport
-from megatron.compression.communication.work import Work
 from megatron.compression.tensor_parallel.layers import has_backward
 
 OTHER = "ep.other"
@@ -58,41 +57,22 @@ class TokenSite(CommSite):
         self._measure(x, traffic, decision.codec)
         return collectives.all_to_all_rows(x, decision.codec, transport, to, came).wait()
 
-    def all_gather_rows(
-        self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
+    def unequal(
+        self, operation: str, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None
     ) -> torch.Tensor:
-        """Gather ``[sizes[r], values]`` of every rank r.
+        """all_gather: ``[sizes[r], values]`` of every rank r. reduce_scatter: the sum of ``[sum(sizes),
+        values]`` over the ranks, of which ``sizes[rank]`` rows stay.
 
         Args:
             why: leave it exact, for this reason (one of the ledger's kinds).
         """
-        row = x.shape[1:].numel() * x.element_size()
-        return self._unequal(
-            collectives.all_gather_rows, x, traffic, sizes, "all_gather", sum(sizes) * row, why
-        )
-
-    def reduce_scatter_rows(
-        self, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None = None
-    ) -> torch.Tensor:
-        """Sum ``[sum(sizes), values]`` over the ranks and keep ``sizes[rank]`` rows. ``why`` as above."""
-        return self._unequal(
-            collectives.reduce_scatter_rows, x, traffic, sizes, "reduce_scatter", x.nbytes, why
-        )
-
-    def _unequal(
-        self,
-        collective: Callable[..., Work],
-        x: torch.Tensor,
-        traffic: str,
-        sizes: Sequence[int],
-        operation: str,
-        nbytes: int,
-        why: str | None,
-    ) -> torch.Tensor:
+        nbytes = sum(sizes) * x.shape[1:].numel() * x.element_size()
         decision = self.decide(traffic, nbytes) if why is None else Decision(None, why)
-        sent = x.nbytes * (self.group.size() if operation == "all_gather" else 1)
+        gathers = operation == "all_gather"
+        sent = x.nbytes * (self.group.size() if gathers else 1)
         transport = self._row_transport(decision, traffic, operation, nbytes, sent)
         self._measure(x, traffic, decision.codec)
+        collective = collectives.all_gather_rows if gathers else collectives.reduce_scatter_rows
         return collective(x, decision.codec, transport, sizes).wait()
 
     def _row_transport(
@@ -176,26 +156,13 @@ class TokenExchange:
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         """For ``gather_from_sequence_parallel_region``: ``[n, ...]`` of every rank; gradients are summed."""
-        site = self._site(group)
-        if site is None:
-            return original(x, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
-        sizes = _numbers(output_split_sizes)
-        if sizes is not None:
-            there, back, why = _traffic(site, self._sends_tokens(x))
-            return WithBackward.apply(
-                x,
-                lambda x: site.all_gather_rows(x, there, sizes, why),
-                lambda gradient: site.reduce_scatter_rows(gradient, back, sizes, why),
-            )
-        nbytes = x.nbytes * group.size()
-        if self._compresses(site, x, nbytes):
-            return WithBackward.apply(
-                x,
-                lambda x: site.message(site.forward, "all_gather", nbytes).start(x).wait(),
-                lambda gradient: site.message(site.backward, "reduce_scatter", nbytes).start(gradient).wait(),
-            )
-        self._count(site, x, ("all_gather", nbytes), ("reduce_scatter", nbytes))
-        return original(x, tensor_parallel_output_grad, group, None, use_global_buffer)
+        return self._exchange(
+            ("all_gather", "reduce_scatter"),
+            x,
+            group,
+            output_split_sizes,
+            lambda: original(x, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer),
+        )
 
     def reduce_scatter(
         self,
@@ -206,26 +173,43 @@ class TokenExchange:
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         """For ``reduce_scatter_to_sequence_parallel_region``: this rank's part; gradients are gathered."""
-        site = self._site(group)
+        return self._exchange(
+            ("reduce_scatter", "all_gather"),
+            x,
+            group,
+            input_split_sizes,
+            lambda: original(x, group, input_split_sizes, use_global_buffer),
+        )
+
+    def _exchange(
+        self,
+        operations: tuple[str, str],
+        x: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        sizes: Sequence[int] | None,
+        plain: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """The first of two operations, and the second in the backward; ``plain`` is megatron-core's call."""
+        site, (there, back) = self._site(group), operations
         if site is None:
-            return original(x, group, input_split_sizes, use_global_buffer)
-        sizes = _numbers(input_split_sizes)
+            return plain()
         if sizes is not None:
-            there, back, why = _traffic(site, self._sends_tokens(x))
+            forward, backward, why = _traffic(site, self._sends_tokens(x))
+            rows = _numbers(sizes)
             return WithBackward.apply(
                 x,
-                lambda x: site.reduce_scatter_rows(x, there, sizes, why),
-                lambda gradient: site.all_gather_rows(gradient, back, sizes, why),
+                lambda x: site.unequal(there, x, forward, rows, why),
+                lambda gradient: site.unequal(back, gradient, backward, rows, why),
             )
-        nbytes = x.nbytes
+        nbytes = x.nbytes * (group.size() if there == "all_gather" else 1)
         if self._compresses(site, x, nbytes):
             return WithBackward.apply(
                 x,
-                lambda x: site.message(site.forward, "reduce_scatter", nbytes).start(x).wait(),
-                lambda gradient: site.message(site.backward, "all_gather", nbytes).start(gradient).wait(),
+                lambda x: site.message(site.forward, there, nbytes).start(x).wait(),
+                lambda gradient: site.message(site.backward, back, nbytes).start(gradient).wait(),
             )
-        self._count(site, x, ("reduce_scatter", x.nbytes), ("all_gather", x.nbytes))
-        return original(x, group, None, use_global_buffer)
+        self._count(site, x, (there, nbytes), (back, nbytes))
+        return plain()
 
     def _site(self, group: dist.ProcessGroup | None) -> TokenSite | None:
         if self._way is None or group is None or group.size() == 1:

@@ -55,7 +55,6 @@ class Tagc(GradientCompressor):
         parse_layers(self.layers)
 
     def build(self, bucket: GradientBucket) -> GradientSync:
-        """See ``GradientCompressor.build``."""
         keep = 1 - self.sparsity
         if self.wire == "sketch":
             part = partial(SketchPart, keep=keep, config=self.sketch(bucket))
@@ -85,7 +84,6 @@ class Tagc(GradientCompressor):
         return sketch
 
     def describe(self) -> str:
-        """See ``GradientCompressor.describe``."""
         line = f"each rank leaves out {self.sparsity:g} of its gradients of "
         line += f"{' and '.join(sorted(parse_layers(self.layers)))} for the next iteration; the others are "
         return line + ("sent as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")

@@ -46,7 +46,6 @@ class TagcGradientSync(GradientSync):
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
     def start(self) -> Work:
-        """See ``GradientSync.start``."""
         bucket, flat = self.bucket, self.bucket.gradients
         compressed = sum(share.compressed_numel for share in self.shares)
         if compressed:
@@ -170,11 +169,9 @@ class TagcGradientSync(GradientSync):
         scattered(values, self.bucket.gradients, self.shares[owner].compressed, self.bucket.scale)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See ``GradientSync.state``: each part's memory."""
         return {f"memory{number}": part.memory for number, part in enumerate(self.parts)}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """See ``GradientSync.load_state``."""
         for number, part in enumerate(self.parts):
             part.memory.copy_(state[f"memory{number}"])
 
