@@ -75,11 +75,10 @@ class GradientMemory:
         before = self._saved.get("compression")
         if not self._made_by:
             return f"the memory that {before} saved is dropped"
-        if before is None:
-            return f"the checkpoint holds no memory of gradients: that of {self._compressor} starts from zero"
-        if before != self._compressor:
-            return f"{before} saved its memory: that of {self._compressor} starts from zero"
-        reason = "the checkpoint was made with other ranks, nodes, buckets or parameters"
+        reason = {
+            None: "the checkpoint holds no memory of gradients",
+            self._compressor: "the checkpoint was made with other ranks, nodes, buckets or parameters",
+        }.get(before, f"{before} saved its memory")
         return f"{reason}: the memory of {self._compressor} starts from zero"
 
 

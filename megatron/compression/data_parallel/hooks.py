@@ -29,10 +29,10 @@ from megatron.compression.data_parallel.config import DataParallelConfig, check_
 from megatron.compression.data_parallel.weights import (
     ATTRIBUTE,
     BucketWeights,
-    Replicas,
+    align,
     align_gradients,
     copy_masters,
-    replicated_ranges,
+    replicated_parts,
 )
 from megatron.compression.dimension import Dimension
 from megatron.compression.replicated_parameters import cut_without_mark
@@ -73,10 +73,12 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """One a bucket; empty: gradients are not compressed."""
     weights: list[BucketWeights]
     """One a bucket; empty: weights are not compressed."""
-    gradient_replicas: list[Replicas]
-    """One a bucket of ``gradient_syncs``; see ``align_gradients``."""
-    weight_replicas: list[Replicas]
-    """One a bucket of ``weights``."""
+    gradient_replicas: list[list[torch.Tensor]]
+    """By bucket of ``gradient_syncs``: what ``tensor_ranks`` hold alike; see ``align_gradients``."""
+    weight_replicas: list[list[torch.Tensor]]
+    """By bucket of ``weights``."""
+    tensor_ranks: dist.ProcessGroup
+    ledger: Ledger
     in_flight: InFlight
     """Shared by the groups of a model chunk."""
     uncompressed_kind: str = "off"
@@ -146,8 +148,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_dispatched = True
 
     def _align_weights(self, _: None) -> None:
-        for replicas in self.weight_replicas:
-            replicas.align()
+        for parts in self.weight_replicas:
+            align(parts, self.tensor_ranks, self.ledger)
 
 
 class Gradients(Dimension):
@@ -257,6 +259,7 @@ class Gradients(Dimension):
         topology = self.topology(ranks)
         patches.change_class(group, CompressedBucketGroup)
         group.policy, group.topology, group.in_flight = self.policy, topology, in_flight
+        group.tensor_ranks, group.ledger = tensor_ranks, self.ledger
         group.gradient_syncs, group.weights = [], []
         group.gradient_replicas, group.weight_replicas = [], []
         average = 1 / ranks.size() if config.average_in_collective else 1.0
@@ -273,8 +276,8 @@ class Gradients(Dimension):
                 first, values = 0, view.gradients
                 if sharded:
                     first, values = topology.rank * view.shard.numel(), view.shard
-                ranges = replicated_ranges(spans, cut, first, first + values.numel(), gradients=True)
-                group.gradient_replicas.append(Replicas(values, ranges, tensor_ranks, self.ledger))
+                parts = replicated_parts(values, spans, cut, first, gradients=True)
+                group.gradient_replicas.append(parts)
         # fp32 parameters have no separate master, so there is no difference to send.
         masters = sharded and all(
             b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
@@ -285,8 +288,8 @@ class Gradients(Dimension):
                 weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)
                 setattr(bucket, ATTRIBUTE, weights)
                 group.weights.append(weights)
-                flat, ranges = bucket.param_data.view(-1), replicated_ranges(spans_of(bucket, names), cut)
-                group.weight_replicas.append(Replicas(flat, ranges, tensor_ranks, self.ledger))
+                parts = replicated_parts(bucket.param_data.view(-1), spans_of(bucket, names), cut)
+                group.weight_replicas.append(parts)
 
     def topology(self, ranks: dist.ProcessGroup, part: float = 1.0, whose: str = "a") -> Topology:
         """The topology of a data-parallel group, found once a group; the first time collectively.

@@ -9,7 +9,7 @@ too, to its own copy: replicas stay bit-identical, and what the encoding lost is
 Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
 in groups with their neighbours, which differ from rank to rank, so that the copies would drift, and a
 checkpoint, which saves one of them, would not resume the run. The first tensor-parallel rank's values are
-broadcast, exactly (``Replicas``); next to the matrices they are few.
+broadcast, exactly (``align``); next to the matrices they are few.
 """
 
 from collections.abc import Collection, Iterable
@@ -140,66 +140,49 @@ def _leave_out_overflows(updated: list[BucketWeights]) -> None:
                 weights.pending, weights.uncompressed_kind = None, "overflow"
 
 
-class Replicas:
-    """The values of one flat buffer that every tensor-parallel rank holds alike.
-
-    Args:
-        flat: ``[n]``, laid out alike on all ranks of the group.
-        ranges: (start, end) of the replicated values.
-    """
-
-    def __init__(
-        self, flat: torch.Tensor, ranges: list[tuple[int, int]], group: dist.ProcessGroup, ledger: Ledger
-    ) -> None:
-        self.parts = [flat[start:end] for start, end in ranges]
-        self.group = group
-        self.ledger = ledger
-
-    def align(self) -> None:
-        """Give all ranks the first one's values. Collective, in the same order on every rank."""
-        if not self.parts or self.group.size() == 1:
-            return
-        with torch.no_grad():
-            values = torch.cat(self.parts)
-            dist.broadcast(values, src=dist.get_global_rank(self.group, 0), group=self.group)
-            if self.group.rank() == 0:
-                size = self.group.size()
-                self.ledger.record_uncompressed("tp.other", "exact", "broadcast", values.nbytes, size)
-                return
-            sizes = [part.numel() for part in self.parts]
-            for part, value in zip(self.parts, values.split(sizes), strict=True):
-                part.copy_(value)
-
-
-def replicated_ranges(
+def replicated_parts(
+    flat: torch.Tensor,
     spans: Iterable[ParameterSpan],
     cut: Collection[torch.nn.Parameter],
     first: int = 0,
-    last: int | None = None,
     gradients: bool = False,
-) -> list[tuple[int, int]]:
-    """Where the parameters that are replicated over tensor-parallel ranks lie, inside [first, last).
+) -> list[torch.Tensor]:
+    """The parts of ``flat`` that every tensor-parallel rank holds alike.
 
     Args:
-        cut: parameters that are not, though they lack Megatron's mark.
+        flat: ``[n]``, the values of a bucket from ``first`` on.
+        cut: parameters that are not replicated, though they lack Megatron's mark.
         gradients: leave out those whose gradients differ until CAAT-Net sums them, which comes later.
-    Returns: (start, end), counted from ``first``.
     """
-    ranges = []
+    parts = []
     for span in spans:
         parameter = span.parameter
         differs = gradients and getattr(parameter, "sees_rank_local_data", False)
         if differs or parameter in cut or getattr(parameter, "tensor_model_parallel", False):
             continue
-        start, end = max(span.start, first), span.end if last is None else min(span.end, last)
+        start, end = max(span.start - first, 0), min(span.end - first, flat.numel())
         if start < end:
-            ranges.append((start - first, end - first))
-    return ranges
+            parts.append(flat[start:end])
+    return parts
+
+
+def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -> None:
+    """Give all ranks the first one's values. Collective, in the same order on every rank."""
+    if not parts or group.size() == 1:
+        return
+    with torch.no_grad():
+        values = torch.cat(parts)
+        dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+        if group.rank() == 0:
+            ledger.record_uncompressed("tp.other", "exact", "broadcast", values.nbytes, group.size())
+            return
+        for part, value in zip(parts, values.split([part.numel() for part in parts]), strict=True):
+            part.copy_(value)
 
 
 def align_gradients(chunks: Iterable) -> None:
     """Align the reduced gradients of DDP-wrapped chunks, after all reductions and sums over TP ranks."""
     for chunk in chunks:
         for group in getattr(chunk, "bucket_groups", ()):
-            for replicas in getattr(group, "gradient_replicas", ()):
-                replicas.align()
+            for parts in getattr(group, "gradient_replicas", ()):
+                align(parts, group.tensor_ranks, group.ledger)

@@ -1,7 +1,7 @@
 """Follows a run: makes the log line, scalars and history out of the ledger, and the report at the end."""
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Reporter:
         self.small_hint, self.clock = small_hint, clock
         self.history = History(self.directory)
         self._logged_seconds = self.clock()
-        self._logged_totals = _flat_totals(ledger)
+        self._logged_totals = _totals(ledger)
         self._iterations_since_log = 0
         self._losses: dict[str, torch.Tensor] = {}
         self._losses_since_log = 0
@@ -137,15 +137,13 @@ class Reporter:
     def _reduce(self) -> tuple[dict, dict]:
         """The mean over the ranks of the bytes of an iteration: by traffic and kind; by traffic, what of them
         is known to have crossed nodes."""
-        totals = _flat_totals(self.ledger)
-        difference = [now - before for now, before in zip(totals, self._logged_totals, strict=True)]
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        summed = torch.tensor(difference, dtype=torch.float64, device=device)
+        totals = _totals(self.ledger)
+        summed = (totals - self._logged_totals).double().to("cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(summed)
         self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
         values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
         self._logged_totals = totals
-        return _by_name(iter(values.view(-1, 2).tolist()))
+        return _by_name(values)
 
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
@@ -174,22 +172,26 @@ def _is_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def _flat_totals(ledger: Ledger) -> list[int]:
-    """Sent and plain bytes, alternating: by traffic and kind, then by traffic what crossed nodes."""
+_COUNTED = [(traffic, kind) for traffic in TRAFFIC for kind in (*KINDS, "between nodes")]
+
+
+def _totals(ledger: Ledger) -> torch.Tensor:
+    """int64 ``[n, 2]``: sent and plain bytes in the order of ``_COUNTED``."""
     totals, between = ledger.totals(), ledger.between_nodes()
-    kinds = [value for traffic in TRAFFIC for kind in KINDS for value in totals[traffic][kind]]
-    return kinds + [value for traffic in TRAFFIC for value in between[traffic]]
+    pairs = [totals[traffic].get(kind, between[traffic]) for traffic, kind in _COUNTED]
+    return torch.tensor(pairs, dtype=torch.int64)
 
 
-def _by_name(pairs: Iterator[list[float]]) -> tuple[dict, dict]:
-    """The reverse of ``_flat_totals``; what is zero is left out."""
-    result = {}
-    for traffic in TRAFFIC:
-        kinds = {kind: dict(zip(("sent", "plain"), next(pairs), strict=True)) for kind in KINDS}
-        if used := {kind: pair for kind, pair in kinds.items() if any(pair.values())}:
-            result[traffic] = used
-    between = {traffic: dict(zip(("sent", "plain"), next(pairs), strict=True)) for traffic in TRAFFIC}
-    return result, {traffic: pair for traffic, pair in between.items() if pair["plain"]}
+def _by_name(totals: torch.Tensor) -> tuple[dict, dict]:
+    """The reverse of ``_totals``: by traffic and kind; by traffic what crossed nodes. Zeros are left out."""
+    result: dict = {}
+    between = {}
+    for (traffic, kind), (sent, plain) in zip(_COUNTED, totals.tolist(), strict=True):
+        if kind == "between nodes" and plain:
+            between[traffic] = {"sent": sent, "plain": plain}
+        elif kind != "between nodes" and (sent or plain):
+            result.setdefault(traffic, {})[kind] = {"sent": sent, "plain": plain}
+    return result, between
 
 
 def _mean_errors(rows: list[dict]) -> list[dict]:
