@@ -19,20 +19,6 @@ _EXPECTED_WARNINGS = (
 )
 
 
-def _import_without_compile(name: str):
-    """Import a Megatron module with torch.compile as the identity.
-
-    Why: `megatron.core.jit.jit_fuser` is torch.compile, applied to small elementwise functions while the
-    modules load. On CPU that costs seconds of C++ compilation in each process and gains nothing.
-    """
-    compile_, why = torch.compile, "small functions of the modules that load now stay as they are"
-    put(torch, "compile", lambda fn=None, **_: fn if fn is not None else (lambda f: f), why)
-    try:
-        return importlib.import_module(name)
-    finally:
-        put(torch, "compile", compile_, "they have loaded")
-
-
 def _with_own_generator(build, *args, **kwargs):
     """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own.
 
@@ -71,13 +57,23 @@ def install_core() -> None:
 
 
 def _load(name: str):
+    """Import a Megatron module with torch.compile as the identity.
+
+    Why: `megatron.core.jit.jit_fuser` is torch.compile, applied to small elementwise functions while the
+    modules load. On CPU that costs seconds of C++ compilation in each process and gains nothing.
+    """
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
         import torch._dynamo
 
         torch._dynamo.config.disable = True
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    return _import_without_compile(name)
+    compile_, why = torch.compile, "small functions of the modules that load now stay as they are"
+    put(torch, "compile", lambda fn=None, **_: fn if fn is not None else (lambda f: f), why)
+    try:
+        return importlib.import_module(name)
+    finally:
+        put(torch, "compile", compile_, "they have loaded")
 
 
 @functools.cache

@@ -71,27 +71,11 @@ class Louder(Owner):
         return 2 * super().double(value)
 
 
-class WithState(Louder):
-    """Has state of its own."""
-
-    def __init__(self) -> None:
-        self.factor = 3
-
-
 def test_change_class_there_and_back() -> None:
     instance = Owner()
     for cls, expected in ((Louder, 4), (Louder, 4), (Owner, 2)):
         change_class(instance, cls)
         assert type(instance) is cls and instance.double(1) == expected
-
-
-def test_change_class_refuses_state_and_strangers() -> None:
-    instance = Owner()
-    with pytest.raises(PatchError, match="WithState defines __init__"):
-        change_class(instance, WithState)
-    with pytest.raises(PatchError, match="neither is the other's subclass"):
-        change_class(instance, type("Stranger", (), {}))
-    assert type(instance) is Owner
 
 
 def test_patches_load_nothing_heavy() -> None:

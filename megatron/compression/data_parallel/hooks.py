@@ -91,8 +91,6 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # megatron-core's rule: dispatched already, by hand, in the first batch
-        if self.grad_reduce_handle is not None:
-            raise RuntimeError("a gradient reduction of this bucket group is still under way")
         self._prepare_gradients()
         with torch.no_grad():
             work = join([sync.start() for sync in self.gradient_syncs])
@@ -138,8 +136,6 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             for weights in self.weights:
                 weights.uncompressed_kind = "exact"
             return
-        if self.param_gather_handle is not None:
-            raise RuntimeError("a weight gather of this bucket group is still under way")
         work = join([weights.start() for weights in self.weights]).then(self._align_weights)
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = work

@@ -15,7 +15,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 
-from megatron.compression.codecs import Codec
 from megatron.compression.communication import Decision, collectives
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite, Run
@@ -53,8 +52,7 @@ class TokenSite(CommSite):
     ) -> torch.Tensor:
         """Send ``[n, values]`` by splits in rows; see ``collectives.all_to_all_rows``."""
         decision = self.decide(traffic, x.nbytes)
-        transport = self._row_transport(decision, traffic, "all_to_all", x.nbytes, x.nbytes)
-        self._measure(x, traffic, decision.codec)
+        transport = self._row_transport(decision, x, traffic, "all_to_all", x.nbytes, x.nbytes)
         return collectives.all_to_all_rows(x, decision.codec, transport, to, came).wait()
 
     def unequal(
@@ -70,28 +68,29 @@ class TokenSite(CommSite):
         decision = self.decide(traffic, nbytes) if why is None else Decision(None, why)
         gathers = operation == "all_gather"
         sent = x.nbytes * (self.group.size() if gathers else 1)
-        transport = self._row_transport(decision, traffic, operation, nbytes, sent)
-        self._measure(x, traffic, decision.codec)
+        transport = self._row_transport(decision, x, traffic, operation, nbytes, sent)
         collective = collectives.all_gather_rows if gathers else collectives.reduce_scatter_rows
         return collective(x, decision.codec, transport, sizes).wait()
 
     def _row_transport(
-        self, decision: Decision, traffic: str, operation: str, plain_bytes: int, sent_bytes: int
+        self, decision: Decision, x: torch.Tensor, traffic: str, operation: str, plain: int, sent: int
     ) -> TorchTransport:
-        """What carries rows, which are counted."""
-        if decision.codec is None:
-            self.count(traffic, decision.why, "all_to_all", sent_bytes)
-            return TorchTransport(self.group)
-        self.run.ledger.record_plain(traffic, operation, plain_bytes, self.group.size())
-        return self.transport(traffic)
+        """What sends rows, which are counted, and measured when the error meter is due.
 
-    def _measure(self, x: torch.Tensor, traffic: str, codec: Codec | None) -> None:
-        """Let the error meter see the rows, when it is due. A rank may have none, so they have no bound."""
-        meter = self.run.policy.meter
-        if codec is None or not meter.interval or self.run.ledger.evaluating:
-            return
-        if meter.due(self.name, traffic, self.run.policy.iteration()):
-            meter.measure(self.name, traffic, x, codec, bounded=False)
+        Args:
+            plain: bytes of the uncompressed operation's whole tensor.
+            sent: bytes that are given to the all-to-all without a codec.
+        """
+        run, codec = self.run, decision.codec
+        if codec is None:
+            self.count(traffic, decision.why, "all_to_all", sent)
+            return TorchTransport(self.group)
+        run.ledger.record_plain(traffic, operation, plain, self.group.size())
+        meter = run.policy.meter
+        measured = meter.interval and not run.ledger.evaluating
+        if measured and meter.due(self.name, traffic, run.policy.iteration()):
+            meter.measure(self.name, traffic, x, codec, bounded=False)  # a rank may have no rows
+        return self.transport(traffic)
 
 
 Way = Mapping[dist.ProcessGroup, TokenSite]

@@ -130,28 +130,30 @@ def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
     Losses are compared at the last iteration that both have.
     """
     old, new = baseline["summary"], run["summary"]
-    rows = [
-        _row(
-            "time of an iteration (ms)",
-            (old[_TIME], new[_TIME]),
-            ".1f",
-            lambda old, new: f"{old / new:.2f}x as fast",
-        )
-    ]
+    rows: list[tuple] = [("time of an iteration (ms)", (old[_TIME], new[_TIME]), ".1f", _faster)]
     for name in (*DIMENSIONS, "all"):
-        sent = [(summary["dimensions"].get(name) or {}).get("sent") for summary in (old, new)]
-        rows.append(_row(f"bytes sent, {name} (MB)", [_mb(value) for value in sent], ".3f", _fewer))
+        sent = [_mb(summary["dimensions"].get(name, {}).get("sent")) for summary in (old, new)]
+        rows.append((f"bytes sent, {name} (MB)", sent, ".3f", _fewer))
     for name, split in (("training", None), ("validation", "valid"), ("test", "test")):
         histories = [evaluations(one, split) if split else training_rows(one) for one in (baseline, run)]
         losses = [{row["iteration"]: loss_of(row) for row in rows if loss_of(row)} for rows in histories]
         if both := losses[0].keys() & losses[1].keys():
             last = max(both)
-            pair = losses[0][last], losses[1][last]
-            rows.append(_row(f"{name} loss, iteration {last}", pair, ".4f", _percent))
+            rows.append(
+                (f"{name} loss, iteration {last}", (losses[0][last], losses[1][last]), ".4f", _percent)
+            )
     for key, text in MEMORY.items():
         peaks = [_mb(summary["peak_memory_bytes"].get(key)) for summary in (old, new)]
-        rows.append(_row(f"{text} (MB)", peaks, ",.0f", _percent))
-    return [row for row in rows if row is not None]
+        rows.append((f"{text} (MB)", peaks, ",.0f", _percent))
+    return [
+        (
+            name,
+            *("-" if value is None else format(value, form) for value in pair),
+            change(*pair) if all(pair) else "-",
+        )
+        for name, pair, form, change in rows
+        if pair[0] is not None or pair[1] is not None
+    ]
 
 
 def different_settings(baseline: dict, run: dict) -> list[str]:
@@ -175,13 +177,8 @@ def table(*rows: Iterable[str]) -> list[str]:
     return [lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]]
 
 
-def _row(name: str, pair, form: str, change) -> tuple[str, str, str, str] | None:
-    old, new = pair
-    if old is None and new is None:
-        return None
-    shown = ["-" if value is None else format(value, form) for value in pair]
-    text = change(old, new) if (old or 0) > 0 and (new or 0) > 0 else "-"
-    return name, shown[0], shown[1], text
+def _faster(old: float, new: float) -> str:
+    return f"{old / new:.2f}x as fast"
 
 
 def _fewer(old: float, new: float) -> str:
