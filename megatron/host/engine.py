@@ -63,9 +63,7 @@ def _load(name: str):
     modules load. On CPU that costs seconds of C++ compilation in each process and gains nothing.
     """
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
-        import torch._dynamo
-
-        torch._dynamo.config.disable = True
+        importlib.import_module("torch._dynamo").config.disable = True
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     compile_, why = torch.compile, "small functions of the modules that load now stay as they are"
