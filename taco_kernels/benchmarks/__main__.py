@@ -1,12 +1,10 @@
 """``python -m taco_kernels.benchmarks NAME [options]``.
 
-TACO_KERNELS_AS_IF=89 times the kernels that an sm_89 would be given, on this GPU; 89:tiles their tiles,
-compiled for this GPU.
+TACO_KERNELS_AS_IF=89 times the kernels that an sm_89 would be given, on this GPU.
 """
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -31,20 +29,19 @@ def main() -> None:
         command = commands.add_parser(name, help=cases.__doc__.splitlines()[0])
         command.add_argument("--mib", type=float, nargs="+", default=mib, help="tensor sizes in MiB")
         command.add_argument("--dtypes", nargs="+", choices=DTYPES, default=dtypes)
-        command.add_argument("--senders", type=int, default=4, help="wires that sums add up")
         if name == "codec":
             codecs.add_taco_arguments(command)
     collectives.add_arguments(commands.add_parser("collectives", help=collectives.__doc__.splitlines()[0]))
-    for command in commands.choices.values():
-        command.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.name == "collectives":
-        report(collectives.run(options), collectives.COLUMNS, options.json)
+        report(collectives.run(options), collectives.COLUMNS)
         return
     cases = partial(CODECS[options.name][0], options=options)
-    rows = [row for mib in options.mib for name in options.dtypes for row in timed_rows(mib, name, cases)]
-    report(rows, COLUMNS, options.json)
+    report(
+        [row for mib in options.mib for name in options.dtypes for row in timed_rows(mib, name, cases)],
+        COLUMNS,
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 
 import torch
@@ -28,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
-    parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
-    parser.add_argument("--no-symmetric", action="store_true", help="torch.distributed only")
 
 
 def call_time(call: Call) -> float:
@@ -110,35 +107,29 @@ def own_part(x: torch.Tensor) -> torch.Tensor:
 
 def nccl(operation: str, x: torch.Tensor) -> Call:
     """The uncompressed operation, in place for an all-reduce."""
-    total, shard = x.clone(), torch.empty_like(own_part(x))
+    collective, out, *arguments = {
+        "all_reduce": (dist.all_reduce, x.clone()),
+        "reduce_scatter": (dist.reduce_scatter_tensor, torch.empty_like(own_part(x)), x),
+        "all_gather": (dist.all_gather_into_tensor, x.clone(), own_part(x)),
+    }[operation]
 
-    def in_place(collective: Callable, out: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+    def call() -> torch.Tensor:
         collective(out, *arguments)
         return out
 
-    return {
-        "all_reduce": lambda: in_place(dist.all_reduce, total),
-        "reduce_scatter": lambda: in_place(dist.reduce_scatter_tensor, shard, x),
-        "all_gather": lambda: in_place(dist.all_gather_into_tensor, total, own_part(x)),
-    }[operation]
+    return call
 
 
 def methods(operation: str, x: torch.Tensor, options: argparse.Namespace, group) -> Iterator[tuple]:
     """(method, format, function that makes the call) for everything to compare."""
     yield "NCCL bf16", "bf16", lambda: nccl(operation, x)
-    ranks = dist.get_world_size()  # a power of two, Hopper or later, says FlashInfer's documentation
-    if (
-        operation == "all_reduce"
-        and group is not None
-        and ranks & (ranks - 1) == 0
-        and find_spec("flashinfer")
-    ):
+    if operation == "all_reduce" and group is not None:
         with suppress(ImportError):
             from flashinfer.comm import quantized_all_reduce
 
             yield "FlashInfer", "fp8-e4m3", lambda: partial(quantized_all_reduce, x, dist.group.WORLD)
     for format, scales in product(options.formats, options.scales):
-        config = CodecConfig(format, options.group_size, scales)
+        config = CodecConfig(format, scales=scales)
         name = format if scales == "dual" else f"{format} {scales}"
         yield "torch.distributed", name, lambda c=config: over_torch_distributed(operation, x, c)
         if group is not None:
@@ -192,7 +183,7 @@ def run(options: argparse.Namespace) -> list[dict]:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     try:
-        reason = "--no-symmetric" if options.no_symmetric else unavailable_reason(dist.group.WORLD)
+        reason = unavailable_reason(dist.group.WORLD)
         group = SymmetricGroup(dist.group.WORLD) if reason is None else None
         sizes = product(options.operations, options.mib)
         rows = [row for size in sizes for row in measure(*size, options, group)]

@@ -5,9 +5,7 @@
 
 from taco_kernels.bitmap_sparse import reference
 from taco_kernels.bitmap_sparse.reference import BitmapLayout
-from taco_kernels.common.dispatch import dispatched
-
-__all__ = ["BitmapLayout", "decode_sum", "encode"]
+from taco_kernels.common import dispatched
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)

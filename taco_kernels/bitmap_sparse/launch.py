@@ -10,8 +10,8 @@ import triton.language as tl
 
 from taco_kernels.bitmap_sparse import reference
 from taco_kernels.bitmap_sparse.reference import BitmapLayout
-from taco_kernels.common.codes import MAGIC, grid_exponent, threshold_bits
 from taco_kernels.common.fast_launch import start
+from taco_kernels.common.packing import MAGIC
 from taco_kernels.common.reference import EXPONENT_FLOOR
 
 FLOOR = tl.constexpr(EXPONENT_FLOOR)
@@ -37,7 +37,7 @@ def places(sent):
 @triton.jit
 def step_of(exponent, BITS: tl.constexpr):
     """fp32 grid step of a row with this int32 exponent, of integer values."""
-    return ((grid_exponent(exponent, FLOOR) + 2 - BITS) << 23).to(tl.float32, bitcast=True)
+    return ((tl.minimum(tl.maximum(exponent, FLOOR), 254) + 2 - BITS) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -46,11 +46,12 @@ def row_of(x, thresholds, row, shard, numel, BITS: tl.constexpr):
     value = tl.load(x + row * WIDTH + offsets(), mask=offsets() < numel - row * WIDTH, other=0.0)
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.max(bits) >> 23
-    inverse = ((252 + BITS - grid_exponent(exponent, FLOOR)) << 23).to(tl.float32, bitcast=True)
+    inverse = ((252 + BITS - tl.minimum(tl.maximum(exponent, FLOOR), 254)) << 23).to(tl.float32, bitcast=True)
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     code = tl.minimum(tl.maximum(value * inverse + MAGIC - MAGIC, -LARGEST), LARGEST)
     finite = tl.where(exponent == 255, 0.0, code)
-    sent = (bits >= threshold_bits(thresholds, shard)) & (finite != 0.0)
+    threshold = tl.maximum(tl.load(thresholds + shard).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    sent = (bits >= threshold) & (finite != 0.0)
     return value, code, sent, step_of(exponent, BITS), exponent
 
 

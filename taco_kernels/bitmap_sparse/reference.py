@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from taco_kernels.common import aligned, ceil_div, check_choice, check_tensor
 from taco_kernels.common.reference import (
     EXPONENT_FLOOR,
     NON_FINITE,
@@ -22,7 +23,6 @@ from taco_kernels.common.reference import (
     power_of_two,
     threshold_bits,
 )
-from taco_kernels.common.sizes import aligned, ceil_div, check_choice, described
 
 ALIGNMENT = 64
 WIDTH = 1024
@@ -91,22 +91,15 @@ class BitmapLayout:
 
     def check_values(self, x: torch.Tensor, remainder: torch.Tensor | None) -> None:
         """Raise ValueError unless both are fp32 [S, numel] with contiguous rows, and there is a shard."""
-        if x.dim() != 2 or x.shape[1] != self.numel or x.dtype != torch.float32 or x.stride(1) != 1:
-            raise ValueError(f"x is {described(x)}; this layout needs float32[*, {self.numel}]")
+        check_tensor("x", x, torch.float32, (None, self.numel), contiguous=True)
         if not len(x):
             raise ValueError("x has no shard to pack")
-        if remainder is None:
-            return
-        if remainder.shape != x.shape or remainder.dtype != torch.float32 or remainder.stride(1) != 1:
-            raise ValueError(
-                f"remainder is {described(remainder)}; it must be float32{list(x.shape)} with contiguous rows"
-            )
+        if remainder is not None:
+            check_tensor("remainder", remainder, torch.float32, x.shape, contiguous=True)
 
     def check_wires(self, wires: torch.Tensor) -> None:
         """Raise ValueError unless ``wires`` is uint8 [W, wire_bytes] of at least one sender."""
-        shape = wires.shape
-        if len(shape) != 2 or not shape[0] or shape[1] != self.wire_bytes or wires.dtype != torch.uint8:
-            raise ValueError(f"wires is {described(wires)}; this layout needs uint8[*, {self.wire_bytes}]")
+        check_tensor("wires", wires, torch.uint8, (len(wires) or 1, self.wire_bytes))
 
 
 _CODES = {8: torch.int8, 16: torch.int16}

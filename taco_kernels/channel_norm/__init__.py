@@ -6,9 +6,7 @@ stores. The codec of the values is ``taco_kernels.taco``'s, without its transfor
 
 from taco_kernels.channel_norm import reference
 from taco_kernels.channel_norm.reference import ChannelNormLayout
-from taco_kernels.common.dispatch import dispatched
-
-__all__ = ["ChannelNormLayout", "decode", "encode"]
+from taco_kernels.common import dispatched
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)

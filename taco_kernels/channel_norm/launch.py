@@ -9,9 +9,9 @@ import triton.language as tl
 
 from taco_kernels.channel_norm import reference
 from taco_kernels.channel_norm.reference import TILE_TOKENS, ChannelNormLayout
+from taco_kernels.common import addressable, ceil_div, check_tensor
 from taco_kernels.common.device import Tuning, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.taco.launch import check_groups
 from taco_kernels.taco.outlier_kernels import (
     THRESHOLD,
@@ -19,8 +19,8 @@ from taco_kernels.taco.outlier_kernels import (
     any_list,
     empty_lists,
     find_outliers,
+    split_outliers,
     store_lists,
-    take_outliers,
 )
 from taco_kernels.taco.spec import make_flags, spec_of
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, store_tile
@@ -151,7 +151,7 @@ def encode_kernel(
             words = empty_lists(C)
             found, limit = find_outliers(z, groups - first, C)
             if found:
-                z, words = take_outliers(z, limit, groups - first, C)
+                z, words = split_outliers(z, limit, groups - first, C)
             store_lists(words, out, first, groups, C)
         encode_groups(z, out, first, groups, C)
 
@@ -216,7 +216,7 @@ def _constants(operation: str, layout: ChannelNormLayout, x: torch.Tensor) -> tu
 
 def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     """See reference.encode. Two passes over x: the statistics, then the codec."""
-    layout.check_values(x)
+    check_tensor("x", x, x.dtype, (layout.tokens, layout.channels))
     x = x.contiguous()
     wire = torch.empty(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     found = wire[layout.statistics_at :].view(torch.bfloat16)
@@ -228,9 +228,8 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
 
 def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) -> torch.Tensor:
     """See reference.decode, as one kernel."""
-    layout.check_wire(wire)
-    if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
-        wire = wire.clone(memory_format=torch.contiguous_format)
+    check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
+    wire = addressable(wire)
     x = torch.empty((layout.tokens, layout.channels), dtype=dtype, device=wire.device)
     found = wire[layout.statistics_at :].view(torch.bfloat16)
     grid, fixed, constants = _constants("decode", layout, x)

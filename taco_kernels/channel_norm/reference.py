@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from taco_kernels.common import check_tensor
 from taco_kernels.taco import reference as taco
 from taco_kernels.taco.layout import CodecConfig
 from taco_kernels.taco.outliers import THRESHOLD
@@ -68,18 +69,6 @@ class ChannelNormLayout:
         """Exact bytes of the message."""
         return self.statistics_at + 4 * self.channels
 
-    def check_values(self, x: torch.Tensor) -> None:
-        """Raise ValueError unless ``x`` is [tokens, channels]."""
-        if tuple(x.shape) != (self.tokens, self.channels):
-            raise ValueError(f"x is {list(x.shape)}; this layout needs [{self.tokens}, {self.channels}]")
-
-    def check_wire(self, wire: torch.Tensor) -> None:
-        """Raise ValueError unless ``wire`` is uint8 [wire_bytes]."""
-        if tuple(wire.shape) != (self.wire_bytes,) or wire.dtype != torch.uint8:
-            raise ValueError(
-                f"wire is {wire.dtype}{list(wire.shape)}; this layout needs uint8[{self.wire_bytes}]"
-            )
-
 
 def outlier_tokens(x: torch.Tensor) -> torch.Tensor:
     """bool ``[tokens, channels]``: what ``statistics`` leaves out of fp32 values."""
@@ -123,7 +112,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     Raises:
         ValueError: x is not of the layout's shape.
     """
-    layout.check_values(x)
+    check_tensor("x", x, x.dtype, (layout.tokens, layout.channels))
     found = statistics(x, layout.config.outliers)
     z = (x.float() - found[0].float()) * inverse(found[1])
     payload = taco.encode(z, layout.config)[0]
@@ -136,7 +125,7 @@ def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) ->
     Raises:
         ValueError: wire is not uint8 ``[wire_bytes]``.
     """
-    layout.check_wire(wire)
+    check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(2, -1).float()
     shape = (layout.tokens, layout.channels)
     payload = wire[None, : layout.statistics_at]

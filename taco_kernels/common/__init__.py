@@ -1,5 +1,87 @@
-"""What the codecs share: dispatch, launches, and the arithmetic of transforms, rounding and bit planes."""
+"""What the codecs share: sizes and checks of wires, and the choice between a definition and its kernels.
 
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+``reference`` has arithmetic in plain torch; ``device``, ``fast_launch``, ``hadamard`` and ``packing`` need
+Triton, which a host without a GPU may lack.
+"""
 
-__all__ = ["ALIGNMENT", "ceil_div"]
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib import import_module
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes: wires and their chunks start at multiples of it, so that kernels use 16-byte accesses."""
+AMD = torch.version.hip is not None
+"""There ``is_cuda`` is true of tensors, too; most kernels contain PTX, which is NVIDIA's."""
+if AMD:
+    logging.getLogger("taco_kernels").warning(
+        "AMD GPU: codecs run as plain torch, to the same bytes and far slower; the kernels are NVIDIA's"
+    )
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's cdiv may be called by kernels, and takes microseconds on the host.)"""
+    return -(-a // b)
+
+
+def aligned(size: int, alignment: int = ALIGNMENT) -> int:
+    """``size`` bytes up to the next multiple of ``alignment``."""
+    return -(-size // alignment) * alignment
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError unless the setting's value is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}")
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int | None], contiguous: bool = False
+) -> None:
+    """Raise ValueError unless ``tensor`` is dtype[shape], where None stands for any size.
+
+    ``contiguous``: the values of a row must be consecutive in memory.
+    """
+    fits = len(tensor.shape) == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype != dtype or (contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
+            f"this layout needs {dtype}[{sizes}]{' with contiguous rows' * contiguous}"
+        )
+
+
+def addressable(wires: torch.Tensor) -> torch.Tensor:
+    """``wires`` if kernels can read each row with 16-byte accesses, else a contiguous copy."""
+    *steps, last = wires.stride()
+    fits = last == 1 and not wires.data_ptr() % ALIGNMENT
+    if fits and not any(
+        step % ALIGNMENT and size > 1 for step, size in zip(steps, wires.shape, strict=False)
+    ):
+        return wires
+    return wires.clone(memory_format=torch.contiguous_format)
+
+
+def dispatched[**P, R](definition: Callable[P, R]) -> Callable[P, R]:
+    """``definition``, a function of some ``reference.py`` that begins with a tensor, on either device.
+
+    For a tensor on an NVIDIA GPU the function of that name and signature in the package's ``launch.py`` is
+    called, which is imported at the first call.
+    """
+    package, _, _ = definition.__module__.rpartition(".")
+    launched: list[Callable[P, R]] = []
+
+    @wraps(definition)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor = args[0] if args else next(iter(kwargs.values()))
+        if AMD or not tensor.is_cuda:
+            return definition(*args, **kwargs)
+        if not launched:
+            launched.append(getattr(import_module(f"{package}.launch"), definition.__name__))
+        return launched[0](*args, **kwargs)
+
+    return operation

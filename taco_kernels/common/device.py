@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 
 AS_IF = "TACO_KERNELS_AS_IF"
-"""Environment variable, for tests and benchmarks: kernels as on this architecture, 89 of sm_89; 89:tiles, its
-tiles alone, compiled for the GPU that is there."""
-TILES = ":tiles"
+"""Environment variable, for tests and benchmarks: kernels as on this architecture, 89 for sm_89."""
 
 
 class Tuning(NamedTuple):
@@ -76,23 +74,23 @@ def device_number(index: int) -> Device:
         return Device(multiprocessors=4, capability=(0, 0), interpret=True)
     properties = torch.cuda.get_device_properties(index)
     own = properties.major, properties.minor
-    if wanted := os.environ.get(AS_IF):
-        logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
-        device = Device(properties.multi_processor_count, played(wanted, own), False)
-        if device.small and not wanted.endswith(TILES):
-            # The compiler too: mma.sync from registers, as there, in instructions of this GPU.
-            triton.knobs.runtime.override_arch = "sm{}{}".format(*device.capability)
-        return device
-    return Device(properties.multi_processor_count, own, False)
+    wanted = os.environ.get(AS_IF)
+    if not wanted:
+        return Device(properties.multi_processor_count, own, False)
+    logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
+    device = Device(properties.multi_processor_count, capability_as_if(wanted, own), False)
+    if device.small:  # the compiler too: mma.sync from registers, in instructions of this GPU
+        triton.knobs.runtime.override_arch = f"sm{wanted}"
+    return device
 
 
-def played(wanted: str, own: tuple[int, int]) -> tuple[int, int]:
+def capability_as_if(wanted: str, own: tuple[int, int]) -> tuple[int, int]:
     """The compute capability that AS_IF names; ValueError unless a device of ``own`` can run its kernels."""
-    number = wanted.removeprefix("sm_").removesuffix(TILES)
-    capability = divmod(int(number), 10) if number.isdecimal() else (0, 0)
+    capability = divmod(int(wanted), 10) if wanted.isdecimal() else (0, 0)
     if capability < (8, 0) or min(capability, (8, 9)) > own:  # what kernels are written for comes with 8.9
-        mine = "".join(map(str, own))
-        raise ValueError(f"{AS_IF}={wanted}: give 80 to 120 (89, 89:tiles), no more than sm_{mine} can do")
+        raise ValueError(
+            f"{AS_IF}={wanted}: give 80 to 120, such as 89, no more than this GPU's {own} can do"
+        )
     return capability
 
 

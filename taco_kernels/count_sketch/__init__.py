@@ -16,17 +16,3 @@ from taco_kernels.count_sketch.sketch import (
     pack,
     row_exponents,
 )
-
-__all__ = [
-    "EXACT_LOAD",
-    "Decoded",
-    "SketchConfig",
-    "SketchLayout",
-    "candidates",
-    "choose",
-    "combine",
-    "decode",
-    "encode",
-    "pack",
-    "row_exponents",
-]

@@ -45,15 +45,10 @@ def _ranks(numel: int, keep: float, device: torch.device | str) -> torch.Tensor:
 
 
 def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds that keep a shard's candidate shares, and the classes of its sampled values.
-
-    Args:
-        x: fp32 ``[S, numel]``, one row a shard.
-        keep: the largest share to keep, in (0, 1].
+    """Thresholds that keep candidate shares, up to ``keep``, of the rows of x fp32 ``[S, numel]``.
 
     Returns:
-        fp32 ``[S, CLASSES]``, falling; and uint8 ``[S, samples]``: how many of the thresholds a value
-        reaches.
+        fp32 ``[S, CLASSES]``, falling; uint8 ``[S, samples]``: how many of them each sampled value reaches.
     """
     positions = sample_positions(x.shape[1], sample_count(x.shape[1]), x.device)
     sample = x[:, positions].abs()
@@ -65,15 +60,10 @@ def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float) -> torch.Tensor:
-    """The thresholds fp32 ``[S]`` of the largest share whose union stays below a density.
+    """The thresholds fp32 ``[S]`` of the largest candidate share whose union stays below ``density``, with
+    CONFIDENCE standard deviations of the sampling to spare; of the smallest one if none does.
 
-    Args:
-        thresholds: of ``candidates``.
-        union_classes: uint8 ``[S, samples]``, the senders' maximum of ``candidates``' classes.
-        density: the union's largest share of the values, which CONFIDENCE standard deviations of the sampling
-            keep away from.
-
-    The smallest candidate is taken if none fits.
+    ``union_classes``: uint8 ``[S, samples]``, the senders' maximum of ``candidates``' classes.
     """
     shards, samples = union_classes.shape
     counts = torch.zeros((shards, CLASSES + 1), dtype=torch.int64, device=thresholds.device)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from taco_kernels.common import aligned, ceil_div, check_choice, check_tensor
 from taco_kernels.common.reference import (
     EXPONENT_FLOOR,
     NON_FINITE,
@@ -30,7 +31,6 @@ from taco_kernels.common.reference import (
     power_of_two,
     threshold_bits,
 )
-from taco_kernels.common.sizes import aligned, ceil_div, check_choice, described
 
 ALIGNMENT = 64
 WIDTHS = (32, 1024)
@@ -80,22 +80,16 @@ class SketchConfig:
 
 @dataclass(frozen=True)
 class SketchLayout:
-    """A SketchConfig applied to shards of ``numel`` values."""
+    """A SketchConfig applied to shards of ``numel`` values, at least one."""
 
     config: SketchConfig
     numel: int
 
-    def __post_init__(self) -> None:
-        if self.numel < 1:
-            raise ValueError(f"numel={self.numel} must be at least 1")
-
     @cached_property
     def width(self) -> int:
         """Values a row: 1024, halved (to 32) until there are 1024 rows, as hashing needs many."""
-        width = WIDTHS[1]
-        while width > WIDTHS[0] and self.numel < 1024 * width:
-            width //= 2
-        return width
+        rows_of_one = self.numel // 1024
+        return min(max(1 << max(rows_of_one.bit_length() - 1, 0), WIDTHS[0]), WIDTHS[1])
 
     @cached_property
     def rows(self) -> int:
@@ -118,11 +112,6 @@ class SketchLayout:
         return self.blocks * 3 * self.third * self.width
 
     @property
-    def cell_bytes(self) -> int:
-        """Bytes of the cells on the wire."""
-        return self.cells * self.config.cell_bits // 8
-
-    @property
     def words(self) -> int:
         """int32 words of the bitmap."""
         return self.rows * self.width // 32
@@ -135,14 +124,7 @@ class SketchLayout:
     @property
     def wire_bytes(self) -> int:
         """Exact bytes of one wire."""
-        return aligned(self.cell_bytes + 4 * self.words, ALIGNMENT)
-
-    def check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, last: int) -> None:
-        """Raise ValueError unless ``tensor`` is dtype[*, last] with contiguous rows."""
-        if tensor.dim() != 2 or tensor.shape[1] != last or tensor.dtype != dtype or tensor.stride(1) != 1:
-            raise ValueError(
-                f"{name} is {described(tensor)}; this layout needs {dtype}[*, {last}] with contiguous rows"
-            )
+        return aligned(self.cells * self.config.cell_bits // 8 + 4 * self.words, ALIGNMENT)
 
 
 class Decoded(NamedTuple):
@@ -218,7 +200,7 @@ def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
 
     0 for zeros, 255 where a NaN or an infinity is. All senders encode with the maximum of theirs.
     """
-    layout.check("x", x, torch.float32, layout.numel)
+    check_tensor("x", x, torch.float32, (None, layout.numel))
     return (_as_rows(magnitude_bits(x), layout).amax(2) >> 23).to(torch.uint8)
 
 
@@ -238,25 +220,20 @@ def encode(
     seed: int,
     remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sketches of the values of x at or above their shard's threshold, rounded to their row's grid.
+    """Sketches uint8 ``[S, wire_bytes]`` of the values of x fp32 ``[S, numel]`` that reach ``thresholds``.
 
     q = rint(x / step), step of the row's exponent, |q| < 2^mantissa. A value with q = 0 is not sent, nor is
     any of a row with exponent 255.
 
     Args:
-        x: fp32 ``[S, numel]``.
-        thresholds: fp32 ``[S]``.
+        thresholds: fp32 ``[S]``, one a shard.
         exponents: uint8 ``[S, rows]``, the maximum over the senders of their ``row_exponents``.
-        layout: of one shard.
         senders: how many wires will be added up at most; decides the grid.
         seed: of the hashes, the same for all senders.
         remainder: fp32 ``[S, numel]``, may be x itself: gets x less what was sent, exactly.
-
-    Returns:
-        uint8 ``[S, wire_bytes]``.
     """
-    layout.check("x", x, torch.float32, layout.numel)
-    layout.check("exponents", exponents, torch.uint8, layout.rows)
+    check_tensor("x", x, torch.float32, (None, layout.numel))
+    check_tensor("exponents", exponents, torch.uint8, (None, layout.rows))
     mantissa = layout.config.mantissa(senders)
     e = exponents.int().clamp(EXPONENT_FLOOR, NON_FINITE - 1)
     values = _as_rows(x, layout)
@@ -270,9 +247,8 @@ def encode(
         remainder.copy_((values - sent).view(len(x), -1)[:, : layout.numel])
     places, masks, signs = row_hashes(layout, seed, x.device)
     columns = torch.arange(layout.width, device=x.device)
-    cells = torch.zeros(
-        (len(x), layout.blocks * 3 * layout.third, layout.width), dtype=torch.int32, device=x.device
-    )
+    cells = torch.zeros((len(x), layout.cells), dtype=torch.int32, device=x.device)
+    cells = cells.view(len(x), -1, layout.width)
     for place, mask, sign in zip(places.T, masks.T[..., None], signs.T[..., None], strict=True):
         cells.index_add_(1, place, q.gather(2, (columns ^ mask).expand_as(q)) * sign)
     return pack(cells.flatten(1), bitmap_words((q != 0).flatten(1)), layout)
@@ -285,10 +261,11 @@ def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, to
         Cells int32 ``[cells]`` (modulo 2^32; of 16-bit wires the low 16 bits mean something) and words int32
         ``[words]``.
     """
-    layout.check("wires", wires, torch.uint8, layout.wire_bytes)
+    check_tensor("wires", wires, torch.uint8, (None, layout.wire_bytes))
     dtype = torch.int32 if layout.config.cell_bits == 32 else torch.int16
-    cells = wires[:, : layout.cell_bytes].contiguous().view(dtype)
-    words = wires[:, layout.cell_bytes :].contiguous().view(torch.int32)[:, : layout.words]
+    split = layout.cells * dtype.itemsize
+    cells = wires[:, :split].contiguous().view(dtype)
+    words = wires[:, split : split + 4 * layout.words].contiguous().view(torch.int32)
     return cells.sum(0, dtype=torch.int32), functools.reduce(torch.bitwise_or, words)
 
 
@@ -320,12 +297,8 @@ def decode(
     the median of its three signed cells. Waits for the host once a round.
 
     Args:
-        cells: int32 ``[cells]``.
-        words: int32 ``[words]``, the union's bitmap.
-        exponents: uint8 ``[rows]``, as encoded with.
-        layout: of the shard.
-        senders: as encoded with.
-        seed: as encoded with.
+        cells, words: int32 ``[cells]`` and ``[words]``, of ``combine``.
+        exponents, senders, seed: as encoded with; uint8 ``[rows]``.
     """
     device, width = cells.device, layout.width
     places, masks, signs = row_hashes(layout, seed, device)

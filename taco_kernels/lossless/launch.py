@@ -1,16 +1,16 @@
 """Launching the lossless kernels. Same signatures as reference.py.
 
-Escapes lie in the order in which programs come by, so the bytes of a payload may differ from the reference's
-and between runs; what they decode to does not.
+Programs write their escapes in the order in which they reach the area, so the bytes of a payload may differ
+from the reference's and between runs; what they decode to does not.
 """
 
 import torch
 
+from taco_kernels.common import ALIGNMENT, addressable, check_tensor
 from taco_kernels.common.fast_launch import start
-from taco_kernels.common.sizes import ALIGNMENT
 from taco_kernels.lossless import reference
 from taco_kernels.lossless.kernels import decode_kernel, decode_sum_kernel, encode_kernel
-from taco_kernels.lossless.layout import BLOCK, GROUP, HEADER, TILE, LosslessLayout
+from taco_kernels.lossless.reference import GROUPS, HEADER, TILE, LosslessLayout
 
 WARPS = 2
 """Measured on an H200."""
@@ -18,49 +18,30 @@ WARPS = 2
 
 def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     """See reference.encode."""
-    layout.check_values(x)
+    if layout.raw:
+        return reference.encode(x, layout)
+    check_tensor("x", x, layout.dtype, (None, layout.numel))
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows = len(x)
-    payloads = torch.empty((rows, layout.payload_bytes), dtype=torch.uint8, device=x.device)
-    if layout.raw:
-        return reference.store_raw(x, payloads.zero_())
+    payloads = torch.empty((len(x), layout.payload_bytes), dtype=torch.uint8, device=x.device)
     payloads[:, :HEADER] = 0
     x = x.view(_bits(layout))
-    start(
-        encode_kernel,
-        (layout.tiles, rows),
-        (x, payloads),
-        (*_counts(layout), x.stride(0), payloads.stride(0), *_places(layout)),
-        FP32=layout.itemsize == 4,
-        WHOLE=_whole(x, layout),
-        TILE=TILE,
-        num_warps=WARPS,
-    )
+    _start(encode_kernel, (x, payloads), x, layout, (x.stride(0), payloads.stride(0)))
     return payloads
 
 
 def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
     """See reference.decode."""
-    layout.check_payloads(payloads)
     if layout.raw:
         return reference.decode(payloads, layout, out)
-    payloads = _addressable(payloads)
-    shape = (len(payloads), layout.numel)
-    if out is None:
-        out = torch.empty(shape, dtype=layout.dtype, device=payloads.device)
-    into = (
-        out if _takes(out, shape, layout.dtype) else torch.empty(shape, dtype=layout.dtype, device=out.device)
-    )
-    bits = into.view(_bits(layout))
-    start(
-        decode_kernel,
-        (layout.tiles, len(payloads)),
-        (payloads, bits),
-        (*_counts(layout), payloads.stride(0), bits.stride(0), *_places(layout)),
-        **_decoding(layout, bits),
-    )
-    return out if into is out else out.copy_(into)
+    if out is not None and out.dtype != layout.dtype:
+        return out.copy_(decode(payloads, layout))
+    check_tensor("payloads", payloads, torch.uint8, (None, layout.payload_bytes))
+    payloads = addressable(payloads)
+    out = _output(out, len(payloads), layout, layout.dtype, payloads.device)
+    bits = out.view(_bits(layout))
+    _start(decode_kernel, (payloads, bits), bits, layout, (payloads.stride(0), bits.stride(0)))
+    return out
 
 
 def decode_sum(
@@ -71,69 +52,42 @@ def decode_sum(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See reference.decode_sum, as one kernel."""
-    layout.check_payloads(payloads)
     if layout.raw:
         return reference.decode_sum(payloads, layout, dtype, scale, out)
-    payloads = _addressable(payloads)
-    senders, *shape = *payloads.shape[:2], layout.numel
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=payloads.device)
-    into = (
-        out
-        if _takes(out, tuple(shape), out.dtype)
-        else torch.empty(shape, dtype=out.dtype, device=out.device)
-    )
-    start(
-        decode_sum_kernel,
-        (layout.tiles, shape[0]),
-        (payloads, into),
-        (
-            *_counts(layout),
-            *(payloads.stride(0), payloads.stride(1), into.stride(0), *_places(layout)),
-            *(senders, float(scale)),
-        ),
-        **_decoding(layout, into),
-        enable_fp_fusion=False,
-    )
-    return out if into is out else out.copy_(into)
+    check_tensor("payloads", payloads, torch.uint8, (None, None, layout.payload_bytes))
+    payloads = addressable(payloads)
+    out = _output(out, payloads.shape[1], layout, dtype, payloads.device)
+    fixed = payloads.stride(0), payloads.stride(1), out.stride(0), len(payloads), float(scale)
+    _start(decode_sum_kernel, (payloads, out), out, layout, fixed, enable_fp_fusion=False)
+    return out
 
 
 def _bits(layout: LosslessLayout) -> torch.dtype:
-    return torch.int32 if layout.itemsize == 4 else torch.int16
+    return torch.int32 if layout.dtype == torch.float32 else torch.int16
 
 
-def _counts(layout: LosslessLayout) -> tuple[int, ...]:
-    return layout.numel, layout.blocks * (BLOCK // GROUP), layout.blocks, layout.words
+def _output(out, rows: int, layout: LosslessLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``out``, checked, or a new tensor."""
+    if out is None:
+        return torch.empty((rows, layout.numel), dtype=dtype, device=device)
+    check_tensor("out", out, out.dtype, (rows, layout.numel), contiguous=True)
+    return out
 
 
-def _places(layout: LosslessLayout) -> tuple[int, ...]:
-    before = layout.starts_at, layout.bases_at, layout.codes_at
-    return *before, layout.more_at, layout.high_at, layout.low_at
+def _start(kernel, tensors, values: torch.Tensor, layout: LosslessLayout, fixed: tuple, **options) -> None:
+    """Start ``kernel``, a program a tile of each row of ``values``.
 
-
-def _whole(x: torch.Tensor, layout: LosslessLayout) -> bool:
-    """Whether rows are whole tiles that can be loaded and stored in words."""
-    stride = x.stride(0) * x.element_size() if len(x) > 1 else 0
-    return not (layout.numel % TILE or stride % ALIGNMENT or x.data_ptr() % ALIGNMENT)
-
-
-def _decoding(layout: LosslessLayout, out: torch.Tensor) -> dict[str, object]:
-    """The decoding kernels' constants."""
-    return dict(FP32=layout.itemsize == 4, WHOLE=_whole(out, layout), TILE=TILE, num_warps=WARPS)
-
-
-def _addressable(payloads: torch.Tensor) -> torch.Tensor:
-    """Payloads whose rows kernels can load in words, copied if need be."""
-    strides = payloads.stride()
-    if (
-        strides[-1] == 1
-        and not any(s % ALIGNMENT for s in strides[:-1])
-        and not payloads.data_ptr() % ALIGNMENT
-    ):
-        return payloads
-    return payloads.clone(memory_format=torch.contiguous_format)
-
-
-def _takes(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether kernels can store rows of ``shape`` in ``out``."""
-    return out.shape == shape and out.dtype == dtype and out.stride(1) == 1
+    WHOLE: rows are whole tiles that can be loaded and stored in words.
+    """
+    step = values.stride(0) * values.element_size() if len(values) > 1 else 0
+    start(
+        kernel,
+        (layout.tiles, len(values)),
+        tensors,
+        ((layout.numel, layout.blocks * GROUPS, layout.blocks, layout.words), layout.places[:6], *fixed),
+        FP32=layout.dtype == torch.float32,
+        WHOLE=not (layout.numel % TILE or step % ALIGNMENT or values.data_ptr() % ALIGNMENT),
+        TILE=TILE,
+        num_warps=WARPS,
+        **options,
+    )

@@ -5,20 +5,9 @@ summed without leaving its domain, and weight differences. Fused Triton kernels 
 plain-torch definition in ``reference.py`` on CPU tensors; both use the same wire format.
 """
 
-from taco_kernels.common.dispatch import dispatched
+from taco_kernels.common import dispatched
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.reference import BITS, GROUP_SIZES, GroupFormat
-
-__all__ = [
-    "BITS",
-    "GROUP_SIZES",
-    "GroupFormat",
-    "add_dequantized",
-    "quantize",
-    "quantize_difference",
-    "sum_dequantize",
-    "sum_requantize",
-]
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 quantize = dispatched(reference.quantize)

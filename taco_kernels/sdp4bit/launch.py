@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from taco_kernels.common import addressable, ceil_div, check_tensor
 from taco_kernels.common.device import Constants, Device, Tuning, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.groups import (
     BLOCK,
@@ -25,14 +25,7 @@ from taco_kernels.sdp4bit.groups import (
     sum_blocks,
     write_groups,
 )
-from taco_kernels.sdp4bit.reference import (
-    FLOOR,
-    HADAMARD_POINTS,
-    GroupFormat,
-    check_rows,
-    check_wires,
-    new_wires,
-)
+from taco_kernels.sdp4bit.reference import FLOOR, HADAMARD_POINTS, GroupFormat, check_rows
 
 POINT = 64
 """Values in a row of a rotation: two blocks of 32, as many as ``taco_kernels.common.hadamard.shuffle`` needs
@@ -226,16 +219,8 @@ TUNING = {  # a tile is a group at least; 0 programs a multiprocessor: one progr
     "add_dequantized": Tuning(8192, 8, 3, 2),
 }
 STAGES = {"quantize": 3, "add_dequantized": 2}
-"""At most, where shared memory is small (Device.small), so that two programs fit; compiled, not timed."""
+"""Where shared memory is small (Device.small), so that two programs fit; compiled, not timed."""
 MOST_ROWS = 65535  # of a grid's second dimension
-
-
-def tuning_for(operation: str, device: Device) -> Tuning:
-    """TUNING within what the device has."""
-    tuning = TUNING[operation]
-    if device.small:
-        tuning = tuning._replace(stages=min(tuning.stages, STAGES.get(operation, tuning.stages)))
-    return tuning
 
 
 @lru_cache
@@ -243,7 +228,9 @@ def _tiled(
     operation: str, format: GroupFormat, result: torch.dtype | GroupFormat, device: Device
 ) -> tuple[Tuning, Tile]:
     """How it is run, and its tiles of ``format``; ``result``: type of the values, or the new format."""
-    tuning = tuning_for(operation, device)
+    tuning = TUNING[operation]
+    if device.small and operation in STAGES:
+        tuning = tuning._replace(stages=STAGES[operation])
     values, least = tuning.tile, format.group_size  # a tile is a group at least
     if operation == "quantize" and result == torch.float32 and format.hadamard:
         values //= 2  # fp32 is three bf16 operands of the rotation: half as many fit into the registers
@@ -254,22 +241,17 @@ def _tiled(
     return tuning, make_tile(format, max(values, least), device.interpret)
 
 
-def check_aligned(wires: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless kernels can read and write wires with 16-byte accesses."""
-    if wires.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name} begins at address {wires.data_ptr()}; it must be a multiple of {ALIGNMENT}")
+def _new_wires(rows: int, numel: int, format: GroupFormat, device: torch.device) -> torch.Tensor:
+    return torch.empty(rows, format.wire_bytes(numel), dtype=torch.uint8, device=device)
 
 
-def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None) -> torch.Tensor:
+def quantize(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """reference.quantize as one kernel."""
     check_rows(x, "x")
     x = x[(None,) * (3 - x.dim())]
     outer, inner, numel = x.shape
     rows = outer * inner
-    if out is None:
-        out = new_wires(rows, numel, format, x.device)
-    check_wires(out, format, (rows,), numel)
-    check_aligned(out, "out")
+    out = _new_wires(rows, numel, format, x.device)
     if out.numel() == 0:
         return out
     device, groups = device_for(x), format.groups(numel)
@@ -289,19 +271,14 @@ def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = No
     return out
 
 
-def quantize_difference(
-    new: torch.Tensor, old: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """reference.quantize_difference as one kernel; codes of the difference itself (no Hadamard)."""
     if format.hadamard:
-        return reference.quantize_difference(new, old, format, out)
+        return reference.quantize_difference(new, old, format)
     if new.shape != old.shape or new.dim() != 1 or not (new.is_contiguous() and old.is_contiguous()):
         raise ValueError(f"new {list(new.shape)} and old {list(old.shape)} must be alike, flat, contiguous")
     numel = new.numel()
-    if out is None:
-        out = new_wires(1, numel, format, new.device)
-    check_wires(out, format, (1,), numel)
-    check_aligned(out, "out")
+    out = _new_wires(1, numel, format, new.device)
     if numel == 0:
         return out
     groups = format.groups(numel)
@@ -322,12 +299,10 @@ def sum_dequantize(
     wires: torch.Tensor, format: GroupFormat, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
     """reference.sum_dequantize as one kernel."""
-    check_rows(out, "out")
-    if out.dim() != 2:
-        raise ValueError(f"out is {list(out.shape)}; it must be [rows, n]")
+    check_tensor("out", out, out.dtype, (None, None), contiguous=True)
     (rows, numel), senders = out.shape, wires.shape[0]
-    check_wires(wires, format, (senders, rows), numel)
-    check_aligned(wires, "wires")
+    format.check_wires(wires, (senders, rows), numel)
+    wires = addressable(wires)
     if out.numel() == 0:
         return out
     tuning, blocks = _tiled("sum_dequantize", format, out.dtype, device_for(wires))
@@ -346,19 +321,14 @@ def sum_dequantize(
     return out
 
 
-def sum_requantize(
-    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
     """reference.sum_requantize as one kernel."""
     if format.hadamard != target.hadamard:
         raise ValueError(f"{format} and {target} must both be rotated or both not")
     senders, rows = wires.shape[:2]
-    check_wires(wires, format, (senders, rows), numel)
-    check_aligned(wires, "wires")
-    if out is None:
-        out = new_wires(rows, numel, target, wires.device)
-    check_wires(out, target, (rows,), numel)
-    check_aligned(out, "out")
+    format.check_wires(wires, (senders, rows), numel)
+    wires = addressable(wires)
+    out = _new_wires(rows, numel, target, wires.device)
     if out.numel() == 0:
         return out
     device = device_for(wires)
@@ -383,12 +353,10 @@ def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Ten
     """reference.add_dequantized as one kernel."""
     if format.hadamard:
         return reference.add_dequantized(wires, format, weights)
-    check_rows(weights, "weights")
-    if weights.dim() != 2:
-        raise ValueError(f"weights is {list(weights.shape)}; it must be [rows, n]")
+    check_tensor("weights", weights, weights.dtype, (None, None), contiguous=True)
     rows, numel = weights.shape
-    check_wires(wires, format, (rows,), numel)
-    check_aligned(wires, "wires")
+    format.check_wires(wires, (rows,), numel)
+    wires = addressable(wires)
     if weights.numel() == 0:
         return weights
     device, groups = device_for(wires), format.groups(numel)

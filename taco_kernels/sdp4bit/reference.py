@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from taco_kernels.common import ALIGNMENT, aligned, ceil_div, check_choice, check_tensor
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
-from taco_kernels.common.sizes import aligned, check_choice
 
 BITS = (4, 8)
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -57,7 +58,7 @@ class GroupFormat:
 
     def groups(self, numel: int) -> int:
         """Groups of a row."""
-        return -(-numel // self.group_size)
+        return ceil_div(numel, self.group_size)
 
     def code_bytes(self, numel: int) -> int:
         """Bytes of a row's codes, padding included."""
@@ -65,22 +66,11 @@ class GroupFormat:
 
     def wire_bytes(self, numel: int) -> int:
         """Exact bytes of a row's wire."""
-        used = self.code_bytes(numel) + STEP_BYTES * self.groups(numel)
-        return aligned(used)
+        return aligned(self.code_bytes(numel) + STEP_BYTES * self.groups(numel))
 
-    def bits_per_value(self, numel: int) -> float:
-        """What a value costs on the wire, steps and padding included."""
-        return 8 * self.wire_bytes(numel) / numel
-
-
-def check_wires(wires: torch.Tensor, format: GroupFormat, shape: Sequence[int], numel: int) -> None:
-    """Raise ValueError unless ``wires`` is contiguous uint8[*shape, format.wire_bytes(numel)]."""
-    expected = (*shape, format.wire_bytes(numel))
-    if tuple(wires.shape) != expected or wires.dtype != torch.uint8 or not wires.is_contiguous():
-        raise ValueError(
-            f"wires is {wires.dtype}{list(wires.shape)}; rows of {numel} values in {format} need a "
-            f"contiguous torch.uint8{list(expected)}"
-        )
+    def check_wires(self, wires: torch.Tensor, shape: Sequence[int], numel: int) -> None:
+        """Raise ValueError unless ``wires`` is uint8[*shape, wire_bytes(numel)] with contiguous rows."""
+        check_tensor("wires", wires, torch.uint8, (*shape, self.wire_bytes(numel)), contiguous=True)
 
 
 def check_rows(x: torch.Tensor, name: str) -> None:
@@ -101,14 +91,14 @@ def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for it."""
     numel = x.shape[-1]
     size = format.groups(numel) * format.group_size
-    h = torch.nn.functional.pad(x.float(), (0, size - numel))
+    h = F.pad(x.float(), (0, size - numel))
     if format.hadamard:
         h = rotate(h / HADAMARD_POINTS)
     return h.view(x.shape[0], -1, format.group_size)
 
 
-def encode_groups(h: torch.Tensor, format: GroupFormat, out: torch.Tensor) -> torch.Tensor:
-    """Wires of h fp32[rows, groups, G] into out uint8[rows, bytes]."""
+def encode_groups(h: torch.Tensor, format: GroupFormat) -> torch.Tensor:
+    """Wires uint8[rows, bytes] of h fp32[rows, groups, G]."""
     rows, groups, size = h.shape
     amax = h.abs().amax(dim=-1)
     bad, zero = ~torch.isfinite(h).all(dim=-1), amax == 0
@@ -118,10 +108,8 @@ def encode_groups(h: torch.Tensor, format: GroupFormat, out: torch.Tensor) -> to
     inverse = step.reciprocal().masked_fill(bad, 0.0)
     codes = round_to_integers(h, inverse[..., None], format.bits).view(rows, groups * size)
     step = step.masked_fill(zero, 0.0).masked_fill(bad, math.nan)
-    used = torch.cat([*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1)
-    out[:, : used.shape[1]] = used
-    out[:, used.shape[1] :] = 0
-    return out
+    wires = torch.cat([*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1)
+    return F.pad(wires, (0, -wires.shape[1] % ALIGNMENT))
 
 
 def decode_groups(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
@@ -142,27 +130,18 @@ def sum_senders(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.T
     return total
 
 
-def new_wires(rows: int, numel: int, format: GroupFormat, device: torch.device) -> torch.Tensor:
-    """uint8[rows, bytes], not initialised."""
-    return torch.empty(rows, format.wire_bytes(numel), dtype=torch.uint8, device=device)
-
-
-def quantize(x: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None) -> torch.Tensor:
+def quantize(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """Wires uint8[rows, bytes] of x[..., n] (bf16, fp16, fp32; rows contiguous, at most three dimensions)."""
     check_rows(x, "x")
-    numel = x.shape[-1]
-    flat = x.reshape(math.prod(x.shape[:-1]), numel)
-    if out is None:
-        out = new_wires(flat.shape[0], numel, format, x.device)
-    check_wires(out, format, (flat.shape[0],), numel)
-    return encode_groups(to_groups(flat, format), format, out) if out.numel() else out
+    numel, rows = x.shape[-1], math.prod(x.shape[:-1])
+    if not x.numel():
+        return torch.empty(rows, format.wire_bytes(numel), dtype=torch.uint8, device=x.device)
+    return encode_groups(to_groups(x.reshape(rows, numel), format), format)
 
 
-def quantize_difference(
-    new: torch.Tensor, old: torch.Tensor, format: GroupFormat, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """Wires uint8[1, bytes] of ``new - old``, both [n]; the subtraction is in fp32."""
-    return quantize(new.float()[None] - old.float()[None], format, out)
+    return quantize(new.float()[None] - old.float()[None], format)
 
 
 def sum_dequantize(
@@ -173,7 +152,7 @@ def sum_dequantize(
     Summed in fp32 in the order of S before the inverse transform, scaled after it.
     """
     check_rows(out, "out")
-    check_wires(wires, format, (wires.shape[0], out.shape[0]), out.shape[-1])
+    format.check_wires(wires, (wires.shape[0], out.shape[0]), out.shape[-1])
     if out.numel() == 0:
         return out
     total = sum_senders(wires, format, out.shape[-1])
@@ -182,9 +161,7 @@ def sum_dequantize(
     return out.copy_(total[:, : out.shape[-1]] * scale)
 
 
-def sum_requantize(
-    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
     """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``.
 
     Both formats are rotated, or neither: the sum does not leave the domain of the codes.
@@ -195,25 +172,19 @@ def sum_requantize(
     if format.hadamard != target.hadamard:
         raise ValueError(f"{format} and {target} must both be rotated or both not")
     rows = wires.shape[1]
-    check_wires(wires, format, (wires.shape[0], rows), numel)
-    if out is None:
-        out = new_wires(rows, numel, target, wires.device)
-    check_wires(out, target, (rows,), numel)
-    if out.numel() == 0:
-        return out
+    format.check_wires(wires, (wires.shape[0], rows), numel)
+    if not numel or not rows:
+        return torch.empty(rows, target.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     total = sum_senders(wires, format, numel)
     size = target.groups(numel) * target.group_size
-    if size <= total.shape[1]:  # what is beyond the row's end is zero, or not finite like its group
-        total = total[:, :size]
-    else:
-        total = torch.nn.functional.pad(total, (0, size - total.shape[1]))
-    return encode_groups(total.reshape(rows, -1, target.group_size), target, out)
+    total = F.pad(total, (0, size - total.shape[1]))  # what is cropped is zero, or not finite like its group
+    return encode_groups(total.reshape(rows, -1, target.group_size), target)
 
 
 def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor) -> torch.Tensor:
     """Add wires uint8[rows, bytes] to weights[rows, n] in place: fp32 sum, rounded to the weights' type."""
     check_rows(weights, "weights")
-    check_wires(wires, format, (weights.shape[0],), weights.shape[-1])
+    format.check_wires(wires, (weights.shape[0],), weights.shape[-1])
     if weights.numel() == 0:
         return weights
     change = decode_groups(wires, format, weights.shape[-1])

@@ -11,11 +11,3 @@ from taco_kernels.symmetric_memory.group import (
     peer_access_reason,
     unavailable_reason,
 )
-
-__all__ = [
-    "SymmetricGroup",
-    "SymmetricMemoryError",
-    "hosts_reason",
-    "peer_access_reason",
-    "unavailable_reason",
-]

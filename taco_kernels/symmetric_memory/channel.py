@@ -17,14 +17,14 @@ them.
 
 import ctypes
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from taco_kernels.common import aligned
 from taco_kernels.common.device import Constants, Device
-from taco_kernels.common.sizes import aligned
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco.spec import STEP_BYTES, tuning_for, tuning_of
 
@@ -212,69 +212,34 @@ def channel_bytes(world_size: int, programs: int) -> int:
     return shape.SLOTS_AT.value + 2 * shape.AREA.value
 
 
-@dataclass(frozen=True)
 class Channel:
-    """One rank's end of a channel. Calls on it must not overlap; those on different channels may."""
+    """One rank's end of a channel. Calls on it must not overlap; those on different channels may.
 
-    rank: int
-    world_size: int
-    programs: int
-    """Programs that may run at once, the same on every rank."""
-    memory: int
-    """Address of this rank's memory, whose flags start as zeros."""
-    table: torch.Tensor
-    """int64[W] on the device: addresses of all ranks' memory as this rank sees them."""
-    steps: torch.Tensor
-    """int64[programs] on the device: steps done so far; zeros at first."""
-    error: torch.Tensor
-    """int32[1] in pinned host memory: 1 + the rank that a program gave up waiting for, else 0."""
-    timeout_ns: int
-    """How long a program waits for a peer before it gives up."""
+    Args:
+        addresses: where each rank's ``channel_bytes`` of zeros start, as this rank's device sees it.
+        rank, device: of the caller.
+        programs: that may run at once, the same on every rank.
+        timeout: seconds that a program waits for a peer before it gives up.
+    """
 
-    @cached_property
-    def error_address(self) -> int:
-        """Where the kernels write ``error``."""
-        return self.error.data_ptr()
-
-    @cached_property
-    def _error(self) -> ctypes.c_int32:
-        """``error`` itself, which takes less time to read than the tensor does."""
-        return ctypes.c_int32.from_address(self.error_address)
-
-    @cached_property
-    def plans(self) -> dict:
-        """What collectives.py keeps for calls to come."""
-        return {}
+    def __init__(
+        self, addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float
+    ) -> None:
+        self.rank, self.world_size, self.programs = rank, len(addresses), programs
+        self.memory, self.timeout_ns = addresses[rank], int(timeout * 1e9)
+        self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(programs, dtype=torch.int64, device=device)  # done so far
+        # pinned: 1 + the rank that a program gave up waiting for, else 0
+        self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.error_address = self._error.data_ptr()
+        self._error_code = ctypes.c_int32.from_address(self.error_address)  # is read faster than the tensor
+        self.plans: dict = {}  # of collectives.py, for calls to come
 
     def check(self) -> None:
         """Raise SymmetricMemoryError if an earlier call gave up waiting. Does not synchronise."""
-        code = self._error.value
-        if code:
+        if code := self._error_code.value:
             raise SymmetricMemoryError(
                 f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group in a "
                 "symmetric-memory collective and gave up: that rank has died, hangs, or made another call. "
                 "All results since are lost; restart from a checkpoint"
             )
-
-
-def make_channel(
-    addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float
-) -> Channel:
-    """One rank's end of a channel.
-
-    Args:
-        addresses: where each rank's ``channel_bytes`` of zeros start, as this rank's device sees it.
-        rank, device: of the caller.
-        programs: of the channel.
-        timeout: seconds that a program waits for a peer.
-    """
-    return Channel(
-        rank=rank,
-        world_size=len(addresses),
-        programs=programs,
-        memory=addresses[rank],
-        table=torch.tensor(addresses, dtype=torch.int64, device=device),
-        steps=torch.zeros(programs, dtype=torch.int64, device=device),
-        error=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
-        timeout_ns=int(timeout * 1e9),
-    )

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from taco_kernels.common import fast_launch
+from taco_kernels.common import addressable, ceil_div, check_tensor, fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
 from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.kernels import (
     all_gather_kernel,
@@ -17,7 +15,7 @@ from taco_kernels.symmetric_memory.kernels import (
     reduce_scatter_kernel,
 )
 from taco_kernels.taco import launch
-from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
+from taco_kernels.taco.layout import CodecConfig, check_same_groups
 from taco_kernels.taco.spec import Spec, make_flags, make_spec
 
 MAX_WORLD_SIZE = 8
@@ -33,18 +31,6 @@ def _check_no_lists(*configs: CodecConfig) -> None:
     """Raise ValueError for what these kernels would leave out."""
     if any(config.outliers for config in configs):
         raise ValueError("outliers: collectives over symmetric memory carry no lists; use taco_kernels.taco")
-
-
-class CollectivePlan(NamedTuple):
-    """What is to be done for all calls on a channel that differ in addresses alone."""
-
-    launch: fast_launch.Launch
-    walkable: bool
-    """False: the kernel cannot walk x in its strides."""
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        self.launch((x if self.walkable else x.contiguous(), out))
-        return out
 
 
 def all_reduce(
@@ -66,10 +52,10 @@ def all_reduce(
     channel.check()
     out = _output(out, x.shape, x)
     like = x.numel(), x.dtype, launch.layout_of(x)
-    return _plan(channel, _plan_all_reduce, config, config_out, *like)(x, out)
+    return _run(x, out, channel, _plan_all_reduce, config, config_out, *like)
 
 
-def _plan_all_reduce(channel, config, config_out, numel, dtype, layout) -> CollectivePlan:
+def _plan_all_reduce(channel, config, config_out, numel, dtype, layout) -> launch.Plan:
     config_out = config_out or config
     check_same_groups(config, config_out)
     _check_no_lists(config, config_out)
@@ -94,7 +80,7 @@ def reduce_scatter(
         raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {channel.world_size} ranks")
     out = _output(out, (x.shape[0] // channel.world_size, *x.shape[1:]), x)
     like = x.numel() // channel.world_size, x.dtype, launch.layout_of(x)
-    return _plan(channel, _plan_shards, reduce_scatter_kernel, config, *like)(x, out)
+    return _run(x, out, channel, _plan_shards, reduce_scatter_kernel, config, *like)
 
 
 def all_gather_encoded(
@@ -114,17 +100,13 @@ def all_gather_encoded(
     """
     channel.check()
     numel = torch.Size(shape).numel()
-    check_wires(wire, config, config.chunk_numel(numel))
-    if wire.shape[0] != 1:
-        raise ValueError(f"wire has {wire.shape[0]} rows; encode it in one chunk")
-    wire = wire.contiguous()
-    if wire.data_ptr() % ALIGNMENT:
-        wire = wire.clone()
+    check_tensor("wire", wire, torch.uint8, (1, config.wire_bytes(numel)))
+    wire = addressable(wire)
     out = _output(out, (channel.world_size * shape[0], *shape[1:]), wire, dtype)
-    return _plan(channel, _plan_shards, all_gather_kernel, config, numel, dtype, None)(wire, out)
+    return _run(wire, out, channel, _plan_shards, all_gather_kernel, config, numel, dtype, None)
 
 
-def _plan_shards(channel, kernel, config, shard, dtype, layout) -> CollectivePlan:
+def _plan_shards(channel, kernel, config, shard, dtype, layout) -> launch.Plan:
     """Of the two whose pieces are slices of ``shard`` values."""
     _check_no_lists(config)
     groups = config.chunk_numel(shard) // config.group_size
@@ -152,18 +134,21 @@ def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, 
     return out
 
 
-def _plan(channel: Channel, make: Callable[..., CollectivePlan], *arguments) -> CollectivePlan:
-    """``make(channel, *arguments)``, made once."""
+def _run(
+    x: torch.Tensor, out: torch.Tensor, channel: Channel, make: Callable[..., launch.Plan], *arguments
+) -> torch.Tensor:
+    """Launch ``make(channel, *arguments)``, made once, on ``x`` and ``out``; returns ``out``."""
     key = (make, *arguments)
     plan = channel.plans.get(key)
     if plan is None:
         if len(channel.plans) >= launch.PLANS:
             channel.plans.clear()
         plan = channel.plans[key] = make(channel, *arguments)
-    return plan
+    plan.launch((x if plan.walkable else x.contiguous(), out))
+    return out
 
 
-def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_out=None) -> CollectivePlan:
+def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_out=None) -> launch.Plan:
     """The launch of ``kernel`` on ``tiles`` tiles a piece; ``rows`` is None where x is to be copied."""
     launch.check_groups(message[3] * channel.world_size)
     walkable = rows is not None
@@ -182,7 +167,7 @@ def _prepare(kernel, channel, tiles, message, rows, tail, dtype, config, config_
         channel.timeout_ns,
     )
     fixed = to_wire, from_wire, *own, *message, *rows[:4]
-    return CollectivePlan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
+    return launch.Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
 
 @lru_cache(maxsize=1024)

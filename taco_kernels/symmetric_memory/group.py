@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from taco_kernels.common import AMD
 from taco_kernels.common.device import Device, device_number
-from taco_kernels.common.dispatch import AMD
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.channel import Channel, SymmetricMemoryError, channel_bytes, make_channel
+from taco_kernels.symmetric_memory.channel import Channel, SymmetricMemoryError, channel_bytes
 from taco_kernels.taco.layout import CodecConfig
 
 _last_stream: dict[int, torch.cuda.Stream] = {}
@@ -159,7 +159,7 @@ class SymmetricGroup:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
         timeout = timeout_of(group) if timeout is None else timeout
-        self.channel = make_channel(addresses, self.rank, self.device, programs, timeout)
+        self.channel = Channel(addresses, self.rank, self.device, programs, timeout)
         torch.cuda.synchronize(self.device)
         dist.barrier(group)  # no rank may send before all have zeroed their flags
         torch.cuda.synchronize(self.device)
@@ -176,32 +176,17 @@ class SymmetricGroup:
                 stream.wait_stream(last)
         return self.channel
 
-    def all_reduce(
-        self,
-        x: torch.Tensor,
-        config: CodecConfig,
-        out: torch.Tensor | None = None,
-        config_out: CodecConfig | None = None,
-    ) -> torch.Tensor:
-        """See ``collectives.all_reduce``."""
-        return collectives.all_reduce(self._in_order(), x, config, out, config_out)
+    def all_reduce(self, *args, **kwargs) -> torch.Tensor:
+        """See ``collectives.all_reduce``, whose arguments follow the channel."""
+        return collectives.all_reduce(self._in_order(), *args, **kwargs)
 
-    def reduce_scatter(
-        self, x: torch.Tensor, config: CodecConfig, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See ``collectives.reduce_scatter``."""
-        return collectives.reduce_scatter(self._in_order(), x, config, out)
+    def reduce_scatter(self, *args, **kwargs) -> torch.Tensor:
+        """See ``collectives.reduce_scatter``, whose arguments follow the channel."""
+        return collectives.reduce_scatter(self._in_order(), *args, **kwargs)
 
-    def all_gather_encoded(
-        self,
-        wire: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        config: CodecConfig,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``collectives.all_gather_encoded``."""
-        return collectives.all_gather_encoded(self._in_order(), wire, shape, dtype, config, out)
+    def all_gather_encoded(self, *args, **kwargs) -> torch.Tensor:
+        """See ``collectives.all_gather_encoded``, whose arguments follow the channel."""
+        return collectives.all_gather_encoded(self._in_order(), *args, **kwargs)
 
     def all_reduce_stores(
         self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None

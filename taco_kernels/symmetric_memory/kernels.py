@@ -12,8 +12,8 @@ follow each other in shared memory, so that more programs fit on a multiprocesso
 import triton
 import triton.language as tl
 
-from taco_kernels.common.codes import load_plane, store_plane
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
+from taco_kernels.common.packing import load_plane, store_plane
 from taco_kernels.symmetric_memory.channel import ack_flag, arrival, data_flag, publish, returned, wait
 from taco_kernels.taco.wire import (
     add_sender,

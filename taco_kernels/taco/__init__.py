@@ -1,19 +1,8 @@
 """TACO's codec (arXiv 2604.24088): groups of values, transformed, scaled, rounded to fp8 or integers."""
 
-from taco_kernels.common.dispatch import dispatched
+from taco_kernels.common import dispatched
 from taco_kernels.taco import reference
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, SCALES, CodecConfig
-
-__all__ = [
-    "FORMATS",
-    "GROUP_SIZES",
-    "SCALES",
-    "CodecConfig",
-    "decode",
-    "decode_sum",
-    "decode_sum_encode",
-    "encode",
-]
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)

@@ -11,19 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common import fast_launch
+from taco_kernels.common import addressable, ceil_div, fast_launch
 from taco_kernels.common.device import Device, as_tensor, device_number
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
-from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wire_shape
+from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
     empty_lists,
     find_outliers,
+    split_outliers,
     store_lists,
     sum_lists,
-    take_outliers,
 )
 from taco_kernels.taco.spec import make_flags, spec_of, tuning_for, tuning_in
 from taco_kernels.taco.wire import (
@@ -69,7 +68,7 @@ def encode_kernel(
             h = h.to(tl.float32)
         if C.OUTLIERS:
             if found:
-                rest, words = take_outliers(x_tile, limit, groups - first, C)
+                rest, words = split_outliers(x_tile, limit, groups - first, C)
                 if C.HADAMARD:
                     h = unshuffle(transform(rest, matrix, C), C)
                 else:
@@ -160,20 +159,15 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Sizes and strides of a tensor, None of a contiguous one."""
 
 
-def _in_one_tile(
-    operation: str, config: CodecConfig, device: Device, groups: int, chunks: int, numel: int, stride: int
-) -> bool:
-    """Whether tiles hold several whole chunks, such as tokens, as if they were one chunk.
+class Plan(NamedTuple):
+    """What calls share whose arguments differ in addresses alone."""
 
-    Args:
-        groups: of a chunk.
-        numel: values of all chunks, without what they are padded with.
-        stride: bytes from one chunk of the wire to the next.
-    """
-    chunk = groups * config.group_size
-    if chunks == 1 or config.outliers or numel != chunks * chunk or stride != config.wire_bytes(chunk):
-        return False
-    return 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile
+    launch: fast_launch.Launch | None
+    """None: there is nothing to do."""
+    walkable: bool = True
+    """False: the kernel cannot walk the tensor in its strides and needs a contiguous one."""
+    wire: tuple[int, ...] = ()
+    """Shape of the wire that is returned."""
 
 
 def layout_of(x: torch.Tensor) -> Layout:
@@ -204,101 +198,28 @@ def rows_of(layout: Layout, group_size: int) -> Rows | None:
 
 
 def check_groups(groups: int) -> None:
-    """Kernels number groups with 32 bits."""
+    """Raise ValueError where kernels, which number groups with 32 bits, cannot number so many."""
     if groups >= 2**31 - 2**15:
         raise ValueError(f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups")
 
 
-class Wires(NamedTuple):
-    """What a plan needs to know of a wire."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one row to the next, as the kernels take it."""
-        return self.strides[0]
-
-    @property
-    def aligned(self) -> bool:
-        """Whether kernels can read and write every row, if they can the first: contiguous, in steps of 16."""
-        apart = self.strides[0] if len(self.shape) > 1 and self.shape[0] > 1 else 0
-        return self.strides[-1] == 1 and apart % ALIGNMENT == 0
-
-
-def wires_of(wires: torch.Tensor) -> Wires:
-    """The layout of a wire."""
-    return Wires(wires.shape, wires.stride(), wires.dtype)
-
-
-class Plan(NamedTuple):
-    """What is to be done for all calls whose arguments are alike but for addresses."""
-
-    wire: tuple[int, ...]
-    """Shape of the wire that is returned, or ()."""
-    launch: fast_launch.Launch | None
-    """None: there is nothing to do."""
-    reads: bool = True
-    """False: kernels cannot read the input in its strides. A wire must also be at a multiple of ALIGNMENT."""
-    writes: bool = True
-    """The same of the output."""
-
-
-def encode(
-    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
     """reference.encode as one kernel."""
-    given = None if out is None else wires_of(out)
     wide = x.dtype == torch.float32
-    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, given, x.get_device(), wide)
-    if out is None:
-        out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
-    if plan.launch is None:
-        return out
-    if not plan.writes or out.data_ptr() % ALIGNMENT:
-        return out.copy_(encode(x, config, chunks))
-    plan.launch((x if plan.reads else x.contiguous(), out))
+    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, x.get_device(), wide)
+    out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
+    if plan.launch is not None:
+        plan.launch((x if plan.walkable else x.contiguous(), out))
     return out
 
 
 @lru_cache(PLANS)
 def _plan_encode(
-    config: CodecConfig, numel: int, layout: Layout, chunks: int, out: Wires | None, index: int, wide: bool
+    config: CodecConfig, numel: int, layout: Layout, chunks: int, index: int, wide: bool
 ) -> Plan:
-    chunk = config.chunk_numel(numel, chunks)
-    wire = (chunks, config.wire_bytes(chunk))
-    if out is None:
-        out = Wires(wire, (wire[1], 1), torch.uint8)
-    check_wire_shape(out.shape, out.dtype, config, chunk)
-    if out.shape[0] != chunks:
-        raise ValueError(f"out has {out.shape[0]} rows for {chunks} chunks; give it one a chunk")
-    if chunk == 0:
-        return Plan(wire, None)
-    rows = rows_of(layout, config.group_size)
-    reads = rows is not None
-    rows = rows or rows_of(None, config.group_size)
-    groups, row = chunk // config.group_size, 0
-    check_groups(groups * chunks)
-    device = device_number(index)
-    if _in_one_tile("encode", config, device, groups, chunks, numel, out.stride):
-        groups, chunks, row = groups * chunks, 1, groups
-    tuning = tuning_in("encode", config, device, groups, chunks)
-    tuning = tuning._replace(registers=None) if wide else tuning  # values of twice the registers: no limit
-    spec = spec_of(config, device, tuning, row)
-    tiles = ceil_div(groups, spec.USED.value) * chunks
-    launch = fast_launch.Launch(
-        encode_kernel,
-        device.grid(tiles, tuning),
-        (numel, groups, chunks, out.stride, *rows[:4]),
-        dict(
-            FLAGS=make_flags(rows.strided, numel % config.group_size != 0, tuning.stages),
-            C=spec,
-            **tuning.options,
-        ),
-    )
-    return Plan(wire, launch, reads, out.aligned)
+    stride = config.wire_bytes(config.chunk_numel(numel, chunks))
+    launch, walkable = _prepare("encode", config, numel, layout, chunks, stride, index, wide=wide)
+    return Plan(launch, walkable, (chunks, stride))
 
 
 def decode(
@@ -309,9 +230,7 @@ def decode(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """reference.decode as one kernel."""
-    layout = None if out is None else layout_of(out)
-    plan = _plan_decode("decode", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
-    return _decoded(plan, wires, config, shape, dtype, out, decode)
+    return _decoded("decode", wires, config, shape, dtype, out)
 
 
 def decode_sum(
@@ -322,97 +241,110 @@ def decode_sum(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """reference.decode_sum as one kernel."""
-    layout = None if out is None else layout_of(out)
-    plan = _plan_decode("decode_sum", config, math.prod(shape), layout, wires_of(wires), wires.get_device())
-    return _decoded(plan, wires, config, shape, dtype, out, decode_sum)
+    return _decoded("decode_sum", wires, config, shape, dtype, out)
 
 
-def _decoded(plan, wires, config, shape, dtype, out, operation) -> torch.Tensor:
-    """Do what ``plan`` says; ``operation`` is the caller."""
-    if out is not None and out.numel() != math.prod(shape):
+def _decoded(operation, wires, config, shape, dtype, out) -> torch.Tensor:
+    numel, wires = math.prod(shape), addressable(wires)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=wires.device)
+    elif out.numel() != numel:
         raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
-    if not plan.writes:
-        return out.copy_(operation(wires, config, shape, dtype))
-    target = torch.empty(shape, dtype=dtype, device=wires.device) if out is None else out
-    if plan.launch is None:
-        return target
-    if not plan.reads or wires.data_ptr() % ALIGNMENT:
-        wires = wires.clone(memory_format=torch.contiguous_format)
-        return operation(wires, config, shape, dtype, target)
-    plan.launch((wires, target))
-    return target
+    like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
+    plan = _plan_decode(operation, config, numel, layout_of(out), *like)
+    if plan.launch is not None:
+        into = out if plan.walkable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        plan.launch((wires, into))
+        if into is not out:
+            out.copy_(into)
+    return out
 
 
 @lru_cache(PLANS)
 def _plan_decode(
-    operation: str, config: CodecConfig, numel: int, layout: Layout, wires: Wires, index: int
-) -> Plan:
-    summed = operation == "decode_sum"
-    chunks = 1 if summed else wires.shape[0]
-    chunk = config.chunk_numel(numel, max(chunks, 1))
-    check_wire_shape(wires.shape, wires.dtype, config, chunk)
+    operation: str, config: CodecConfig, numel: int, layout: Layout,
+    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
+) -> Plan:  # fmt: skip
+    senders, chunks = (0, shape[0]) if operation == "decode" else (shape[0], 1)
+    check_wires(shape, dtype, config, config.chunk_numel(numel, max(chunks, 1)))
+    if numel and not shape[0]:
+        raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
+    return Plan(*_prepare(operation, config, numel, layout, chunks, stride, index, senders))
+
+
+def _prepare(
+    operation: str, config: CodecConfig, numel: int, layout: Layout, chunks: int, stride: int, index: int,
+    senders: int = 0, wide: bool = False,
+) -> tuple[fast_launch.Launch | None, bool]:  # fmt: skip
+    """The launch between a tensor and chunks of ``stride`` bytes; whether the kernel walks ``layout``.
+
+    Args:
+        senders: of the sum; 0 for other operations.
+        wide: the tensor is fp32, whose values take twice the registers: no limit on them.
+    """
     rows = rows_of(layout, config.group_size)
-    if numel and not wires.shape[0]:
-        raise ValueError(f"wires of shape {tuple(wires.shape)} hold nothing to decode")
-    if rows is None or numel == 0:
-        return Plan((), None, writes=rows is not None)
-    groups, row = chunk // config.group_size, 0
+    walkable = rows is not None
+    rows = rows or rows_of(None, config.group_size)
+    if numel == 0:
+        return None, walkable
+    groups, row = config.chunk_numel(numel, chunks) // config.group_size, 0
     check_groups(groups * chunks)
     device = device_number(index)
-    if not summed and _in_one_tile(operation, config, device, groups, chunks, numel, wires.stride):
+    if _in_one_tile(operation, config, device, groups, chunks, numel, stride):
         groups, chunks, row = groups * chunks, 1, groups
     tuning = tuning_in(operation, config, device, groups, chunks)
+    tuning = tuning._replace(registers=None) if wide else tuning
     spec = spec_of(config, device, tuning, row)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
-    constants = dict(FLAGS=flags, C=spec, **tuning.options)
-    if summed:
-        constants["W"] = wires.shape[0]
+    constants = dict(FLAGS=flags, C=spec, **tuning.options) | (dict(W=senders) if senders else {})
     launch = fast_launch.Launch(
-        decode_sum_kernel if summed else decode_kernel,
+        {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}[operation],
         device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning),
-        (numel, groups, *([] if summed else [chunks]), wires.stride, *rows[:4]),
+        (numel, groups, *([] if senders else [chunks]), stride, *rows[:4]),
         constants,
     )
-    return Plan((), launch, wires.aligned)
+    return launch, walkable
+
+
+def _in_one_tile(
+    operation: str, config: CodecConfig, device: Device, groups: int, chunks: int, numel: int, stride: int
+) -> bool:
+    """Whether tiles hold several whole chunks, such as tokens, as if they were one chunk.
+
+    Args:
+        groups: of a chunk.
+        numel: values of all chunks, without what they are padded with.
+        stride: bytes from one chunk of the wire to the next.
+    """
+    chunk = groups * config.group_size
+    if chunks == 1 or config.outliers or numel != chunks * chunk or stride != config.wire_bytes(chunk):
+        return False
+    return 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile
 
 
 def decode_sum_encode(
-    wires: torch.Tensor,
-    config: CodecConfig,
-    numel: int,
-    out: torch.Tensor | None = None,
-    config_out: CodecConfig | None = None,
+    wires: torch.Tensor, config: CodecConfig, numel: int, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
     """reference.decode_sum_encode as one kernel."""
-    config_out = config_out or config
-    check_same_groups(config, config_out)
-    given = None if out is None else wires_of(out)
-    plan = _plan_decode_sum_encode(config, config_out, numel, wires_of(wires), given, wires.get_device())
-    if out is None:
-        out = torch.empty(plan.wire, dtype=torch.uint8, device=wires.device)
-    if plan.launch is None:
-        return out
-    if not plan.writes or out.data_ptr() % ALIGNMENT:
-        return out.copy_(decode_sum_encode(wires, config, numel, config_out=config_out))
-    if not plan.reads or wires.data_ptr() % ALIGNMENT:
-        wires = wires.clone(memory_format=torch.contiguous_format)
-        return decode_sum_encode(wires, config, numel, out, config_out)
-    plan.launch((wires, out))
+    wires = addressable(wires)
+    like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
+    plan = _plan_decode_sum_encode(config, config_out or config, numel, *like)
+    out = torch.empty(plan.wire, dtype=torch.uint8, device=wires.device)
+    if plan.launch is not None:
+        plan.launch((wires, out))
     return out
 
 
 @lru_cache(PLANS)
 def _plan_decode_sum_encode(
-    config: CodecConfig, config_out: CodecConfig, numel: int, wires: Wires, out: Wires | None, index: int
-) -> Plan:
-    chunk = config.chunk_numel(numel)
-    check_wire_shape(wires.shape, wires.dtype, config, chunk)
-    wire = (config_out.wire_bytes(numel),)
-    if out is None:
-        out = Wires(wire, (1,), torch.uint8)
-    check_wire_shape((1, *out.shape), out.dtype, config_out, chunk)
+    config: CodecConfig, config_out: CodecConfig, numel: int,
+    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
+) -> Plan:  # fmt: skip
+    check_same_groups(config, config_out)
+    chunk, wire = config.chunk_numel(numel), (config_out.wire_bytes(numel),)
+    check_wires(shape, dtype, config, chunk)
     if numel == 0:
-        return Plan(wire, None)
+        return Plan(None, wire=wire)
     groups = chunk // config.group_size
     check_groups(groups)
     device = device_number(index)
@@ -421,7 +353,7 @@ def _plan_decode_sum_encode(
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,
         (ceil_div(groups, spec.R.value),),
-        (groups, wires.stride),
-        dict(W=wires.shape[0], C=spec, D=spec_of(config_out, device, tuning), **tuning.options),
+        (groups, stride),
+        dict(W=shape[0], C=spec, D=spec_of(config_out, device, tuning), **tuning.options),
     )
-    return Plan(wire, launch, wires.aligned, out.aligned)
+    return Plan(launch, wire=wire)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taco_kernels.common.sizes import aligned, ceil_div, check_choice
+from taco_kernels.common import aligned, ceil_div, check_choice
 from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
@@ -123,13 +123,8 @@ def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
             )
 
 
-def check_wires(wires: torch.Tensor, config: CodecConfig, chunk: int) -> None:
-    """Raise ValueError unless ``wires`` is uint8[rows, wire_bytes(chunk)] with contiguous rows."""
-    check_wire_shape(wires.shape, wires.dtype, config, chunk)
-
-
-def check_wire_shape(shape: Sequence[int], dtype: torch.dtype, config: CodecConfig, chunk: int) -> None:
-    """``check_wires`` without the tensor."""
+def check_wires(shape: Sequence[int], dtype: torch.dtype, config: CodecConfig, chunk: int) -> None:
+    """Raise ValueError unless wires of this shape and dtype are uint8[rows, wire_bytes(chunk)]."""
     expected = config.wire_bytes(chunk)
     if len(shape) != 2 or shape[1] != expected or dtype != torch.uint8:
         raise ValueError(

@@ -18,7 +18,7 @@ SIGN = tl.constexpr(0x800)
 
 @triton.jit
 def lists_of(wire, groups, C: tl.constexpr):
-    """Pointer to the words after ``groups`` groups."""
+    """Pointer to the words that follow ``groups`` groups."""
     used = tl.full((), C.BYTES, tl.int64) * groups
     return (wire + (used + 15) // 16 * 16).to(tl.pointer_type(tl.int32))
 
@@ -62,7 +62,7 @@ def blocks_of_words(x, wanted, C: tl.constexpr):
 
 
 @triton.jit
-def take(words, C: tl.constexpr):
+def split_words(words, C: tl.constexpr):
     """The SLOTS largest words of each block, and the others with 0 in their places."""
     best = empty_lists(C)
     for slot in range(SLOTS):
@@ -115,10 +115,10 @@ def find_outliers(x, left, C: tl.constexpr):
 
 
 @triton.jit
-def take_outliers(x, limit, left, C: tl.constexpr):
+def split_outliers(x, limit, left, C: tl.constexpr):
     """x[R, G] without the outliers of its first ``left`` groups, and the lists of its blocks."""
     outlier = (tl.abs(x.to(tl.float32)) > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
-    best, others = take(blocks_of_words(x, outlier, C), C)
+    best, others = split_words(blocks_of_words(x, outlier, C), C)
     taken = outlier & (tl.reshape(others, [C.R, C.G]) == 0)
     return tl.where(taken, 0.0, x.to(tl.float32)).to(x.dtype), best
 
@@ -197,7 +197,7 @@ def put_back(h, word, C: tl.constexpr):
 def sum_lists(h, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """h with what finds no slot in the lists of the sum, and those, int32[R * G / BLOCK, SLOTS]."""
     total = add_every_list(tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C)
-    best, others = take(blocks_of_words(total, total != 0.0, C), C)
+    best, others = split_words(blocks_of_words(total, total != 0.0, C), C)
     largest = tl.max(others, axis=1)
     while tl.max(largest, axis=0) > 0:
         h = put_back(h, largest, C)

@@ -26,8 +26,8 @@ LIST_BYTES = 4 * SLOTS
 _MAGNITUDE, _SIGN, _PLACE = 0x7FFFF000, 0x800, BLOCK - 1
 
 
-def massive(groups: torch.Tensor) -> torch.Tensor:
-    """bool[..., G] of fp32 values."""
+def is_outlier(groups: torch.Tensor) -> torch.Tensor:
+    """bool[..., G]: which values of fp32 groups are outliers."""
     magnitude = groups.abs()
     return magnitude > magnitude.sum(-1, keepdim=True) * (THRESHOLD / groups.shape[-1])
 
@@ -46,20 +46,19 @@ def values_of(words: torch.Tensor) -> torch.Tensor:
     return ((words & _MAGNITUDE) | (words & _SIGN) << 20).view(torch.float32)
 
 
-def take(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values stored separately, and the others: int32[blocks, SLOTS] and fp32[n, G] of fp32[n, G].
+def split(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists int32[blocks, SLOTS] of the largest candidates of fp32[n, G], and the groups without those.
 
     Args:
-        candidates: bool[n, G], what may be taken; by default the outliers.
+        candidates: bool[n, G], what may be listed; by default the outliers.
     """
-    candidates = massive(groups) if candidates is None else candidates
+    candidates = is_outlier(groups) if candidates is None else candidates
     words = words_of(groups.masked_fill(~candidates, 0.0))
     if not candidates.any():
         return words[:, :SLOTS].contiguous(), groups
     best = words.topk(SLOTS, dim=1)
-    taken = torch.zeros_like(words, dtype=torch.bool).scatter_(1, best.indices, best.values > 0)
-    rest = groups.masked_fill(taken.view(-1)[: groups.numel()].view_as(groups), 0.0)
-    return best.values, rest
+    listed = torch.zeros_like(words, dtype=torch.bool).scatter_(1, best.indices, best.values > 0)
+    return best.values, groups.masked_fill(listed.view(-1)[: groups.numel()].view_as(groups), 0.0)
 
 
 def add(groups: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -84,7 +83,7 @@ def sum_lists(lists: list[torch.Tensor], h: torch.Tensor, rotated: bool) -> tupl
     total = torch.zeros_like(h)
     for words in lists:
         total = add(total, words)
-    words, left = take(total, total != 0)
+    words, left = split(total, total != 0)
     waiting = words_of(left)
     while waiting.any():  # the largest of each block first
         best = waiting.amax(1, keepdim=True)

@@ -18,8 +18,8 @@ to bf16; it is negative where far is positive, so that far has a code of its own
 overflows (values above bf16's largest may decode to infinity). The quadratic grid has values, a step and a
 rounding of its own (below). Without the Hadamard transform h = x and the
 factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
-zero, and a group that is not finite sends NaN and so decodes to NaN. Outliers are taken out first, if the
-config says so (outliers.py).
+zero, and a group that is not finite sends NaN and so decodes to NaN. Outliers are first stored separately, if
+the config says so (outliers.py).
 
 The quadratic grid of int4, int5 and int6 with signed scales is denser near zero, where most of a rotated
 group's values lie. The codes u of ``bits`` bits stand for
@@ -47,8 +47,8 @@ import math
 
 import torch
 
+from taco_kernels.common import ALIGNMENT
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
-from taco_kernels.common.sizes import ALIGNMENT
 from taco_kernels.taco import outliers
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 
@@ -202,29 +202,20 @@ def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tens
     return lists.clone().view(torch.int32).view(-1, outliers.SLOTS)
 
 
-def encode(
-    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
     """Encode x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order.
 
     Returns uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks); zero padded at the end.
-    Into ``out`` if given.
     """
     groups = to_groups(x, config, chunks)
-    chunk = groups.shape[1] * config.group_size
-    if out is None:
-        out = torch.empty(chunks, config.wire_bytes(chunk), dtype=torch.uint8, device=x.device)
-    check_wires(out, config, chunk)
-    if not out.numel():
-        return out
-    if not config.outliers:
-        return out.copy_(encode_groups(to_domain(groups.flatten(0, 1), config), config, chunks))
+    if not x.numel():
+        return torch.empty(chunks, 0, dtype=torch.uint8, device=x.device)
     lists = []
-    for c in range(chunks):  # blocks of lists begin anew with each chunk
-        words, groups[c] = outliers.take(groups[c])
+    for c in range(chunks if config.outliers else 0):  # blocks of lists begin anew with each chunk
+        words, groups[c] = outliers.split(groups[c])
         lists.append(words.view(torch.uint8).view(-1))
     wires = encode_groups(to_domain(groups.flatten(0, 1), config), config, chunks)
-    return torch.cat([wires, torch.stack(lists)], dim=1, out=out)
+    return torch.cat([wires, torch.stack(lists)], dim=1) if lists else wires
 
 
 def decode(
@@ -237,7 +228,7 @@ def decode(
     """Inverse of encode with chunks = wires.shape[0]; into ``out`` if given."""
     numel = math.prod(shape)
     chunk = config.chunk_numel(numel, max(wires.shape[0], 1))
-    check_wires(wires, config, chunk)
+    check_wires(wires.shape, wires.dtype, config, chunk)
     chunks, groups = len(wires), chunk // config.group_size
     flat = torch.empty(0, dtype=torch.float32, device=wires.device)
     if chunks * chunk:
@@ -276,7 +267,7 @@ def decode_sum(
     fp32 accumulation in sender order.
     """
     numel = math.prod(shape)
-    check_wires(wires, config, config.chunk_numel(numel))
+    check_wires(wires.shape, wires.dtype, config, config.chunk_numel(numel))
     if numel == 0:
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
@@ -293,7 +284,6 @@ def decode_sum_encode(
     wires: torch.Tensor,
     config: CodecConfig,
     numel: int,
-    out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
@@ -303,16 +293,12 @@ def decode_sum_encode(
     """
     config_out = config_out or config
     check_same_groups(config, config_out)
-    check_wires(wires, config, config.chunk_numel(numel))
-    if out is None:
-        out = torch.empty(config_out.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
-    check_wires(out[None], config_out, config.chunk_numel(numel))
-    if numel:
-        total = sum_groups(wires, numel, config)
-        if config.outliers:
-            lists = [lists_of(wire, len(total), config) for wire in wires]
-            words, total = outliers.sum_lists(lists, total, config.hadamard)
-            out[config_out.lists_at(numel) :] = words.view(torch.uint8).view(-1)
-        encoded = encode_groups(total, config_out)[0]
-        out[: len(encoded)] = encoded
-    return out
+    check_wires(wires.shape, wires.dtype, config, config.chunk_numel(numel))
+    if not numel:
+        return torch.empty(0, dtype=torch.uint8, device=wires.device)
+    total = sum_groups(wires, numel, config)
+    if not config.outliers:
+        return encode_groups(total, config_out)[0]
+    lists = [lists_of(wire, len(total), config) for wire in wires]
+    words, total = outliers.sum_lists(lists, total, config.hadamard)
+    return torch.cat([encode_groups(total, config_out)[0], words.view(torch.uint8).view(-1)])

@@ -8,11 +8,15 @@ launch.rows_of.
 import triton
 import triton.language as tl
 
-from taco_kernels.common.codes import MAGIC, across_chunks, behind, code_values, load_codes
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
 from taco_kernels.common.packing import (
+    MAGIC,
+    across_chunks,
     add_products,
+    after_plane,
+    code_values,
     load_code_words,
+    load_codes,
     load_halves,
     load_singles,
     magic_bits,
@@ -110,25 +114,25 @@ def dual_step(s, alpha, C: tl.constexpr):
 
 @triton.jit
 def scale_places(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
-    """Places [R] of the scales, SIZE bytes each, of groups ``row``; how far after them the second are."""
+    """Places [R] of the scales, of SIZE bytes each, of groups ``row``; the distance to the second ones."""
     if C.ROW:
-        place, apart = across_chunks(first, 1, SIZE, C), C.ROW
+        place, distance = across_chunks(first, 1, SIZE, C), C.ROW
     else:
-        place, apart = row, groups
-    return place, apart
+        place, distance = row, groups
+    return place, distance
 
 
 @triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
     """fp32[R] steps of groups first..., 0 beyond the last."""
     row = first + tl.arange(0, C.R)
-    scales = behind(wire, C.PAYLOAD, groups, C)
+    scales = after_plane(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
-        place, apart = scale_places(row, first, groups, 4, C)
+        place, distance = scale_places(row, first, groups, 4, C)
         at = scales.to(tl.pointer_type(tl.float32)) + place
         step = tl.load(at, mask=row < groups, other=0.0)
         if not C.MERGED:
-            step = dual_step(step, tl.load(at + apart, mask=row < groups, other=1.0), C)
+            step = dual_step(step, tl.load(at + distance, mask=row < groups, other=1.0), C)
     else:
         place, _ = scale_places(row, first, groups, 2, C)
         s = scales.to(tl.pointer_type(tl.bfloat16))
@@ -232,7 +236,7 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
     qmax = tl.full([C.R], C.QMAX, tl.float32)
     row = first + tl.arange(0, C.R)
-    scales = behind(wire, C.PAYLOAD, groups, C)
+    scales = after_plane(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
         inverse = tl.div_rn(qmax, amax)
         mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
@@ -242,13 +246,13 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
         alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
         s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
         s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
-        place, apart = scale_places(row, first, groups, 4, C)
+        place, distance = scale_places(row, first, groups, 4, C)
         at = scales.to(tl.pointer_type(tl.float32)) + place
         if C.MERGED:
             tl.store(at, dual_step(s, alpha, C), mask=row < groups)
         else:
             tl.store(at, s, mask=row < groups)
-            tl.store(at + apart, alpha, mask=row < groups)
+            tl.store(at + distance, alpha, mask=row < groups)
     else:
         if C.BEND > 0:
             near = tl.where(bad, 0.0, tl.minimum(high, low))

@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common.codes import load_plane, pack, store_plane, unpack
+from taco_kernels.common import addressable, ceil_div, check_tensor
 from taco_kernels.common.device import Constants, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.hadamard import odd, sylvester, transform
-from taco_kernels.common.sizes import ALIGNMENT, ceil_div
+from taco_kernels.common.packing import load_plane, pack, store_plane, unpack
 from taco_kernels.tah_quant import reference
-from taco_kernels.tah_quant.layout import TahConfig, TahLayout, layout_of
+from taco_kernels.tah_quant.reference import TahConfig, TahLayout, layout_of
 
 HELD_BYTES = 8192
 """What a program holds of the tensor: in bf16 64 tiles of 64, as many rows as the tensor cores take."""
@@ -36,7 +36,7 @@ LARGEST_SUM = tl.constexpr(reference.LARGEST_SUM)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TahSpec(Constants):
-    """Constants of the kernels as one argument; hadamard.py and planes.py read some of them."""
+    """Constants of the kernels as one argument; common/hadamard.py and packing.py read some of them."""
 
     R: tl.constexpr
     """Tiles a program holds at a time."""
@@ -84,7 +84,7 @@ def tile_pointers(x, row, tiles, per_row, channels, C: tl.constexpr):
 
 
 @triton.jit
-def behind(plane, tiles, BITS: tl.constexpr, C: tl.constexpr):
+def after_plane(plane, tiles, BITS: tl.constexpr, C: tl.constexpr):
     """Where the section after a plane of BITS bits begins."""
     return plane + (tl.full((), C.G * BITS // 8, tl.int64) * tiles + 15) // 16 * 16
 
@@ -172,7 +172,7 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
         else:
             store_plane(base, pack(codes & 3, 2, C), first, tiles, C.G // 4, C)
         if C.LOW == 3:
-            store_plane(behind(base, tiles, 2, C), pack(codes >> 2, 1, C), first, tiles, C.G // 8, C)
+            store_plane(after_plane(base, tiles, 2, C), pack(codes >> 2, 1, C), first, tiles, C.G // 8, C)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def decode_kernel(
         else:
             codes = unpack(load_plane(base, first, tiles, C.G // 4, C), 2, C)
         if C.LOW == 3:
-            plane = load_plane(behind(base, tiles, 2, C), first, tiles, C.G // 8, C)
+            plane = load_plane(after_plane(base, tiles, 2, C), first, tiles, C.G // 8, C)
             codes = codes | (unpack(plane, 1, C) << 2)
         pair = tl.load(scales + row, mask=inside, other=0)
         step, zero = from_fp16(pair), from_fp16(pair >> 16)
@@ -252,12 +252,11 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See reference.decode."""
     layout = layout_of(config, tuple(shape))
-    reference.check_wire(wire, layout)
+    check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     x = torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     if not layout.numel:
         return x
-    if wire.data_ptr() % ALIGNMENT or not wire.is_contiguous():
-        wire = wire.clone(memory_format=torch.contiguous_format)
+    wire = addressable(wire)
     slots = reference.slots_on(wire, layout) if config.extra_bits else wire
     extra = reference.section(wire, "extra", layout)
     tensors = x, wire, extra, *_scales_and_pivots(wire, layout), slots

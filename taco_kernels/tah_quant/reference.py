@@ -20,21 +20,150 @@ values whose sum passes 2^100 has the step NaN and decodes to NaN. Elsewhere a m
 the end of fp16's range, makes the zero infinite, and max y - zero above 65504 (2^h - 1) the step; such a tile
 decodes to values that are not finite. Large values alone do not: the zero is at most 65504, and while the
 step fits, all of the above holds.
+
+A tensor [.., samples, channels] is tokens x samples rows of ``channels`` values; a row is split into tiles of
+``tile_size`` consecutive channels, the last one zero padded. The wire, whose size follows from the settings
+and the shape alone, is these sections, each padded to a multiple of 16 bytes::
+
+    base planes | extra plane | scales | pivots uint8 | widths
+
+Base planes hold ``low_bits`` of every code, the extra plane the other ``high_bits - low_bits`` of those of
+high tiles, in the order of their slots. A plane holds ``b`` bits of every code: 16 codes fill ``2b`` bytes,
+byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low bits. A tile's scales are its
+step and its zero point, fp16. Its byte of pivots is the element that became element 0, plus 128 if the tile
+was transformed. Widths are one bit a unit, set for high ones, 32-bit words a population.
+
+Widths are allocated to *units*, each inside a *population*: tokens inside a sample, or tiles inside a
+segment of SEGMENT consecutive ones. Of every population of N, exactly floor(ratio * N) units are high, so
+slots of a population start at a place that is known beforehand.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
+from taco_kernels.common import aligned, ceil_div, check_choice, check_tensor
 from taco_kernels.common.reference import hadamard, pack, unpack
-from taco_kernels.tah_quant.layout import TahConfig, TahLayout, layout_of
+
+ALLOCATIONS = ("token", "tile")
+SEGMENT = 256
+"""Tiles among which ``allocation='tile'`` chooses."""
+TILE_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class TahConfig:
+    """Everything that decides the bytes of an encoded tensor. Validated on construction (ValueError)."""
+
+    tile_size: int = 64
+    """Consecutive channels that share a scale and a zero point."""
+    high_bits: int = 4
+    """Bits of the codes of high units, 2 to 4."""
+    low_bits: int = 3
+    """Bits of the codes of the others, 2 to ``high_bits``."""
+    high_ratio: float = 0.8
+    """Share of units, those of the largest entropy, that get ``high_bits``."""
+    allocation: str = "token"
+    """Widths by token (the paper's first version) or by tile (its second)."""
+
+    def __post_init__(self) -> None:
+        check_choice("tile_size", self.tile_size, TILE_SIZES)
+        check_choice("allocation", self.allocation, ALLOCATIONS)
+        if not 2 <= self.low_bits <= self.high_bits <= 4:
+            raise ValueError(
+                f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 4, the low "
+                "ones not above the high ones"
+            )
+        if not 0 <= self.high_ratio <= 1:
+            raise ValueError(f"high_ratio={self.high_ratio} must lie between 0 and 1")
+
+    @property
+    def extra_bits(self) -> int:
+        """Bits that a high code has more than a low one."""
+        return self.high_bits - self.low_bits
+
+    @property
+    def levels(self) -> int:
+        """Largest code of a high tile."""
+        return 2**self.high_bits - 1
+
+    def high_of(self, units: int) -> int:
+        """High units among ``units``."""
+        return math.floor(self.high_ratio * units + 1e-9)
+
 
 LARGEST_SUM = 2.0**100
 """Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
 
 SMALLEST_SUM = 2.0**-100
 """Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
+
+
+@dataclass(frozen=True)
+class TahLayout:
+    """Counts and places for one shape, made by ``layout_of``; see the module's text."""
+
+    config: TahConfig
+    shape: tuple[int, ...]
+    channels: int
+    """Values of a row."""
+    numel: int
+    rows: int
+    """Tokens of all samples."""
+    tiles_per_row: int
+    tiles: int
+    by_token: bool
+    """Whether units are tokens."""
+    tiles_per_unit: int
+    units: int
+    population: int
+    """Units of a population: a sample's tokens, or a segment's tiles; the last segment may have fewer."""
+    populations: int
+    high_units: int
+    """High units of a whole population."""
+    last_high_units: int
+    """High units of the last population."""
+    high_tiles: int
+    """High tiles of the whole tensor."""
+    words: int
+    """32-bit words of a population's widths."""
+    base_planes: tuple[int, ...]
+    """Bits of each base plane, for the low bits of the code first: 3 -> (2, 1)."""
+    sections: dict[str, tuple[int, int]]
+    """First byte of each section in the order of the wire, and its bytes without padding."""
+    wire_bytes: int
+
+
+@lru_cache(maxsize=256)
+def layout_of(config: TahConfig, shape: tuple[int, ...]) -> TahLayout:
+    """The layout of a tensor of ``shape``, cached."""
+    size, by_token = config.tile_size, config.allocation == "token"
+    channels, numel = shape[-1] if shape else 1, math.prod(shape)
+    rows, per_row = numel // channels if numel else 0, ceil_div(channels, size)
+    tiles = rows * per_row
+    units, per_unit = (rows, per_row) if by_token else (tiles, 1)
+    samples = shape[-2] if len(shape) >= 3 else 1
+    population = rows // samples if by_token and rows else SEGMENT
+    populations = ceil_div(units, population)
+    whole = max(populations - 1, 0)
+    high, last_high = config.high_of(population), config.high_of(units - whole * population)
+    high_tiles = (whole * high + last_high) * per_unit
+    words = ceil_div(population, 32)
+    planes = tuple(width for width in (4, 2, 1) if config.low_bits & width)
+    sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(planes)}
+    sizes |= {"extra": high_tiles * size * config.extra_bits // 8, "scales": 4 * tiles, "pivots": tiles}
+    sizes["widths"] = 4 * words * populations if config.extra_bits else 0
+    sections, end = {}, 0
+    for name, bytes in sizes.items():
+        sections[name] = end, bytes
+        end += aligned(bytes)
+    return TahLayout(
+        config, tuple(shape), channels, numel, rows, per_row, tiles, by_token, per_unit, units, population,
+        populations, high, last_high, high_tiles, words, planes, sections, end,
+    )  # fmt: skip
 
 
 def to_tiles(x: torch.Tensor, layout: TahLayout) -> torch.Tensor:
@@ -145,7 +274,7 @@ def slots_on(wire: torch.Tensor, layout: TahLayout) -> torch.Tensor:
 
 def section(wire: torch.Tensor, name: str, layout: TahLayout) -> torch.Tensor:
     """View of a section of the wire, uint8."""
-    return wire.narrow(0, layout.offsets[name], layout.sizes[name])
+    return wire.narrow(0, *layout.sections[name])
 
 
 def scales_of(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +341,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
         ValueError: the wire is not of the size that the settings and the shape demand.
     """
     layout = layout_of(config, tuple(shape))
-    check_wire(wire, layout)
+    check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     size, (codes, low) = config.tile_size, code_values(wire, layout)
@@ -225,12 +354,3 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
-
-
-def check_wire(wire: torch.Tensor, layout: TahLayout) -> None:
-    """Raise ValueError unless ``wire`` is uint8[wire_bytes]."""
-    if wire.dtype != torch.uint8 or tuple(wire.shape) != (layout.wire_bytes,):
-        raise ValueError(
-            f"wire is {wire.dtype}{list(wire.shape)}; a tensor {list(layout.shape)} in this config needs "
-            f"torch.uint8[{layout.wire_bytes}]"
-        )

@@ -2,7 +2,7 @@
 
 import torch
 
-from taco_kernels.symmetric_memory.channel import Channel, channel_bytes, make_channel
+from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
 from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 
@@ -12,7 +12,7 @@ def simulated_channels(world_size: int, programs: int, timeout: float = 20.0) ->
     size = channel_bytes(world_size, programs)
     memory = torch.zeros(world_size, size, dtype=torch.uint8, device=device)
     addresses = [memory[rank].data_ptr() for rank in range(world_size)]
-    channels = [make_channel(addresses, rank, device, programs, timeout) for rank in range(world_size)]
+    channels = [Channel(addresses, rank, device, programs, timeout) for rank in range(world_size)]
     channels[0].__dict__["memory_owner"] = memory  # keep it alive
     torch.cuda.synchronize()
     return channels

@@ -19,6 +19,14 @@ CODES_APART = 1e-4  # share of codes that may differ, by one grid step
 SCALES_APART = 1e-6  # relative, of fp32 scales; a bf16 step may round up to the next bf16
 
 
+@pytest.fixture(autouse=True)
+def filled_outputs():
+    """New tensors begin as 255 or NaN: kernels must write all of them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def agree(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
     """Two wires are the same within the promise; small tensors may have one code apart."""
     apart = difference(a, b, config)
@@ -64,7 +72,7 @@ def check(
     """Operations on x; the kernels of each are compiled, which is what takes the time."""
     shape, numel = x.shape, x.numel()
     exact = reference.encode(x, config, chunks)
-    wires = tk.encode(x, config, chunks, out=poisoned(exact))
+    wires = tk.encode(x, config, chunks)
     agree(exact, wires, config)
     agree(reference.encode(x.cpu(), config, chunks), wires.cpu(), config)
 
@@ -88,7 +96,7 @@ def check(
         )
     if "decode_sum_encode" in operations:
         expected = reference.decode_sum_encode(stack, config, numel)
-        again = tk.decode_sum_encode(stack, config, numel, out=poisoned(expected))
+        again = tk.decode_sum_encode(stack, config, numel)
         agree(expected[None], again[None], config)
     if "decode_sum_encode to another format" in operations:
         other = replace(config, format="int6" if config.format == "int8" else "int8")
@@ -186,8 +194,7 @@ def test_unaligned_wires(format: str) -> None:
     wires = tk.encode(x, config, 3)
     storage = torch.full((3, wires.shape[1] + 7), 0xA5, dtype=torch.uint8, device="cuda")
     odd = storage[:, 3:-4]
-    assert tk.encode(x, config, 3, out=odd) is odd
-    assert torch.equal(odd, wires) and (storage[:, :3] == 0xA5).all() and (storage[:, -4:] == 0xA5).all()
+    odd.copy_(wires)
     for operation in (tk.decode, tk.decode_sum):
         shape = x.shape if operation is tk.decode else (config.chunk_numel(1000, 3),)
         assert torch.equal(operation(odd, config, shape, x.dtype), operation(wires, config, shape, x.dtype))

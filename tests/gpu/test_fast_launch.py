@@ -232,5 +232,5 @@ def test_wrong_device_is_an_error() -> None:
     for _ in range(3):
         wire = launch.encode(x, config)
     with pytest.raises(ValueError, match="cannot be accessed"):
-        launch.encode(x, config, out=wire.cpu())
+        launch.decode(wire, config, x.shape, x.dtype, x.cpu())
     assert torch.equal(launch.encode(x, config), wire)

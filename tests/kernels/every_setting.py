@@ -11,19 +11,18 @@ from taco_kernels.bitmap_sparse import BitmapLayout
 from taco_kernels.bitmap_sparse import launch as bitmap_sparse
 from taco_kernels.channel_norm import launch as channel_norm
 from taco_kernels.channel_norm.reference import ChannelNormLayout
+from taco_kernels.lossless import LosslessLayout
 from taco_kernels.lossless import launch as lossless
-from taco_kernels.lossless.layout import LosslessLayout
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit
 from taco_kernels.sdp4bit.reference import BITS
 from taco_kernels.sdp4bit.reference import GROUP_SIZES as SDP4BIT_GROUPS
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
+from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco import launch as taco
-from taco_kernels.tah_quant import TahConfig
+from taco_kernels.tah_quant import ALLOCATIONS, TILE_SIZES, TahConfig
 from taco_kernels.tah_quant import launch as tah_quant
-from taco_kernels.tah_quant.layout import ALLOCATIONS, TILE_SIZES
 
 LAUNCHERS = (
     *(taco, collectives, sdp4bit, tah_quant),
@@ -138,7 +137,7 @@ def of_symmetric_memory() -> Iterator[Setting]:
 
     def call(operation, config, dtype, shard=NUMEL // 4) -> None:
         memory = zeros(channel_bytes(4, 8))
-        channel = make_channel([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
+        channel = Channel([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
         if operation == "all_gather":
             wire = zeros(1, config.wire_bytes(shard))
             collectives.all_gather_encoded(channel, wire, (1, shard), dtype, config)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from taco_kernels.common.codes import nearest_fp8
 from taco_kernels.common.device import Device
+from taco_kernels.common.packing import nearest_fp8
 from taco_kernels.symmetric_memory.channel import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig, launch
 from taco_kernels.taco.spec import make_spec, tuning_for, tuning_in, tuning_of

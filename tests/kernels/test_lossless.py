@@ -78,5 +78,5 @@ def test_refusals() -> None:
     layout = layout_of(4096, torch.bfloat16, SHARE)
     with pytest.raises(ValueError, match=r"this layout needs torch\.bfloat16"):
         lossless.encode(torch.zeros(1, 4096), layout)
-    with pytest.raises(ValueError, match=r"this layout needs uint8"):
+    with pytest.raises(ValueError, match=r"this layout needs torch.uint8"):
         lossless.decode(torch.zeros(1, 100, dtype=torch.uint8), layout)

@@ -25,6 +25,7 @@ def main() -> None:
     from tests.kernels.wires.sdp4bit import apart
 
     speed_up()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # outputs begin as 255: padding must be written
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
     cases = 0
@@ -45,7 +46,7 @@ def main() -> None:
                 wide[0, 1, 16] = float("inf")
             x = wide.to(dtype)[:, :, 16 : 16 + numel].transpose(0, 1)  # strided in both upper dimensions
             exact = reference.quantize(x, format)
-            wires = launch.quantize(x, format, out=torch.full_like(exact, 99))
+            wires = launch.quantize(x, format)
             difference = apart(exact, wires, format, numel)
             # a rotation sums in another order: a value near the middle of two codes may move
             assert difference.codes < 0.004 and difference.grid_steps <= 1, difference
@@ -63,7 +64,7 @@ def main() -> None:
                 assert torch.equal(out.nan_to_num(), expected.nan_to_num()), "rounded once, after the scale"
 
             expected = reference.sum_requantize(senders, format, numel, target)
-            again = launch.sum_requantize(senders, format, numel, target, torch.full_like(expected, 99))
+            again = launch.sum_requantize(senders, format, numel, target)
             difference = apart(expected, again, target, numel)
             assert same_but_for_ties(difference), difference
 
@@ -71,7 +72,7 @@ def main() -> None:
             old = torch.randn(numel, generator=g).to(dtype)
             new = (old.float() + x[0, 1].float() * 1e-3).to(dtype)
             expected = reference.quantize_difference(new, old, plain)
-            wire = launch.quantize_difference(new, old, plain, torch.full_like(expected, 99))
+            wire = launch.quantize_difference(new, old, plain)
             difference = apart(expected, wire, plain, numel)
             assert same_but_for_ties(difference), difference
             weights = torch.stack([old, new])

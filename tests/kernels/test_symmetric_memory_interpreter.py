@@ -88,14 +88,14 @@ def run(rank: int, world_size: int, directory: str, made: list[tuple]) -> None:
     import torch
 
     from taco_kernels.symmetric_memory import collectives
-    from taco_kernels.symmetric_memory.channel import channel_bytes, make_channel
+    from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
 
     memories = []
     for peer in range(world_size):
         with open(Path(directory) / str(peer), "r+b") as file:
             memories.append(mmap.mmap(file.fileno(), channel_bytes(world_size, 2)))
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-    channel = make_channel(addresses, rank, torch.device("cpu"), 2, timeout=200.0)
+    channel = Channel(addresses, rank, torch.device("cpu"), 2, timeout=200.0)
     for config, other, xs, sums, gathered, scattered, wires in made:
         x = xs[rank]
         results = [

@@ -58,6 +58,7 @@ def check_format(format: str) -> None:
 
     for name, usual in spec.TUNING.items():
         spec.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
+    torch.use_deterministic_algorithms(True, warn_only=True)  # outputs begin as 255: padding must be written
     spec.LEAST_TILE, spec.MOST_RANKS = 256, 1  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
@@ -86,7 +87,7 @@ def check_format(format: str) -> None:
             x = (base[:, :, 16 : 16 + group_size] if strided else base[:, :, 1:]).to(dtype)
             numel, shape = x.numel(), x.shape
             exact = reference.encode(x, config, 2)
-            wires = launch.encode(x, config, 2, out=torch.full_like(exact, 99))
+            wires = launch.encode(x, config, 2)
             apart = difference(exact, wires, config)
             # a sum in another order moves a value that lies within 1e-6 of the middle between two codes
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
@@ -98,7 +99,7 @@ def check_format(format: str) -> None:
             rows, groups = reference.encode(short, config, 9), width // group_size
             like = config, launch.device_number(-1), groups, 9, short.numel(), rows.shape[1]
             together += launch._in_one_tile("encode", *like) and launch._in_one_tile("decode", *like)
-            apart = difference(rows, launch.encode(short, config, 9, out=torch.full_like(rows, 99)), config)
+            apart = difference(rows, launch.encode(short, config, 9), config)
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             again = launch.decode(rows, config, short.shape, dtype)
             expected = reference.decode(rows, config, short.shape, dtype)
@@ -122,7 +123,7 @@ def check_format(format: str) -> None:
             torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
             expected = reference.decode_sum_encode(stack, config, numel)
-            again = launch.decode_sum_encode(stack, config, numel, out=torch.full_like(expected, 99))
+            again = launch.decode_sum_encode(stack, config, numel)
             apart = difference(expected[None], again[None], config)
             # sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter,
             # without a fused multiply-add, rounds twice

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.compression.codecs import Codec
-from taco_kernels.taco.outliers import massive
+from taco_kernels.taco.outliers import is_outlier
 
 GROUP = 128
 SAMPLE_VALUES = 2**18
@@ -172,7 +172,7 @@ def squares(exact: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
     Args:
         exact, difference: ``[n, GROUP]``, groups in rows.
     """
-    outliers = massive(exact)
+    outliers = is_outlier(exact)
     outliers &= (exact.masked_fill(outliers, 0.0) != 0).any(-1, keepdim=True)
     both = torch.stack([difference, exact]).square()
     return torch.stack([both, both.masked_fill(outliers, 0.0)]).sum((2, 3), dtype=torch.float64)

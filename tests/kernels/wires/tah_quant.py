@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from taco_kernels.tah_quant import reference
-from taco_kernels.tah_quant.layout import TahConfig, layout_of
+from taco_kernels.tah_quant.reference import TahConfig, layout_of
 
 
 class Difference(NamedTuple):
@@ -57,6 +57,6 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
 
 def _gaps(layout) -> list[tuple[int, int]]:
     """First and last byte of the zeros behind each section."""
-    starts = [*layout.offsets.values(), layout.wire_bytes]
-    ends = [layout.offsets[name] + size for name, size in layout.sizes.items()]
+    starts = [*(begin for begin, _ in layout.sections.values()), layout.wire_bytes]
+    ends = [begin + size for begin, size in layout.sections.values()]
     return list(zip(ends, starts[1:], strict=True))
