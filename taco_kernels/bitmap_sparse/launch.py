@@ -97,35 +97,25 @@ def ones(word):
 
 
 @triton.jit
-def sent_values(values, words, starts, exponents, row, BITS: tl.constexpr):
-    """fp32[32, 32]: what one sender has sent of a row."""
-    bit, first = tl.arange(0, 32), row // TILE_ROWS * TILE_ROWS
-    bitmap = tl.load(words + row * 32 + bit)
-    present = (bitmap[:, None] >> bit[None, :]) & 1
-    index = tl.arange(0, TILE_ROWS * 32)
-    earlier = tl.load(words + first * 32 + index, mask=index < (row - first) * 32, other=0)
-    start = tl.load(starts + row // TILE_ROWS) + tl.sum(ones(earlier), axis=0)
-    exponent = tl.load(exponents + row).to(tl.int32)
-    code = tl.load(values + start + places(present), mask=present != 0, other=0).to(tl.float32)
-    return code * tl.where(
-        exponent == 255, float("nan"), step_of(exponent, BITS)
-    )  # exact, as if added in one
-
-
-@triton.jit
 def decode_sum_kernel(
     values, words, starts, exponents, total,
     numel, rows, senders, values_stride, words_stride, exponents_stride, BITS: tl.constexpr,
 ):  # fmt: skip
     """Add the senders' values of a row in fp32, one sender after the other."""
     row = tl.program_id(0).to(tl.int64)
+    bit, first = tl.arange(0, 32), row // TILE_ROWS * TILE_ROWS
+    index = tl.arange(0, TILE_ROWS * 32)
     result = tl.zeros([32, 32], tl.float32)
     for sender in range(senders):
         at = tl.full((), 0, tl.int64) + sender
-        result += sent_values(
-            values + at * values_stride, words + at * words_stride, starts + at * words_stride,
-            exponents + at * exponents_stride, row, BITS,
-        )  # fmt: skip
+        own = words + at * words_stride
+        present = (tl.load(own + row * 32 + bit)[:, None] >> bit[None, :]) & 1
+        earlier = tl.load(own + first * 32 + index, mask=index < (row - first) * 32, other=0)
+        start = tl.load(starts + at * words_stride + row // TILE_ROWS) + tl.sum(ones(earlier), axis=0)
+        exponent = tl.load(exponents + at * exponents_stride + row).to(tl.int32)
+        code = tl.load(values + at * values_stride + start + places(present), mask=present != 0, other=0)
+        step = tl.where(exponent == 255, float("nan"), step_of(exponent, BITS))
+        result += code.to(tl.float32) * step  # the product is exact
     tl.store(total + row * WIDTH + offsets(), result, mask=offsets() < numel - row * WIDTH)
 
 

@@ -40,10 +40,10 @@ TUNING = {"encode": Tuning(4096, 4, 1, 40, registers=80), "decode": Tuning(2048,
 def partial_kernel(
     x, partials, tokens, channels, T: tl.constexpr, B: tl.constexpr, ROBUST: tl.constexpr
 ):  # fmt: skip
-    """Of T tokens and B channels: the means, and sums of the squares about them. x is contiguous.
+    """Of T tokens and B channels, without outliers if ROBUST: means, sums of the squares about them, numbers
+    of tokens; then the outliers' sum of squares. x is contiguous.
 
-    About means of their own, so that nothing cancels, wherever the values lie. ROBUST: without outliers,
-    then how many the other tokens are, and the outliers' sum of squares.
+    About means of their own, so that nothing cancels, wherever the values lie.
     """
     row = tl.program_id(0) * T + tl.arange(0, T)
     column = tl.program_id(1) * B + tl.arange(0, B)
@@ -53,6 +53,7 @@ def partial_kernel(
     count = tl.minimum(tokens - tl.program_id(0) * T, T).to(tl.float32)
     mean = tl.sum(value, axis=0) / count
     every = inside
+    counts = tl.sum(inside.to(tl.float32), axis=0)
     if ROBUST:
         distance = tl.where(inside, tl.abs(value - mean[None, :]), 0.0)
         limit = tl.sum(distance, axis=0) / count * THRESHOLD
@@ -60,35 +61,27 @@ def partial_kernel(
         counts = tl.sum(inside.to(tl.float32), axis=0)
         mean = tl.sum(tl.where(inside, value, 0.0), axis=0) / counts
     squares = (value - mean[None, :]) * (value - mean[None, :])
-    at = partials + tl.program_id(0).to(tl.int64) * (4 if ROBUST else 2) * channels + column
+    outside = tl.sum(tl.where(every & (inside == 0), squares, 0.0), axis=0)
+    at = partials + tl.program_id(0).to(tl.int64) * 4 * channels + column
     tl.store(at, mean, mask=column < channels)
     tl.store(at + channels, tl.sum(tl.where(inside, squares, 0.0), axis=0), mask=column < channels)
-    if ROBUST:
-        outside = tl.sum(tl.where(every & (inside == 0), squares, 0.0), axis=0)
-        tl.store(at + 2 * channels, counts, mask=column < channels)
-        tl.store(at + 3 * channels, outside, mask=column < channels)
+    tl.store(at + 2 * channels, counts, mask=column < channels)
+    tl.store(at + 3 * channels, outside, mask=column < channels)
 
 
 @triton.jit
-def part_counts(
-    partials, at, tokens, tiles, channels, column, T: tl.constexpr, K: tl.constexpr, ROBUST: tl.constexpr
-):  # fmt: skip
+def partials_of(partials, at, tiles, channels, column, K: tl.constexpr):
     """Pointers to the means of K tiles from ``at`` on, which are there, and their tokens that count, fp32."""
     tile = at + tl.arange(0, K)
-    if not ROBUST:
-        count = tl.where(tile < tiles, tl.minimum(tokens - tile * T, T), 0).to(tl.float32)[:, None]
-    place = partials + tile.to(tl.int64)[:, None] * (4 if ROBUST else 2) * channels + column[None, :]
+    place = partials + tile.to(tl.int64)[:, None] * 4 * channels + column[None, :]
     mask = (tile < tiles)[:, None] & (column < channels)[None, :]
-    if ROBUST:
-        count = tl.load(place + 2 * channels, mask=mask, other=0.0)
-    return place, mask, count
+    return place, mask, tl.load(place + 2 * channels, mask=mask, other=0.0)
 
 
 @triton.jit
 def statistics_kernel(
-    partials, statistics, inverses, tokens, tiles, channels, T: tl.constexpr, K: tl.constexpr,
-    B: tl.constexpr, ROBUST: tl.constexpr,
-):  # fmt: skip
+    partials, statistics, inverses, tokens, tiles, channels, K: tl.constexpr, B: tl.constexpr
+):
     """B channels' statistics, bf16, and fp32 inverses of the second, from the tiles' partial ones."""
     column = tl.program_id(0) * B + tl.arange(0, B)
     inside = column < channels
@@ -96,32 +89,27 @@ def statistics_kernel(
     every = tl.zeros([B], tl.float32)
     at = 0
     while at < tiles:
-        place, mask, count = part_counts(partials, at, tokens, tiles, channels, column, T, K, ROBUST)
+        place, mask, count = partials_of(partials, at, tiles, channels, column, K)
         total += tl.sum(tl.load(place, mask=mask, other=0.0) * count, axis=0)
-        if ROBUST:
-            every += tl.sum(count, axis=0)
+        every += tl.sum(count, axis=0)
         at += K
-    if not ROBUST:
-        every = tl.full((), 1.0, tl.float32) * tokens
     centre = (total / every).to(tl.bfloat16)
     tl.store(statistics + column, centre, mask=inside)
     squares = tl.zeros([B], tl.float32)
     outside = tl.zeros([B], tl.float32)
     at = 0
     while at < tiles:
-        place, mask, count = part_counts(partials, at, tokens, tiles, channels, column, T, K, ROBUST)
+        place, mask, count = partials_of(partials, at, tiles, channels, column, K)
         offset = tl.load(place, mask=mask, other=0.0) - centre.to(tl.float32)[None, :]
         offset = tl.where(mask, offset, 0.0)
         own = tl.load(place + channels, mask=mask, other=0.0)
         squares += tl.sum(own + offset * offset * count, axis=0)
-        if ROBUST:
-            outside += tl.sum(tl.load(place + 3 * channels, mask=mask, other=0.0), axis=0)
+        outside += tl.sum(tl.load(place + 3 * channels, mask=mask, other=0.0), axis=0)
         at += K
     rms = tl.sqrt_rn(squares / every).to(tl.bfloat16)
-    if ROBUST:  # tiles of equal values have the mean that is sent, so the outliers' squares are about it
-        whole = tl.sqrt_rn((squares + outside) / (tl.full((), 1.0, tl.float32) * tokens)).to(tl.bfloat16)
-        equal = rms.to(tl.float32) <= EQUAL * tl.abs(centre.to(tl.float32))
-        rms = tl.where(equal, whole, rms)
+    # tiles of equal values have the mean that is sent, so the outliers' squares are about it
+    whole = tl.sqrt_rn((squares + outside) / (tl.full((), 1.0, tl.float32) * tokens)).to(tl.bfloat16)
+    rms = tl.where(rms.to(tl.float32) <= EQUAL * tl.abs(centre.to(tl.float32)), whole, rms)
     tl.store(statistics + channels + column, rms, mask=inside)
     rms = rms.to(tl.float32)
     one = tl.full([B], 1.0, tl.float32)
@@ -175,7 +163,7 @@ def _statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Ten
     """Fill ``found``, bf16 [rows * channels], from a contiguous x; fp32 [channels]: 1 / rms."""
     tokens, channels = x.shape
     tiles = ceil_div(tokens, TILE_TOKENS)
-    partials = torch.empty((tiles, 4 if robust else 2, channels), dtype=torch.float32, device=x.device)
+    partials = torch.empty((tiles, 4, channels), dtype=torch.float32, device=x.device)
     inverses = torch.empty(channels, dtype=torch.float32, device=x.device)
     start(
         partial_kernel,
@@ -192,10 +180,8 @@ def _statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Ten
         (ceil_div(channels, JOINED_CHANNELS),),
         (partials, found, inverses),
         (tokens, tiles, channels),
-        T=TILE_TOKENS,
         K=TILES,
         B=JOINED_CHANNELS,
-        ROBUST=robust,
         num_warps=4,
     )
     return inverses

@@ -234,15 +234,21 @@ def alike(kind, number):
 
 
 @triton.constexpr_function
-def outputs_of(bits):
+def words_of(bits):
     """Registers that hold the planes of 16 codes."""
-    return 2 if bits == 4 else 3
+    return {8: 4, 4: 2}.get(bits, 3)
+
+
+@triton.constexpr_function
+def constraints(outputs, results, inputs):
+    """Of inline assembly: ``results`` registers of a kind (``=r``, ``=h``) from ``inputs`` registers."""
+    return ",".join([outputs] * results + ["r"] * inputs)
 
 
 @triton.constexpr_function
 def packing_assembly(bits):
     """PTX from 16 numbers, whose lowest byte is the code, to the bytes of all planes of 4, 5 or 6 bits."""
-    outputs = outputs_of(bits)
+    outputs = words_of(bits)
     lines = ["{", ".reg .b32 t, u, c0, c1, c2, c3;"]
     for number in range(4):  # of the quarter
         n0, n1, n2, n3 = (f"${outputs + 4 * number + k}" for k in range(4))
@@ -265,12 +271,6 @@ def packing_assembly(bits):
     if bits == 5:  # element 4 w + k is bit 2 w + k / 2 of byte k % 2 of two
         lines += [f"and.b32 t, $2, {0x55555555};", "shr.u32 u, t, 15;", "or.b32 $2, t, u;"]
     return "\n".join([*lines, "}"])
-
-
-@triton.constexpr_function
-def packing_constraints(bits):
-    """The registers that ``packing_assembly`` writes and reads."""
-    return ",".join(["=r"] * outputs_of(bits) + ["r"] * 16)
 
 
 @triton.jit
@@ -335,8 +335,8 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
         store_codes(codes, wire, first, groups, C)
     else:
         text: tl.constexpr = packing_assembly(C.BITS)
-        registers: tl.constexpr = packing_constraints(C.BITS)
-        kinds: tl.constexpr = alike(tl.int32, outputs_of(C.BITS))
+        registers: tl.constexpr = constraints("=r", words_of(C.BITS), 16)
+        kinds: tl.constexpr = alike(tl.int32, words_of(C.BITS))
         inputs = sixteen_of(codes, C)
         result = tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)
@@ -348,12 +348,6 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
 
 
 MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
-
-
-@triton.constexpr_function
-def inputs_of(bits):
-    """Registers that hold the planes of 16 codes."""
-    return {8: 4, 4: 2}.get(bits, 3)
 
 
 @triton.constexpr_function
@@ -398,12 +392,6 @@ def unpacking_assembly(bits, bend=0):
 
 
 @triton.constexpr_function
-def unpacking_constraints(bits):
-    """The registers that ``unpacking_assembly`` writes and reads."""
-    return ",".join(["=h"] * 16 + ["r"] * inputs_of(bits))
-
-
-@triton.constexpr_function
 def offset(bits, bend=0):
     """What load_halves gives more than the code's value."""
     return 0 if bend else 1024 + 2 ** (bits - 1)
@@ -427,7 +415,7 @@ def load_halves(wire, first, groups, C: tl.constexpr):
     zero but in its first element. Not interpretable.
     """
     text: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
-    registers: tl.constexpr = unpacking_constraints(C.BITS)
+    registers: tl.constexpr = constraints("=h", 16, words_of(C.BITS))
     kinds: tl.constexpr = alike(tl.float16, 16)
     if C.BITS == 8:
         codes = load_words(wire, first, groups, C.G, tl.int32, C)

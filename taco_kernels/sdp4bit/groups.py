@@ -10,7 +10,7 @@ shared memory twice.
 import triton
 import triton.language as tl
 
-from taco_kernels.common.hadamard import odd, shuffled, transform, unshuffle
+from taco_kernels.common.hadamard import odd, shuffled
 from taco_kernels.common.packing import add_products, four_joined, load_code_words, magic_bits, store_groups
 
 
@@ -24,12 +24,6 @@ def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
     column = shuffled(column)
     value = tl.where(odd(row & column & (H.BLOCK - 1)) == 1, -VALUE, VALUE)
     return tl.where((row // H.BLOCK) == (column // H.BLOCK), value, 0.0).to(dtype)
-
-
-@triton.jit
-def rotated(x, matrix, H: tl.constexpr):
-    """fp32[RH, POINT] = x[RH, POINT] (bf16, fp16 or fp32) times rotation_matrix."""
-    return unshuffle(transform(x, matrix, H), H)
 
 
 @triton.jit
@@ -78,18 +72,13 @@ def write_groups(h, wire, first, groups, C: tl.constexpr):
 
 
 @triton.jit
-def load_steps(wire, first, groups, C: tl.constexpr):
-    """fp32[R] steps of groups first..., 0 beyond the last."""
-    row = first + tl.arange(0, C.R)
-    steps = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
-    return tl.load(steps + row, mask=row < groups, other=0.0)
-
-
-@triton.jit
 def decoded_groups(wire, first, groups, C: tl.constexpr):
     """fp32[R, G]: q * step of groups first... of the row at wire."""
     zero = tl.zeros([C.R, C.G // 4], tl.float32)
-    words, step = load_code_words(wire, first, groups, C), load_steps(wire, first, groups, C)
+    row = first + tl.arange(0, C.R)
+    steps = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
+    step = tl.load(steps + row, mask=row < groups, other=0.0)
+    words = load_code_words(wire, first, groups, C)
     t0, t1, t2, t3 = add_products(zero, zero, zero, zero, words, step, magic_bits(groups), C)
     return tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
 

@@ -15,11 +15,11 @@ import triton.language as tl
 from taco_kernels.common import addressable, ceil_div, check_tensor
 from taco_kernels.common.device import Constants, Device, Tuning, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
+from taco_kernels.common.hadamard import transform, unshuffle
 from taco_kernels.sdp4bit import reference
 from taco_kernels.sdp4bit.groups import (
     BLOCK,
     decoded_groups,
-    rotated,
     rotated_blocks,
     rotation_matrix,
     sum_blocks,
@@ -34,7 +34,7 @@ for 16 consecutive values in a thread."""
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tile(Constants):
-    """One argument for all constants; what common/codes.py and packing.py read has their names."""
+    """One argument for all constants; what common/packing.py reads has its names."""
 
     R: tl.constexpr
     """Groups a tile, if these are whole."""
@@ -131,8 +131,8 @@ def quantize_kernel(
         start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
         if C.HADAMARD:
             mask = inside(first, numel, H.R, H.POINT, TAIL, C)
-            h = rotated(tl.load(at(x, start, first, H.R, H.POINT, C), mask=mask, other=0.0), matrix, H)
-            h = tl.reshape(h, [C.R, C.G])
+            value = tl.load(at(x, start, first, H.R, H.POINT, C), mask=mask, other=0.0)
+            h = tl.reshape(unshuffle(transform(value, matrix, H), H), [C.R, C.G])
         else:
             mask = inside(first, numel, C.R, C.G, TAIL, C)
             h = tl.load(at(x, start, first, C.R, C.G, C), mask=mask, other=0.0).to(tl.float32)

@@ -8,7 +8,7 @@ import torch
 from taco_kernels.common import addressable, ceil_div, check_tensor, fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
-from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_bytes, tile_of
+from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_of
 from taco_kernels.symmetric_memory.kernels import (
     all_gather_kernel,
     all_reduce_kernel,
@@ -116,13 +116,6 @@ def _plan_shards(channel, kernel, config, shard, dtype, layout) -> launch.Plan:
     tiles = ceil_div(groups * config.group_size, tile_of(config, _own(channel.table.device)))
     message = (channel.world_size * shard, shard, shard, groups)
     return _prepare(kernel, channel, tiles, message, rows, tail, dtype, config)
-
-
-@lru_cache(maxsize=1024)
-def stored_bytes(numel: int, config: CodecConfig, device: torch.device) -> int:
-    """Bytes of the whole tiles that ``numel`` values travel in."""
-    tile = tile_of(config, _own(device))
-    return ceil_div(numel, tile) * tile_bytes(config, tile)
 
 
 def _output(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype=None) -> torch.Tensor:

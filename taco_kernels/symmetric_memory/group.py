@@ -13,10 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from taco_kernels.common import AMD
+from taco_kernels.common import AMD, ceil_div
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.symmetric_memory import collectives
-from taco_kernels.symmetric_memory.channel import Channel, SymmetricMemoryError, channel_bytes
+from taco_kernels.symmetric_memory.channel import (
+    Channel,
+    SymmetricMemoryError,
+    channel_bytes,
+    tile_bytes,
+    tile_of,
+)
 from taco_kernels.taco.layout import CodecConfig
 
 _last_stream: dict[int, torch.cuda.Stream] = {}
@@ -205,4 +211,5 @@ class SymmetricGroup:
         return {"all_gather": self._stored(torch.Size(shape).numel(), config)}
 
     def _stored(self, numel: int, config: CodecConfig) -> int:
-        return (self.world_size - 1) * collectives.stored_bytes(numel, config, self.device)
+        tile = tile_of(config, device_number(self.device.index))
+        return (self.world_size - 1) * ceil_div(numel, tile) * tile_bytes(config, tile)

@@ -64,27 +64,6 @@ def encoded_tile(x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C:
 
 
 @triton.jit
-def store_to_all(h, row, full, table, offset, rank, W: tl.constexpr, C: tl.constexpr):
-    """Store h as groups ``row``... of the wire of ``full`` groups at ``offset`` of every rank, own last."""
-    for k in tl.static_range(1, W + 1):  # the compiler keeps one copy of the arithmetic, and W of the stores
-        encode_groups(h, peer_slot(table, (rank + k) % W, offset), row, full, C)
-
-
-@triton.jit
-def summed_tile(slots, E: tl.constexpr, C: tl.constexpr):
-    """Sum of the E.W slots from ``slots`` on, fp32[R, G].
-
-    One sender after the other saves registers where the result goes through a transform.
-    """
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
-    total = tl.zeros([C.R, C.G], tl.float32)
-    for w in range(E.W):
-        sender = tl.full((), 0, tl.int64) + w
-        total = add_sender(total, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, C)
-    return total
-
-
-@triton.jit
 def decoded_slot(slot, matrix, C: tl.constexpr):
     """fp32[R, G] of the wire in a slot."""
     return decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), matrix, C)
@@ -170,7 +149,8 @@ def all_reduce_kernel(
             for half in range(2):  # a whole tile of sums does not fit in the registers
                 row = half * HALF.R
                 h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, E.W, HALF)
-                store_to_all(h, row, full, table, slot, rank, E.W, DHALF)
+                for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic, W of the stores
+                    encode_groups(h, peer_slot(table, (rank + k) % E.W, slot), row, full, DHALF)
         if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
             publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
@@ -218,7 +198,10 @@ def reduce_scatter_kernel(
             first = (program + (i - 1) * programs) * C.R
             wait(data, done + i, error, timeout, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
-            h = summed_tile(slots, E, C)
+            h = tl.zeros([C.R, C.G], tl.float32)
+            for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
+                sender = tl.full((), 0, tl.int64) + w
+                h = add_sender(h, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, C)
             if C.HADAMARD:
                 h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
             write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)

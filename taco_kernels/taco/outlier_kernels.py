@@ -88,8 +88,8 @@ def largest_of_eight(x, C: tl.constexpr):
 
 
 @triton.jit
-def limits_and_largest(x, C: tl.constexpr):
-    """What outliers of x[R, G] exceed, fp32[R]; the largest magnitudes of groups' parts, fp32[R, n]."""
+def find_outliers(x, left, C: tl.constexpr):
+    """Whether the first ``left`` groups of x[R, G] have outliers, and what those exceed, fp32[R]."""
     if C.INTERPRET or x.dtype == tl.float32:
         magnitude = tl.abs(x.to(tl.float32))
         total = tl.sum(magnitude, axis=1)
@@ -103,13 +103,7 @@ def limits_and_largest(x, C: tl.constexpr):
         total = tl.sum(tl.reshape(sums, [C.R, C.BLOCKS * 16]), axis=1)
         x = x if C.MAGNITUDE_MAX else magnitude
         largest = tl.max(tl.abs(largest_of_eight(x, C).to(tl.float32)), axis=2)
-    return total * (THRESHOLD / C.G), largest
-
-
-@triton.jit
-def find_outliers(x, left, C: tl.constexpr):
-    """Whether the first ``left`` groups of x[R, G] have outliers, and what those exceed, fp32[R]."""
-    limit, largest = limits_and_largest(x, C)
+    limit = total * (THRESHOLD / C.G)
     found = (largest > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
     return tl.max(found.to(tl.int32)) > 0, limit
 

@@ -191,11 +191,6 @@ def to_groups(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor
     return flat.view(chunks, chunk // config.group_size, config.group_size)
 
 
-def to_domain(groups: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    """h fp32[groups, G] of a chunk's values: prescaled, transformed."""
-    return hadamard(groups / config.group_size) if config.hadamard else groups
-
-
 def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:
     """int32[blocks, outliers.SLOTS] of one chunk's wire."""
     lists = wire[config.lists_at(groups * config.group_size) :]
@@ -214,7 +209,9 @@ def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tenso
     for c in range(chunks if config.outliers else 0):  # blocks of lists begin anew with each chunk
         words, groups[c] = outliers.split(groups[c])
         lists.append(words.view(torch.uint8).view(-1))
-    wires = encode_groups(to_domain(groups.flatten(0, 1), config), config, chunks)
+    h = groups.flatten(0, 1)
+    h = hadamard(h / config.group_size) if config.hadamard else h  # of the mean
+    wires = encode_groups(h, config, chunks)
     return torch.cat([wires, torch.stack(lists)], dim=1) if lists else wires
 
 

@@ -214,21 +214,16 @@ def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) 
     return tuning
 
 
-def tuning_for_rows(tuning: Tuning, config: CodecConfig, groups: int, chunks: int) -> Tuning:
-    """Of many chunks that are shorter than a tile, which is to hold one alone: a tile of theirs.
-
-    What of a tile lies after its chunk is computed for nothing. Not timed. The chunks of a collective keep
-    the tile that its fused kernels have: on smaller ones products may sum in another order.
-    """
-    chunk = groups * config.group_size
-    tile = max(LEAST_TILE, triton.next_power_of_2(chunk))
-    if chunks <= MOST_RANKS or tile >= tuning.tile:
-        return tuning
-    programs = min(4, tuning.programs * tuning.tile // tile)
-    return tuning._replace(tile=tile, programs=programs, registers=None)
-
-
 def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
-    """How an operation on ``chunks`` chunks of ``groups`` groups each is run."""
-    tuning = tuning_for_rows(tuning_for(operation, config, device), config, groups, chunks)
+    """How an operation on ``chunks`` chunks of ``groups`` groups each is run.
+
+    Many chunks that are shorter than a tile, which is to hold one alone, have one of their size (not timed).
+    The chunks of a collective keep the tile that its fused kernels have: on smaller ones products may sum in
+    another order.
+    """
+    tuning = tuning_for(operation, config, device)
+    tile = max(LEAST_TILE, triton.next_power_of_2(groups * config.group_size))
+    if chunks > MOST_RANKS and tile < tuning.tile:
+        programs = min(4, tuning.programs * tuning.tile // tile)
+        tuning = tuning._replace(tile=tile, programs=programs, registers=None)
     return _compiled_on_blackwell(tuning, operation, config) if device.capability[0] == 10 else tuning

@@ -164,18 +164,6 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
 
 
 @triton.jit
-def load_values(wire, first, groups, C: tl.constexpr):
-    """Values fp32[R, G] of codes, and step fp32[R]: groups first... at wire."""
-    if C.INTEGER:
-        values = load_singles(wire, first, groups, C)
-        if C.BEND > 0:
-            values = quadratic_value_of(values, 1.0, C)
-    else:
-        values = code_values(load_codes(wire, first, groups, C), tl.float32, C)
-    return values, load_step(wire, first, groups, C)
-
-
-@triton.jit
 def sum_of_squares(h, C: tl.constexpr):
     """fp32[R] over the columns of h[R, G]."""
     if C.G < 64:
@@ -282,41 +270,46 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
 @triton.jit
 def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr):
     """total + q * step of one sender, one rounding; fp32[R, G]."""
-    q, step = load_values(wires + sender * wire_stride, first, groups, C)
+    wire = wires + sender * wire_stride
+    if C.INTEGER:
+        q = load_singles(wire, first, groups, C)
+        if C.BEND > 0:
+            q = quadratic_value_of(q, 1.0, C)
+    else:
+        q = code_values(load_codes(wire, first, groups, C), tl.float32, C)
+    step = load_step(wire, first, groups, C)
     return tl.fma(q, tl.broadcast_to(step[:, None], [C.R, C.G]), total)
 
 
 @triton.jit
-def add_sender_words(t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C: tl.constexpr):
-    """add_sender in an integer format, for the sums of every fourth element: fp32[R, G / 4] each."""
+def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.constexpr):
+    """add_sender in an integer format, for t, the sums of every fourth element: four fp32[R, G / 4]."""
+    t0, t1, t2, t3 = t
     wire = wires + sender * wire_stride
     words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
     if C.BEND > 0:
-        totals = add_quadratic_products(t0, t1, t2, t3, words, step, magic, C)
+        t = add_quadratic_products(t0, t1, t2, t3, words, step, magic, C)
     else:
-        totals = add_products(t0, t1, t2, t3, words, step, magic, C)
-    return totals
+        t = add_products(t0, t1, t2, t3, words, step, magic, C)
+    return t
 
 
 @triton.jit
 def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """fp32[R, G], summed in the order of the senders."""
     if C.INTEGER:
-        t0 = tl.zeros([C.R, C.G // 4], tl.float32)
-        t1, t2, t3 = t0, t0, t0
+        zero = tl.zeros([C.R, C.G // 4], tl.float32)
+        t = (zero, zero, zero, zero)
         magic = magic_bits(groups)
         if W <= C.UNROLLED:  # unrolled, so that the senders' loads are in flight together
             for w in tl.static_range(0, W):
                 sender = tl.full((), w, tl.int64)
-                t0, t1, t2, t3 = add_sender_words(
-                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
-                )
+                t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)
         else:
             for w in range(0, W):
                 sender = tl.full((), 0, tl.int64) + w
-                t0, t1, t2, t3 = add_sender_words(
-                    t0, t1, t2, t3, wires, sender, wire_stride, first, groups, magic, C
-                )
+                t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)
+        t0, t1, t2, t3 = t
         total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
     else:
         total = tl.zeros([C.R, C.G], tl.float32)

@@ -92,12 +92,12 @@ def test_words_are_exact_in_bf16_and_fp16() -> None:
 
 
 def test_more_outliers_than_slots() -> None:
-    """The largest go apart, the others stay in their groups; nor do senders' lists that overflow lose any."""
+    """The largest are stored separately, the others stay in their groups; nor do senders' lists that overflow lose any."""
     config = CodecConfig("int8", 128, "signed", outliers=True)
     x = values(outliers.BLOCK)
     places = torch.arange(12) * 170 + 5
     x[places] = torch.arange(12.0) * 100 + 500
-    words, rest = outliers.take(x.view(-1, 128))
+    words, rest = outliers.split(x.view(-1, 128))
     assert sorted((words[0] & 2047).tolist()) == places[4:].tolist()
     assert outliers.add(rest, words).view(-1).equal(x)
     stack = torch.cat([reference.encode(x.roll(shift), config) for shift in (0, 40)])
