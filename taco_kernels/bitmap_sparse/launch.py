@@ -83,9 +83,9 @@ def pack_kernel(
     tl.store(words + shard * words_stride + row * 32 + bit, word)
     tl.store(exponents + shard * exponents_stride + row, exponent.to(tl.uint8))
     if KEEP_REMAINDER:
-        rest = tl.where(sent, value - code * step, value)  # exact, with or without a fused multiply-add
+        left = tl.where(sent, value - code * step, value)  # exact, with or without a fused multiply-add
         at = remainder + shard * remainder_stride + row * WIDTH + offsets()
-        tl.store(at, rest, mask=offsets() < numel - row * WIDTH)
+        tl.store(at, left, mask=offsets() < numel - row * WIDTH)
 
 
 @triton.jit
@@ -141,13 +141,13 @@ def encode(
     wires = torch.zeros((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
     values, words, starts, exponents = _parts(wires, layout)
     starts[:, : layout.tiles] = begins[:, :: reference.TILE_ROWS]
-    rest = x if remainder is None else remainder
+    target = x if remainder is None else remainder
     start(
         pack_kernel,
         grid,
-        (x, rest, thresholds, begins, values, words, exponents),
+        (x, target, thresholds, begins, values, words, exponents),
         (
-            *(numel, rows, layout.capacity, x.stride(0), rest.stride(0)),
+            *(numel, rows, layout.capacity, x.stride(0), target.stride(0)),
             *(values.stride(0), words.stride(0), exponents.stride(0)),
         ),
         KEEP_REMAINDER=remainder is not None,

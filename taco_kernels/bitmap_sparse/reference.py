@@ -142,8 +142,8 @@ def encode(
     position = keep.cumsum(1) - 1
     keep = keep & (position < layout.capacity)
     if remainder is not None:
-        rest = values - torch.where(keep.view_as(values), sent, 0.0)
-        remainder.copy_(rest.view(shards, width)[:, : layout.numel])
+        left = values - torch.where(keep.view_as(values), sent, 0.0)
+        remainder.copy_(left.view(shards, width)[:, : layout.numel])
     packed = codes.new_zeros(shards, layout.capacity)
     shard, at = keep.nonzero(as_tuple=True)
     packed[shard, position[shard, at]] = codes.view(shards, width)[shard, at]

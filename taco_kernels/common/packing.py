@@ -67,7 +67,7 @@ def nearest_fp8(v, C: tl.constexpr):
 def fixed_point(h, inverse, C: tl.constexpr):
     """int32[R, G] of an integer format: h * inverse plus 2^(BITS - 1), nothing for int8, in its lowest byte.
 
-    The rest means nothing. Nothing can saturate: the product is from -2^(BITS - 1) to qmax, up to its
+    The other bits mean nothing. Nothing can saturate: the product is from -2^(BITS - 1) to qmax, up to its
     rounding (reference.round_to_grid).
     """
     BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
@@ -106,7 +106,7 @@ def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def after_plane(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
-    """Pointer to what lies behind BYTES for each group of a chunk.
+    """Pointer to what follows BYTES for each group of a chunk.
 
     ``groups`` are a chunk's, or with C.ROW those up to the tile's last, which begins with a chunk; chunks
     then have C.ROW each and lie C.STRIDE bytes apart.
@@ -171,7 +171,7 @@ def pack(c, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def joined(low, high, J: tl.constexpr, C: tl.constexpr):
-    """[R, G / 16, 2J]: high behind low, [R, G / 16, J] each."""
+    """[R, G / 16, 2J]: low, then high, [R, G / 16, J] each."""
     return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [C.R, C.G // 16, 2 * J])
 
 
@@ -411,8 +411,8 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
 def load_halves(wire, first, groups, C: tl.constexpr):
     """fp16[R, G]: integers for the codes of groups first... of the chunk at wire, see ``unpacking_assembly``.
 
-    They are too large by ``offset``, which is cheaper taken off the Hadamard transform: that of a constant is
-    zero but in its first element. Not interpretable.
+    They are too large by ``offset``, which is cheaper subtracted after the Hadamard transform: that of a
+    constant is zero but in its first element. Not interpretable.
     """
     text: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints("=h", 16, words_of(C.BITS))
@@ -424,11 +424,11 @@ def load_halves(wire, first, groups, C: tl.constexpr):
         inputs = tl.split(load_words(wire, first, groups, C.G // 2, tl.int32, C))
         high = after_plane(wire, C.G // 2, groups, C)
         if C.BITS == 6:
-            rest = load_words(high, first, groups, C.G // 4, tl.int32, C)
-            inputs += (tl.reshape(rest, [C.R, C.G // 16]),)
+            more = load_words(high, first, groups, C.G // 4, tl.int32, C)
+            inputs += (tl.reshape(more, [C.R, C.G // 16]),)
         elif C.BITS == 5:
-            rest = load_words(high, first, groups, C.G // 8, tl.int16, C)
-            inputs += (tl.reshape(rest, [C.R, C.G // 16]),)
+            more = load_words(high, first, groups, C.G // 8, tl.int16, C)
+            inputs += (tl.reshape(more, [C.R, C.G // 16]),)
     return sixteen_joined(*tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1), C)
 
 
@@ -455,12 +455,12 @@ def load_code_words(wire, first, groups, C: tl.constexpr):
         plane = after_plane(wire, C.G // 2, groups, C)
         h = tl.arange(0, 2)[None, None, :]
         if C.BITS == 6:  # two bits of that element are 2(2q + h) and the next of byte k
-            rest = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * h)
-            low, high = low | ((rest & 0x03030303) << 4), high | (rest & 0x30303030)
+            more = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * h)
+            low, high = low | ((more & 0x03030303) << 4), high | (more & 0x30303030)
         elif C.BITS == 5:  # its bit is 4q + 2h + k // 2 of byte k % 2
-            rest = load_words(plane, first, groups, C.G // 8, tl.int16, C)
-            rest = ((rest & 0xFFFF) | ((rest >> 1) << 16)) >> (2 * h)
-            low, high = low | ((rest & 0x01010101) << 4), high | (rest & 0x10101010)
+            more = load_words(plane, first, groups, C.G // 8, tl.int16, C)
+            more = ((more & 0xFFFF) | ((more >> 1) << 16)) >> (2 * h)
+            low, high = low | ((more & 0x01010101) << 4), high | (more & 0x10101010)
         words = tl.permute(tl.join(low, high), [0, 1, 3, 2])
     return tl.reshape(words, [C.R, C.G // 4])
 

@@ -11,7 +11,7 @@ NON_FINITE = 255
 
 
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """int32: the bits of |x|, fp32. They order as the magnitudes do, infinity and NaN above the rest."""
+    """int32: the bits of |x|, fp32. They order as the magnitudes do, infinity and NaN above the others."""
     return x.view(torch.int32) & 0x7FFFFFFF
 
 

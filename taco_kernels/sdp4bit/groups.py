@@ -111,7 +111,7 @@ def code(words, magic, SHIFT: tl.constexpr, B: tl.constexpr):
     MASK: tl.constexpr = (2**B.BITS - 1) << SHIFT
     OFFSET: tl.constexpr = 2 ** (B.BITS - 1)
     magic = magic - (SHIFT << 23)
-    if B.BITS == 8:  # two's complement: the sign's bit is turned round
+    if B.BITS == 8:  # two's complement: the sign's bit is inverted
         magic = magic + (OFFSET << SHIFT)
     if B.INTERPRET:
         bits = (words & MASK) ^ magic

@@ -186,7 +186,7 @@ def tile_of(config: CodecConfig, device: Device) -> int:
 
 
 def tile_bytes(config: CodecConfig, tile: int) -> int:
-    """Bytes that ``tile`` values travel in; of dual scales the step alone, all that a decoder uses."""
+    """Bytes that ``tile`` values are sent in; of dual scales the step alone, all that a decoder uses."""
     saved = STEP_BYTES if config.scales == "dual" else 0
     return tile // config.group_size * (config.bytes_per_group() - saved)
 

@@ -30,7 +30,7 @@ def _own(device: torch.device) -> Device:
 def _check_no_lists(*configs: CodecConfig) -> None:
     """Raise ValueError for what these kernels would leave out."""
     if any(config.outliers for config in configs):
-        raise ValueError("outliers: collectives over symmetric memory carry no lists; use taco_kernels.taco")
+        raise ValueError("outliers: collectives over symmetric memory send no lists; use taco_kernels.taco")
 
 
 def all_reduce(

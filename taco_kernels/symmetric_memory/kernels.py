@@ -1,7 +1,7 @@
 """The three collectives, one kernel each: a step sends the next tiles and works on those that arrived.
 
-A tile of R groups travels as a wire chunk of its own (taco's layout.py) in a slot of SLOT bytes. Of dual
-scales only the step travels that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8:
+A tile of R groups is sent as a wire chunk of its own (taco's layout.py) in a slot of SLOT bytes. Of dual
+scales only the step is sent that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8:
 the sender computes what the receiver would.
 
 A message is (numel, stride, length, groups): values in the tensor; values from the start of one piece to the

@@ -68,11 +68,11 @@ def encode_kernel(
             h = h.to(tl.float32)
         if C.OUTLIERS:
             if found:
-                rest, words = split_outliers(x_tile, limit, groups - first, C)
+                others, words = split_outliers(x_tile, limit, groups - first, C)
                 if C.HADAMARD:
-                    h = unshuffle(transform(rest, matrix, C), C)
+                    h = unshuffle(transform(others, matrix, C), C)
                 else:
-                    h = rest.to(tl.float32)
+                    h = others.to(tl.float32)
             store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
         encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, end, C)
 

@@ -113,8 +113,8 @@ def split_outliers(x, limit, left, C: tl.constexpr):
     """x[R, G] without the outliers of its first ``left`` groups, and the lists of its blocks."""
     outlier = (tl.abs(x.to(tl.float32)) > limit[:, None]) & (tl.arange(0, C.R) < left)[:, None]
     best, others = split_words(blocks_of_words(x, outlier, C), C)
-    taken = outlier & (tl.reshape(others, [C.R, C.G]) == 0)
-    return tl.where(taken, 0.0, x.to(tl.float32)).to(x.dtype), best
+    listed = outlier & (tl.reshape(others, [C.R, C.G]) == 0)
+    return tl.where(listed, 0.0, x.to(tl.float32)).to(x.dtype), best
 
 
 @triton.jit

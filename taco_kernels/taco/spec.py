@@ -185,7 +185,7 @@ def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tun
     if operation == "decode_sum":
         return Tuning(4096, 4, 2, 2)
     if operation == "encode" and config.outliers:
-        # Beside a tile are its words, should there be outliers. One stage: what is fetched ahead goes
+        # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes
         # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
         crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
         return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)

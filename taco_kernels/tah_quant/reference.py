@@ -322,10 +322,10 @@ def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, to
     if not extra_bits:
         return codes, torch.zeros(layout.tiles, dtype=torch.bool, device=wire.device)
     slots = slots_on(wire, layout)
-    rest = codes.new_zeros(layout.high_tiles + 1, size)
+    extra = codes.new_zeros(layout.high_tiles + 1, size)
     if layout.high_tiles:
-        rest[:-1] = planes(["extra"], (extra_bits,))
-    return codes * 2**extra_bits + rest[slots], slots == layout.high_tiles
+        extra[:-1] = planes(["extra"], (extra_bits,))
+    return codes * 2**extra_bits + extra[slots], slots == layout.high_tiles
 
 
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -45,7 +45,7 @@ def test_symmetric_memory_has_no_lists() -> None:
     """Its collectives would leave outliers out."""
     from taco_kernels.symmetric_memory import collectives
 
-    with pytest.raises(ValueError, match="outliers: collectives over symmetric memory carry no lists"):
+    with pytest.raises(ValueError, match="outliers: collectives over symmetric memory send no lists"):
         collectives._check_no_lists(CodecConfig("int6", scales="single", outliers=True))
 
 

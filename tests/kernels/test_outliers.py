@@ -92,7 +92,7 @@ def test_words_are_exact_in_bf16_and_fp16() -> None:
 
 
 def test_more_outliers_than_slots() -> None:
-    """The largest are stored separately, the others stay in their groups; nor do senders' lists that overflow lose any."""
+    """The largest are stored separately, the others stay in their groups; lists that overflow lose none."""
     config = CodecConfig("int8", 128, "signed", outliers=True)
     x = values(outliers.BLOCK)
     places = torch.arange(12) * 170 + 5
