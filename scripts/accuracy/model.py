@@ -31,14 +31,17 @@ class ModelConfig:
 
 
 class Norm(nn.Module):
-    """LayerNorm in fp32 of an activation in bf16."""
+    """In fp32 of an activation in bf16: LayerNorm, or RMSNorm with its epsilon."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, width: int, rms_epsilon: float | None = None) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.zeros(hidden))
+        self.weight, self.epsilon = nn.Parameter(torch.ones(width)), rms_epsilon
+        self.bias = nn.Parameter(torch.zeros(width)) if rms_epsilon is None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
+        if self.epsilon is None:
+            return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -75,17 +78,6 @@ def weight_and_bias(rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter
     return nn.Parameter(torch.empty(rows, columns)), nn.Parameter(torch.zeros(rows))
 
 
-class RMSNorm(nn.Module):
-    """In fp32 of an activation in bf16."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
-
-
 def angles(model: DenseModel, sequence: int) -> Tensor:
     """[2, sequence, 1, head]: cosine and sine of each position's rotations, halves of a head alike."""
     powers = torch.arange(0, model.head_dim, 2) / model.head_dim
@@ -114,13 +106,13 @@ class QwenBlock(nn.Module):
         h, width = model.hidden, model.heads * model.head_dim
         self.model, self.sequence = model, sequence
         self.sequence_parallel = self.context_parallel = False
-        self.norm1, self.norm2 = RMSNorm(h, model.norm_epsilon), RMSNorm(h, model.norm_epsilon)
+        self.norm1, self.norm2 = Norm(h, model.norm_epsilon), Norm(h, model.norm_epsilon)
         rows = width + 2 * model.groups * model.head_dim
         self.qkv = nn.Parameter(torch.empty(rows, h))
         self.qkv_bias = nn.Parameter(torch.zeros(rows)) if model.family == "qwen2" else None
         self.q_norm = self.k_norm = None
         if model.family == "qwen3":
-            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_epsilon) for _ in "qk")
+            self.q_norm, self.k_norm = (Norm(model.head_dim, model.norm_epsilon) for _ in "qk")
         self.projection = nn.Parameter(torch.empty(h, width))
         self.fc1 = nn.Parameter(torch.empty(2 * model.ffn, h))
         self.fc2 = nn.Parameter(torch.empty(h, model.ffn))
@@ -171,7 +163,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             QwenBlock(qwen, config.sequence) if qwen else Block(config) for _ in range(config.layers)
         )
-        self.norm = RMSNorm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
+        self.norm = Norm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
         tied = qwen is not None and qwen.tied
         self.output = self.words if tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.sequence_parallel = False

@@ -12,7 +12,7 @@ from scripts.accuracy import layers
 from scripts.accuracy.data_parallel import DataParallel
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.model import GPT
-from scripts.accuracy.settings import Setting, setting_of
+from scripts.accuracy.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,20 @@ class Corpus:
     """Tokens of all parts, on the device, as windows of sequence + 1.
 
     Args:
-        data: paths of the tokenized text by split (train, valid, test), vocabulary below 65,500.
+        data: paths of the tokenized text by split (train, valid), vocabulary below 65,500.
     """
 
     def __init__(
         self, data: dict[str, str], sequence: int, device: str, max_valid_tokens: int = 2_000_000
     ) -> None:
         tokens = {}
-        for split in ("train", "valid", "test"):  # the tokens of an indexed dataset, one after the other
+        for split in ("train", "valid"):  # the tokens of an indexed dataset, one after the other
             ids = np.fromfile(f"{data[split]}.bin", np.uint16).astype(np.int32)
             tokens[split] = torch.from_numpy(ids).to(device)
-        self.train, self.valid, self.test = tokens.values()
+        self.train, self.valid = tokens.values()
         self.sequence = sequence
         self.windows = (len(self.train) - 1) // sequence
-        shortest = min(len(self.valid), len(self.test)) - 1
-        self.valid_windows = min(shortest, max_valid_tokens) // sequence
-        """Of validation and of the test."""
+        self.valid_windows = min(len(self.valid) - 1, max_valid_tokens) // sequence
         self._offsets = torch.arange(sequence + 1, device=device)
 
     def order(self, seed: int, count: int) -> np.ndarray:
@@ -123,14 +121,14 @@ class Trainer:
         self.step = state["step"]
 
     def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
-        """Train ``steps`` steps under a setting and evaluate, its weights uncompressed, too.
+        """Train ``steps`` steps under a setting and evaluate.
 
         Args:
             seed: of the order of the data.
             save: checkpoints to write, by the step at which they are taken.
 
         Returns:
-            losses of the steps, validation and test losses.
+            losses of the steps, validation loss.
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
@@ -153,36 +151,28 @@ class Trainer:
                 self.save(save[self.step])
         losses = [round(value, 5) for value in torch.stack(losses).tolist()]
         seconds = time.perf_counter() - began
-        result = {
+        return {
             "losses": losses,
-            "valid": self.evaluate(setting, corpus.valid),
+            "valid": self.evaluate(setting),
             "valid_tokens": self.batches * schedule.batch * corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
-            "test": self.evaluate(setting, corpus.test),
         }
-        if any(setting.codecs.values()):
-            plain = setting_of("none", setting.world_size)
-            result["valid_uncompressed"] = self.evaluate(plain, corpus.valid)
-        return result
 
     @property
     def batches(self) -> int:
-        """Of validation, and of the test."""
+        """Of validation."""
         return max(1, self.corpus.valid_windows // self.schedule.batch)
 
     @torch.no_grad()
-    def evaluate(self, setting: Setting, tokens: torch.Tensor) -> float:
-        """Mean loss over the first windows of ``tokens``; exchanges as in training.
-
-        The same windows whatever the run; summed in fp64.
-        """
+    def evaluate(self, setting: Setting) -> float:
+        """Mean validation loss, exchanges as in training: of the same windows whatever the run, in fp64."""
         model, corpus, batch = self.model, self.corpus, self.schedule.batch
         layers.attach(Exchange(setting))
         model.use(setting)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i in range(self.batches):
             window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
-            total += model(*corpus.take(tokens, window)).double().mean()
+            total += model(*corpus.take(corpus.valid, window)).double().mean()
         return round(float(total) / self.batches, 6)
 
 

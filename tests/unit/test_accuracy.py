@@ -193,10 +193,10 @@ def tokens(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("corpus")
     generator = np.random.default_rng(0)
     words = generator.integers(0, 64, (40, 8))
-    for name, count in (("train", 400), ("valid", 60), ("test", 60)):
+    for name, count in (("train", 400), ("valid", 60)):
         ids = words[generator.integers(0, 40, count)].reshape(-1)
         ids.astype(np.uint16).tofile(folder / f"{name}.bin")
-    return {name: str(folder / name) for name in ("train", "valid", "test")}
+    return {name: str(folder / name) for name in ("train", "valid")}
 
 
 def test_data_parallel_weights_follow_the_masters(tokens):
@@ -228,8 +228,7 @@ def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
     trainer.load(tmp_path / "half.pt")
     end = trainer.run(setting, 3, 3)
     assert end["losses"] == runs[0]["losses"][3:]
-    assert end["valid"] == runs[0]["valid"] != end["valid_uncompressed"]
-    assert end["test"] == runs[0]["test"] not in (end["valid"], end["valid_uncompressed"])
+    assert end["valid"] == runs[0]["valid"]
 
 
 def test_orders_are_permutations(tokens):
@@ -260,7 +259,7 @@ def test_a_tiny_study_is_done_once_and_goes_on(tokens, tmp_path, monkeypatch, ca
     assert ids(3)[3:] == ["ending/int4/1"], "its checkpoint was made again"
     again = (tmp_path / "results-1.jsonl").read_text().splitlines()
     first, second = (json.loads(line) for line in (lines[-1], again[-1]))
-    assert first["valid"] == second["valid"] and first["train"] == second["train"]
+    assert first["valid"] == second["valid"]
     late = run.parse([*words[:6], "--deadline", "0", "--settings", "int8"])
     worker = run.Worker(late, tokens)
     worker.seconds_per_step = 1.0
@@ -268,35 +267,33 @@ def test_a_tiny_study_is_done_once_and_goes_on(tokens, tmp_path, monkeypatch, ca
     assert not (tmp_path / "results-2.jsonl").exists()
 
 
-def _record(name: str, seed: int, valid: float, kind: str = "ending", **more: float) -> dict:
+def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
     setting = setting_of(name)
     record = {"id": f"{kind}/{name}/{seed}", "setting": setting.as_dict(), "bits": setting.bits, "seed": seed}
-    return record | {"kind": kind, "size": "tiny", "valid": valid, "train": 2 * valid} | more
+    return record | {"kind": kind, "size": "tiny", "valid": valid}
 
 
 def test_the_table_compares_runs_of_a_seed(tmp_path):
     records = [_record("none", seed, valid, "scratch") for seed, valid in ((0, 2.0), (1, 4.0))]
-    records += [_record("taco", 0, 2.02), _record("taco", 1, 4.12, valid_uncompressed=4.002)]
+    records += [_record("taco", 0, 2.02), _record("taco", 1, 4.12)]
     records.append(_record("taco", 7, 9.0))  # without a partner
     assert results.differences(records) == {"taco": {0: approx(1.0), 1: approx(3.0)}}
-    assert results.differences(records, "train") == {"taco": {0: approx(1.0), 1: approx(3.0)}}
-    assert results.differences(records, "valid_uncompressed") == {"taco": {1: approx(0.05)}}
     path, kept = tmp_path / "results-0.jsonl", tmp_path / "kept.json"
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"id": "half a li')
     kept.write_text(json.dumps({"records": records}))
     text = results.tables(results.load([path, path]))
     assert "| taco | 8.50 | +1.000, +3.000 | +2.000 ± 1.000 | -10.71 … +14.71 |" in text
-    assert text == results.tables(results.load([kept])) and "| test loss, % |" not in text
+    assert text == results.tables(results.load([kept]))
     published = Path(__file__).parents[2] / "docs" / "results" / "accuracy"
     for file in published.glob("*.json"):
         assert results.tables(results.load([file])).count("\n| ") > 1, file
 
 
 def test_standard_errors():
-    found = results.Estimate.of([1.0, 2.0, 3.0, 6.0])
-    assert (found.mean, found.count, found.error) == (3.0, 4, approx(math.sqrt(14 / 3) / 2))
-    assert found.interval == f"{3 - 3.1824 * found.error:+.2f} … {3 + 3.1824 * found.error:+.2f}"
-    assert math.isnan(results.Estimate.of([1.0]).error) and not results.Estimate.of([1.0]).interval
+    error = math.sqrt(14 / 3) / 2
+    interval = f"{3 - 3.1824 * error:+.2f} … {3 + 3.1824 * error:+.2f}"
+    assert results.estimate([1.0, 2.0, 3.0, 6.0]) == (f"+3.000 ± {error:.3f}", interval)
+    assert results.estimate([1.0]) == ("+1.000", "")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
