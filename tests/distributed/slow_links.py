@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def tell_decisions() -> None:
         created(self, *args, **kwargs)
 
         def tell() -> None:
-            print(f"rank {dist.get_rank()} decided {json.dumps(self.plan.asdict())}", flush=True)
+            print(f"rank {dist.get_rank()} decided {json.dumps(asdict(self.plan))}", flush=True)
 
         patches.on_training_end(tell)
 

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ class Automatic:
         self.plan = plan
         if dist.get_rank() == 0:
             plans.write(self.args.save, plan, self._made_for, self._tell)
-        auto = {**plan.asdict(), "table": plan.table()}
+        auto = {**asdict(plan), "table": plan.table()}
         self._publish({"auto": auto, "compression": self.compression.config.asdict()})
 
     def _tell(self, line: str) -> None:

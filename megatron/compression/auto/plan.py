@@ -6,7 +6,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import DIMENSIONS
-from megatron.compression.report.history import to_json
 
 BUDGET = 0.1
 """Percent of validation loss, where ``--compression-loss-budget`` is not given."""
@@ -48,10 +47,6 @@ class DimensionPlan:
     """Percent of validation loss that it costs."""
     why: str
 
-    def switched_off(self, why: str) -> "DimensionPlan":
-        """The same without compression."""
-        return replace(self, chosen=False, name="none", gain=0.0, loss=0.0, why=why)
-
     def row(self) -> list[str]:
         """Cells of the table."""
         gain, loss = (f"{100 * self.gain:.1f} %", f"+{self.loss:.3g} %") if self.chosen else ("-", "-")
@@ -78,18 +73,12 @@ class RunPlan:
         """Of the dimensions that compress."""
         return {one.dimension: _known(one) for one in self.dimensions if one.chosen}
 
-    def asdict(self) -> dict[str, Any]:
-        """Plain values, which ``from_dict`` reads."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunPlan":
         """Raises: TypeError, KeyError: not as ``asdict`` gives it, or what ``auto`` cannot have chosen."""
-        dimensions = tuple(_typed(DimensionPlan, one) for one in values["dimensions"])
-        for one in dimensions:
-            if one.chosen:
-                _known(one)
-        return _typed(cls, {**values, "dimensions": dimensions})
+        plan = cls(**{**values, "dimensions": tuple(DimensionPlan(**one) for one in values["dimensions"])})
+        plan.recipes()
+        return plan
 
     def after_check(self, useless: Mapping[str, str]) -> "RunPlan":
         """The plan after the run's own check.
@@ -97,11 +86,12 @@ class RunPlan:
         Args:
             useless: by dimension that does not gain, why.
         """
-        off = tuple(
-            one.switched_off(useless[one.dimension]) if one.dimension in useless else one
+        off = {"chosen": False, "name": "none", "gain": 0.0, "loss": 0.0}
+        after = (
+            replace(one, **off, why=useless[one.dimension]) if one.dimension in useless else one
             for one in self.dimensions
         )
-        return replace(self, dimensions=off, checked=True)
+        return replace(self, dimensions=tuple(after), checked=True)
 
     def table(self) -> list[str]:
         """Lines for the log and the report."""
@@ -124,19 +114,6 @@ def _known(plan: DimensionPlan) -> Recipe:
         if recipe.name == plan.name:
             return recipe
     raise TypeError(f"{plan.name!r} is no choice for {plan.dimension!r}")
-
-
-def _typed[T: (DimensionPlan, RunPlan)](kind: type[T], values: Mapping[str, Any]) -> T:
-    """``kind`` of ``values``, null read as NaN. Raises: TypeError: one has another type."""
-    made, types = dict(values), {one.name: one.type for one in fields(kind)}
-    for name, value in values.items():
-        wanted: Any = types.get(name)
-        kinds = (int, float) if wanted is float else wanted
-        if wanted is float and value is None:
-            made[name] = math.nan
-        elif wanted in (str, float, bool) and not isinstance(value, kinds):
-            raise TypeError(f"{name} {value!r} is no {wanted.__name__}")
-    return kind(**made)
 
 
 def within(budget: float, dimension: str) -> list[Recipe]:
@@ -312,10 +289,10 @@ def write(folder: str | None, plan: RunPlan, made_for: dict[str, Any], say: Call
         return
     path = Path(folder, FILE)
     new = path.with_name(path.name + ".new")
-    data = {"decision": plan.asdict(), "made_for": made_for}
+    data = {"decision": asdict(plan), "made_for": made_for}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_json(data, indent=1) + "\n")
+        new.write_text(json.dumps(data, indent=1) + "\n")
         new.replace(path)
     except OSError as error:
         say(f"{path} cannot be written ({error.strerror}); a resumed run measures anew")
