@@ -106,7 +106,7 @@ def test_taco_without_tensor_parallelism_says_so() -> None:
     ("flags", "fix"),
     [
         (["--taco", "format=fp9"], "taco:format=fp9: format='fp9' is not supported; choose one of fp8-e4m3"),
-        (["--taco", "group=96"], "taco:group=96: group_size=96 is not supported; choose one of 32, 64"),
+        (["--taco", "group=96"], "taco:group=96: group=96 is not supported; choose one of 32, 64"),
         (["--tp-compression", "fp9"], "codec 'fp9' is unknown; choose one of"),
         (["--tp-compression-layers", "0"], "add --taco"),
     ],
