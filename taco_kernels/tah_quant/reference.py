@@ -277,6 +277,12 @@ def section(wire: torch.Tensor, name: str, layout: TahLayout) -> torch.Tensor:
     return wire.narrow(0, *layout.sections[name])
 
 
+def scales_of(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps and zero points, fp32[tiles] each."""
+    pairs = section(wire, "scales", layout).clone().view(torch.float16).float()
+    return pairs[::2], pairs[1::2]
+
+
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     """Encode x (any shape and stride, bf16/fp16/fp32): uint8[layout_of(config, x.shape).wire_bytes]."""
     layout = layout_of(config, tuple(x.shape))
@@ -339,8 +345,7 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     size, (codes, low) = config.tile_size, code_values(wire, layout)
-    pairs = section(wire, "scales", layout).clone().view(torch.float16).float()
-    steps, zeros = pairs[::2], pairs[1::2]
+    steps, zeros = scales_of(wire, layout)
     zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)  # the middle of a cell
     y = zeros[:, None] + steps[:, None] * codes
     pivots = section(wire, "pivots", layout)
