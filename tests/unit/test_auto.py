@@ -242,6 +242,24 @@ class TestKept:
         assert plan.read(str(tmp_path / "none"), circumstances, print) is None
         assert not capsys.readouterr().out
 
+    def test_numbers_that_are_not_finite_are_null(self, tmp_path):
+        unknown = RunPlan(one_plan(gain=math.inf).dimensions, 0.1, math.nan, 60.0, 3.0)
+        plan.write(str(tmp_path), unknown, {"seed": math.nan}, print)
+        text = (tmp_path / plan.FILE).read_text()
+        kept = json.loads(text, parse_constant=pytest.fail)["decision"]
+        assert kept["iteration_ms"] is None and kept["dimensions"][0]["gain"] is None
+        found = plan.read(str(tmp_path), {}, print)
+        assert math.isnan(found.iteration_ms) and found.recipes() == {"tensor_parallel": INT6}
+
+    @pytest.mark.parametrize(
+        ("where", "value"), [("budget", "0.1"), ("gain", []), ("chosen", None), ("extra", 1)]
+    )
+    def test_a_damaged_value_is_no_plan(self, where, value):
+        kept = asdict(one_plan())
+        (kept if where in kept else kept["dimensions"][0])[where] = value
+        with pytest.raises(TypeError):
+            RunPlan.from_dict(kept)
+
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"decision": {}, "made_for": {}}', '{"decision": 1}'])
     def test_a_broken_file_is_named_and_the_run_measures(self, tmp_path, capsys, text):
         (tmp_path / plan.FILE).write_text(text)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import DIMENSIONS
+from megatron.compression.report.history import to_json
 
 BUDGET = 0.1
 """Percent of validation loss, where ``--compression-loss-budget`` is not given."""
@@ -76,7 +77,8 @@ class RunPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunPlan":
         """Raises: TypeError, KeyError: not as ``asdict`` gives it, or what ``auto`` cannot have chosen."""
-        plan = cls(**{**values, "dimensions": tuple(DimensionPlan(**one) for one in values["dimensions"])})
+        dimensions = tuple(_typed(DimensionPlan, one) for one in values["dimensions"])
+        plan = _typed(cls, {**values, "dimensions": dimensions})
         plan.recipes()
         return plan
 
@@ -99,6 +101,22 @@ class RunPlan:
             return ["ranks send each other nothing: there is nothing to compress"]
         columns = ["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]
         return aligned([columns, *(one.row() for one in self.dimensions)])
+
+
+def _typed(cls: type, values: Mapping[str, Any]) -> Any:
+    """A dataclass of values out of JSON; null stands for a number that JSON lacks.
+
+    Raises: TypeError: a value is not of its field's type.
+    """
+    kinds: dict[str, Any] = {"float": (float, int), "bool": bool, "str": str}
+    found = {}
+    for name, value in values.items():
+        kind = cls.__annotations__.get(name)
+        kind = getattr(kind, "__name__", kind)
+        found[name] = math.nan if value is None and kind == "float" else value
+        if not isinstance(found[name], kinds.get(kind, object)):
+            raise TypeError(f"{name} is {value!r}")
+    return cls(**found)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -292,7 +310,7 @@ def write(folder: str | None, plan: RunPlan, made_for: dict[str, Any], say: Call
     data = {"decision": asdict(plan), "made_for": made_for}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(data, indent=1) + "\n")
+        new.write_text(to_json(data, indent=1) + "\n")
         new.replace(path)
     except OSError as error:
         say(f"{path} cannot be written ({error.strerror}); a resumed run measures anew")
