@@ -32,7 +32,7 @@ def runs_left(left: int, runs: int) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchSetting:
     """What a run compresses in one dimension."""
 
     text: str
@@ -58,7 +58,7 @@ class Setting:
         return words
 
 
-def parse_setting(text: str) -> Setting:
+def parse_setting(text: str) -> BenchSetting:
     """``int4 int6 --validate-uncompressed`` -> its specs and flags; the run itself refuses what they name.
 
     Raises: ValueError: no spec, or more than two.
@@ -70,7 +70,7 @@ def parse_setting(text: str) -> Setting:
     flags = []
     for word in words[count:]:
         flags += word.split("=", 1) if word.startswith("--") else [word]
-    return Setting(text, tuple(words[:count]), tuple(flags))
+    return BenchSetting(text, tuple(words[:count]), tuple(flags))
 
 
 def gpu_count() -> int:

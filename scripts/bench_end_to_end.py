@@ -43,7 +43,7 @@ from itertools import groupby
 from pathlib import Path
 
 import _launch
-from _launch import FLAGS, SETTINGS_HELP, Setting, parse_setting, torchrun
+from _launch import FLAGS, SETTINGS_HELP, BenchSetting, parse_setting, torchrun
 
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
 from megatron.compression.report.figures import largest
@@ -199,7 +199,7 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
         sys.exit(1)
 
 
-def launches(dimension: str, settings: list[Setting]) -> list[list[Setting]]:
+def launches(dimension: str, settings: list[BenchSetting]) -> list[list[BenchSetting]]:
     """Neighbours that differ in their codecs alone; gradients and weights keep theirs for a whole run."""
     if dimension == "data":
         return [[setting] for setting in settings]
@@ -207,7 +207,7 @@ def launches(dimension: str, settings: list[Setting]) -> list[list[Setting]]:
 
 
 def _run(
-    options: Namespace, regime: str, settings: list[Setting], flags: list[str], traffic: tuple[str, ...]
+    options: Namespace, regime: str, settings: list[BenchSetting], flags: list[str], traffic: tuple[str, ...]
 ) -> list[dict]:
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
@@ -248,7 +248,7 @@ def checked_in(options: Namespace) -> int:
     return 4 + 2 * 4 * (1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS))
 
 
-def _words(options: Namespace, setting: Setting, flags: list[str]) -> list:
+def _words(options: Namespace, setting: BenchSetting, flags: list[str]) -> list:
     """What a run of this setting alone is started with."""
     return [*flags, *setting.words(options.dimension), *options.extra]
 

@@ -1,9 +1,9 @@
 """Training passes that are repeated without lossless codecs where a payload overflowed.
 
-To see an overflow before it sends, the host waits for the device, twice an all-reduce. So in the forward
-and backward pass of a training step flags are noted on the device. At the pass's end all ranks of the job ask
-once whether there was an overflow; then the pass is repeated, with the same micro-batches and random state,
-lossless codecs off, and its gradients are the exact ones (communication/overflow.py).
+To see an overflow before it sends, the host would wait for the device, twice an all-reduce. So a training
+step's forward and backward pass notes flags on the device (communication/overflow.py). At its end all ranks
+ask once whether there was an overflow; then the pass is repeated, with the same micro-batches and random
+state, lossless codecs off, and its gradients are the exact ones.
 """
 
 from argparse import Namespace
@@ -17,17 +17,11 @@ from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.errors import CompressionConfigError
 
 LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
-"""Steps without lossless codecs after a repeated one, twice as many after each further one in a row: where no
-payload fits, a ninth of the steps at most is repeated, and soon hardly any."""
+"""Steps without lossless codecs after a repeated one, twice as many after each further one in a row."""
 
 
 class Repetition:
-    """Decides in which steps lossless codecs are on, and which are repeated.
-
-    Args:
-        run: whose error statistics a repeated pass measures again.
-        say: prints a line; called on every rank.
-    """
+    """Decides in which steps lossless codecs are on, and which are repeated."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
@@ -74,20 +68,18 @@ def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[
         overflow.state = State.OFF
         say("compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed")
         return
-    reason = why_not(args, config, run)
-    if reason is None:
-        repetition = Repetition(run, say)
-        patches.repeat_passes(repetition.begin, repetition.end)
+    if reason := why_not(args, config, run):
+        refuse_stages(config, reason)
+        say(f"compression: lossless: the host waits before each message, since {reason}")
         return
-    refuse_stages(config, reason)
-    say(f"compression: lossless: the host waits before each message, since {reason}")
+    repetition = Repetition(run, say)
+    patches.repeat_passes(repetition.begin, repetition.end)
 
 
 def refuse_stages(config: CompressionConfig, reason: str) -> None:
-    """Refuse lossless codecs between pipeline stages where no pass can be repeated, for a reason.
+    """Refuse lossless codecs between pipeline stages where, for a reason, no pass can be repeated.
 
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
+    Raises: CompressionConfigError."""
     stages = config.pipeline_parallel
     if any(codec is not None and codec.lossless for codec in (stages.forward_codec, stages.backward_codec)):
         raise CompressionConfigError(

@@ -44,7 +44,7 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One transformer layer on [T, h], T = batch * sequence."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -161,7 +161,7 @@ class GPT(nn.Module):
         self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.positions = None if qwen else nn.Parameter(torch.empty(config.sequence, config.hidden))
         self.blocks = nn.ModuleList(
-            QwenBlock(qwen, config.sequence) if qwen else Block(config) for _ in range(config.layers)
+            QwenBlock(qwen, config.sequence) if qwen else GPTBlock(config) for _ in range(config.layers)
         )
         self.norm = Norm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
         tied = qwen is not None and qwen.tied

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
+from typing import Concatenate
 
 import torch
 
@@ -66,22 +67,24 @@ def addressable(wires: torch.Tensor) -> torch.Tensor:
     return wires.clone(memory_format=torch.contiguous_format)
 
 
-def dispatched[**P, R](definition: Callable[P, R]) -> Callable[P, R]:
+def dispatched[**P, R](
+    definition: Callable[Concatenate[torch.Tensor, P], R],
+) -> Callable[Concatenate[torch.Tensor, P], R]:
     """``definition``, a function of some ``reference.py`` that begins with a tensor, on either device.
 
     For a tensor on an NVIDIA GPU the function of that name and signature in the package's ``launch.py`` is
     called, which is imported at the first call.
     """
     package, _, _ = definition.__module__.rpartition(".")
-    launched: list[Callable[P, R]] = []
+    launched: Callable[Concatenate[torch.Tensor, P], R] | None = None
 
     @wraps(definition)
-    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensor = args[0] if args else next(iter(kwargs.values()))
+    def operation(tensor: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal launched
         if AMD or not tensor.is_cuda:
-            return definition(*args, **kwargs)
-        if not launched:
-            launched.append(getattr(import_module(f"{package}.launch"), definition.__name__))
-        return launched[0](*args, **kwargs)
+            return definition(tensor, *args, **kwargs)
+        if launched is None:
+            launched = getattr(import_module(f"{package}.launch"), definition.__name__)
+        return launched(tensor, *args, **kwargs)
 
     return operation

@@ -26,7 +26,7 @@ def hosts_worker(rank: int) -> None:
         assert nodes_of(dist.group.WORLD) == [0, 0, 2, 2]
         topology = find_topology(dist.group.WORLD)
     assert (topology.nodes, topology.local, topology.index) == (2, 2, rank % 2)
-    assert dist.get_process_group_ranks(topology.inter) == [rank % 2, rank % 2 + 2]
+    assert dist.get_process_group_ranks(topology.hops["inter"][0]) == [rank % 2, rank % 2 + 2]
 
 
 def uneven_nodes_worker(rank: int) -> None:
@@ -53,7 +53,7 @@ def communicators_worker(rank: int) -> None:
     for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
         transport = topology.transport(Ledger(), "dp.weight", link)
         assert [dist.get_process_group_ranks(group) for group in transport.groups] == [ranks] * 3
-        gathered, pending = transport.all_gather(torch.full((7,), rank, dtype=torch.uint8))
+        gathered, pending = transport.all_gather(torch.full((1, 7), rank, dtype=torch.uint8))
         pending.wait()
         assert torch.equal(gathered, torch.tensor(ranks, dtype=torch.uint8)[:, None].expand(-1, 7))
     assert len(topology.transport(Ledger(), "dp.gradient", "intra").groups) == 1

@@ -118,11 +118,11 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
         came = [row[rank] for row in rows]
         expected = x.new_empty((sum(came), width))
         dist.all_to_all_single(expected, x, came, rows[rank])
-        under_way.append((*transport.all_to_all_rows(x, rows[rank], came), expected))
+        under_way.append((*transport.all_to_all(x, rows[rank], came), expected))
         own = torch.randn(sizes.choice((1, 1000, 10**6)), generator=generator).bfloat16().to(device)
         parts = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(parts, own)
-        under_way.append((*transport.all_gather(own), torch.stack(parts)))
+        under_way.append((*transport.all_gather(own[None]), torch.stack(parts)))
         if number % 3 == 2:  # several were under way
             for got, work, wanted in under_way:
                 work.wait()
@@ -131,7 +131,7 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
     assert {name for name, _ in sent} == {"all_to_all", "all_gather"}
     assert all(count > 2**32 for rank, count in enumerate(memory._sent) if rank != memory.rank)
     with pytest.raises(ValueError, match="splits"):
-        transport.all_to_all_rows(own.view(-1, 1), [len(own) + 1] * world, [1] * world)
+        transport.all_to_all(own.view(-1, 1), [len(own) + 1] * world, [1] * world)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -82,7 +82,7 @@ def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
 
 def corners_worker(rank: int, world_size: int) -> None:
     transport = HostTransport(HostMemory(dist.group.WORLD))
-    payload = torch.full((8 << 20,), rank + 1, dtype=torch.uint8, device="cuda")
+    payload = torch.full((1, 8 << 20), rank + 1, dtype=torch.uint8, device="cuda")
 
     def in_a_new_thread() -> None:  # which has no context on device 0
         torch.cuda.set_device(rank)

@@ -20,7 +20,7 @@ class Arrived:
     def rank(self) -> int:
         return 0
 
-    def all_to_all_rows(self, rows, to, came) -> tuple[torch.Tensor, None]:
+    def all_to_all(self, rows, to, came) -> tuple[torch.Tensor, None]:
         assert len(rows) == sum(to) and came == [OWN] * RANKS
         return self.rows, None
 

@@ -9,7 +9,6 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import (
     Topology,
     group_by_node,
-    nodes_by_size,
     nodes_by_views,
 )
 from megatron.compression.communication.transport import TransportError, Transports
@@ -34,28 +33,17 @@ def test_nodes_of_a_group(nodes: list[int], shape: tuple[int, int] | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("sizes", "nodes"),
-    [
-        ([2, 2, 2, 2], [0, 0, 2, 2]),
-        ([4, 4, 4, 4, 2, 2], [0, 0, 0, 0, 4, 4]),
-        ([3, 3, 3, 2, 2, 2, 2], [0, 0, 0, 3, 3, 5, 5]),
-        ([4, 4], [0, 0]),  # fewer than there might be
-        ([4, 2, 4, 2, 4, 4], None),  # nodes take ranks in turn
-        ([2, 2, 0, 0], None),
-        ([0], None),
-    ],
-)
-def test_nodes_by_the_size_that_each_rank_knows(sizes: list[int], nodes: list[int] | None) -> None:
-    assert nodes_by_size(sizes) == nodes
-
-
-@pytest.mark.parametrize(
     ("sizes", "hosts", "nodes"),
     [
         ([2, 2, 2, 2], "aabb", [0, 0, 2, 2]),
         ([2, 2, 2, 2], "aaaa", [0, 0, 2, 2]),  # containers of one name; nodes emulated on one host
         ([2, 2, 2, 2], "abab", [0, 1, 0, 1]),  # ranks that go round the hosts
         ([0, 0, 0, 0], "aabb", [0, 0, 2, 2]),
+        ([4, 4, 4, 4, 2, 2], "aaaabb", [0, 0, 0, 0, 4, 4]),
+        ([3, 3, 3, 2, 2, 2, 2], "aaaaaaa", [0, 0, 0, 3, 3, 5, 5]),
+        ([4, 4], "aa", [0, 0]),  # fewer than there might be
+        ([4, 2, 4, 2, 4, 4], "abcdef", [0, 1, 2, 3, 4, 5]),  # nodes interleave ranks
+        ([2, 2, 0, 0], "abcd", [0, 1, 2, 3]),
     ],
 )
 def test_nodes_by_what_ranks_say_and_the_names_of_their_hosts(sizes, hosts, nodes) -> None:

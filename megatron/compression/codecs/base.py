@@ -224,4 +224,4 @@ def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
 
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[rows, ...]`` of a codec's results; a single one is not copied."""
-    return rows[0][None] if len(rows) == 1 else torch.stack(tuple(rows))
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))

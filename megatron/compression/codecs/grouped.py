@@ -23,26 +23,27 @@ from taco_kernels.taco import CodecConfig
 class GroupedCodec(Codec):
     """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch elsewhere.
 
-    Sums are taken in the Hadamard domain, in fp32, with one inverse transform at the end.
+    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end.
     """
 
     @property
     @abc.abstractmethod
     def config(self) -> CodecConfig:
-        """What the kernels take."""
+        """The kernels' settings."""
 
-    @property
-    def domain(self) -> tuple[object, ...]:
-        """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
-        return self.sees_shape, self.config.group_size, self.config.hadamard, self.config.outliers
-
-    @property
+    @cached_property
     def block(self) -> int:
         return self.config.group_size
 
-    @property
+    @cached_property
     def fused_config(self) -> CodecConfig | None:
-        return None if self.config.outliers else self.config  # those kernels have no lists
+        """None with outliers and where channels are normalised, which those kernels cannot."""
+        return None if self.config.outliers or self.sees_shape else self.config
+
+    @cached_property
+    def domain(self) -> tuple[object, ...]:
+        """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
+        return self.sees_shape, self.block, self.config.hadamard, self.config.outliers
 
     def payload_bytes(self, shape: Shape) -> int:
         return self.config.wire_bytes(math.prod(shape))
@@ -80,11 +81,8 @@ class GroupedCodec(Codec):
         """Does not leave the Hadamard domain where both codecs have the same."""
         if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
             return super().decode_sum_encode(payloads, shape, into)
-        values = math.prod(shape)
-        rows = [
-            taco.decode_sum_encode(payloads[:, row], self.config, values, config_out=into.config)
-            for row in range(payloads.shape[1])
-        ]
+        values, config = math.prod(shape), into.config
+        rows = [taco.decode_sum_encode(row, self.config, values, config) for row in payloads.unbind(1)]
         return stacked(rows)
 
 
@@ -169,7 +167,7 @@ class IntCodec(GroupedCodec):
         rotated = self.normalize == "none" if self.hadamard is None else self.hadamard
         return CodecConfig(f"int{self.bits}", self.group, self.scales, rotated, self.outliers)
 
-    @property
+    @cached_property
     def sees_shape(self) -> bool:
         return self.normalize != "none"
 
@@ -178,31 +176,27 @@ class IntCodec(GroupedCodec):
         """Gradients have no mean worth the statistics."""
         return replace(self, normalize="none", hadamard=False) if self.sees_shape else self
 
-    @property
-    def fused_config(self) -> CodecConfig | None:
-        return None if self.sees_shape else super().fused_config
-
     def payload_bytes(self, shape: Shape) -> int:
-        layout = self._layout(shape)
+        layout = self._layout(shape) if self.sees_shape else None
         return super().payload_bytes(shape) if layout is None else layout.wire_bytes
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        layout = self._layout(x.shape[1:])
+        layout = self._layout(x.shape[1:]) if self.sees_shape else None
         if layout is None:
             return super().encode(x)
         rows = x.reshape(len(x), layout.tokens, layout.channels)
         return stacked([channel_norm.encode(row, layout) for row in rows])
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        layout = self._layout(shape)
+        layout = self._layout(shape) if self.sees_shape else None
         if layout is None:
             return super().decode(payloads, shape, dtype)
         values = stacked([channel_norm.decode(row, layout, dtype) for row in payloads])
         return values.view(len(payloads), *shape)
 
     def _layout(self, shape: Shape) -> ChannelNormLayout | None:
-        """Of a message of normalised channels; None of an empty one, and without ``normalize``."""
-        if not self.sees_shape or not math.prod(shape):
+        """Of a message of normalised channels; None of an empty one."""
+        if not math.prod(shape):
             return None
         if shape[-1] % self.group:
             raise ValueError(f"{shape[-1]} channels must be a multiple of group={self.group}")

@@ -1,7 +1,7 @@
-"""A cheap check of the ledger: what torch.distributed was really given in an iteration, by process group.
+"""The check of the ledger: what torch.distributed was really given in an iteration, by process group.
 
-The ledger counts what our layers and hooks know of. A layer of the user's own that communicates by itself is
-unknown to it, and would make every ratio look better than it is.
+The ledger does not know of a layer of the user's own that communicates by itself, which would make every
+ratio look better than it is.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from megatron.compression import patches
 from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
@@ -21,14 +22,7 @@ NEGLIGIBLE = 4096
 """Bytes an iteration that need not be in the ledger: scalar reductions (loss, gradient norm, overflow)."""
 
 
-def _flat(tensors: Any) -> list[torch.Tensor]:
-    """The tensors of a tensor, of a list, or of a list of lists."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [tensor for part in tensors for tensor in _flat(part)]
-
-
-_METHODS: dict[str, tuple[str, int]] = {
+_METHODS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
     **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base"), ("reduce_scatter", 1)),
@@ -36,14 +30,13 @@ _METHODS: dict[str, tuple[str, int]] = {
     # as torch calls them from 2.15 on
     **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
     **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
-    "all_to_all_single": ("all_to_all", 1),
-    **dict.fromkeys(("alltoall", "alltoall_base"), ("all_to_all", 1)),
+    **dict.fromkeys(("all_to_all_single", "alltoall", "alltoall_base"), ("all_to_all", 1)),
     **{"broadcast": ("broadcast", 0), "send": ("send", 0)},
 }
 """Methods of a process group: the ledger's operation, and which argument is the buffer. All functions of
 torch.distributed come down to these, those that Megatron holds by another name too."""
 _SUMS = ("all_reduce", "reduce_scatter")
-"""Operations that carry no payload: a backend cannot add up codes."""
+"""Operations without payloads: a backend cannot add up codes."""
 _KEYS = list(product(dict.fromkeys(operation for operation, _ in _METHODS.values()), (False, True)))
 """(operation, whether payloads): what is compared."""
 
@@ -51,8 +44,8 @@ _KEYS = list(product(dict.fromkeys(operation for operation, _ in _METHODS.values
 class BackendAudit:
     """Counts what this process gives to torch.distributed in one iteration, and compares the ledger with it.
 
-    It wraps the methods of ``ProcessGroup`` for as long; a call costs a few microseconds. Not seen: what
-    passes torch.distributed by (symmetric and host memory, Transformer Engine's user buffers).
+    It wraps the methods of ``ProcessGroup`` meanwhile. Not seen: what does not use torch.distributed
+    (symmetric and host memory, Transformer Engine's user buffers).
 
         audit = BackendAudit(ledger, groups)
         audit.start_with_first_forward(chunks)      # what sets a run up is not an iteration's traffic
@@ -83,9 +76,8 @@ class BackendAudit:
         def on_forward(module: torch.nn.Module, args: tuple) -> None:
             if module.training and not self._finished:
                 self.start()
-                for handle in handles:
-                    handle.remove()
-                handles.clear()
+                while handles:
+                    handles.pop().remove()
 
         handles += [chunk.register_forward_pre_hook(on_forward) for chunk in chunks]
 
@@ -128,21 +120,20 @@ class BackendAudit:
         self.stop()
         groups = self.groups()
         order, joined = list(groups), _joined(groups)
-        # One place a dimension on every rank, whatever is joined there. Of unequal all-to-alls it is the sums
-        # over ranks that agree, not what each is said to send.
+        # A row a dimension on every rank, whatever is joined there. Of unequal all-to-alls only the sums over
+        # ranks agree.
         sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)
-        cuda = torch.cuda.is_available() and dist.get_backend() != "gloo"
-        sums = sums.to("cuda" if cuda else "cpu")
+        sums = sums.to("cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
         dist.all_reduce(sums)
-        means = (sums.clamp_min(0).sum(1) / dist.get_world_size()).tolist()
+        means = dict(zip(order, (sums.clamp_min(0).sum(1) / dist.get_world_size()).tolist(), strict=True))
         return [
             f"{' and '.join(name.replace(' parallel', '') for name in names)} parallelism sent {mean:,.0f} "
             "bytes in the first iteration that the ledger does not know (mean over all ranks): a layer or a "
             "hook of the model communicates by itself, and is neither compressed nor in the ratio"
             for names, _ in joined
-            if (mean := means[order.index(names[0])]) > NEGLIGIBLE
+            if (mean := means[names[0]]) > NEGLIGIBLE
         ]
 
     def _missing(self, members: set[int], names: Sequence[str]) -> torch.Tensor:
@@ -156,41 +147,34 @@ class BackendAudit:
         for (traffic, operation, payload), sent in self._known.items():
             if any(traffic.startswith(DIMENSIONS[name]) for name in names):
                 known[operation, payload] += sent
-        differences = {key: given[key] - known[key] for key in _KEYS}
-        return torch.tensor(
-            [more if key[0] == "all_to_all" else max(0, more) for key, more in differences.items()],
-            dtype=torch.float64,
-        )
+        missing = [given[key] - known[key] for key in _KEYS]
+        signed = [
+            more if key[0] == "all_to_all" else max(0, more) for key, more in zip(_KEYS, missing, strict=True)
+        ]
+        return torch.tensor(signed, dtype=torch.float64)
 
     def _in_ledger(self) -> Counter[tuple[str, str, bool]]:
         """Bytes sent so far by (traffic, operation, whether they are a codec's payload)."""
         counts: Counter[tuple[str, str, bool]] = Counter()
         for (_, traffic, kind, operation, _), tally in self.ledger.tallies.items():
-            # what a compressor of gradients leaves out travels in its payloads
+            # what a compressor of gradients leaves out is sent in its payloads
             left_out = (traffic, kind, operation) == ("dp.gradient", "excluded", "all_to_all")
-            payload = kind in ("compressed", "fp8") or left_out
-            payload = payload and operation not in _SUMS
+            payload = (kind in ("compressed", "fp8") or left_out) and operation not in _SUMS
             counts[traffic, operation, payload] += tally.sent
         return counts
 
     def _counting(self, original: Callable, operation: str, position: int) -> Callable:
         @functools.wraps(original)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > position:
-                buffers = _flat(args[position])
+            root = getattr(args[1], "rootRank", 0) if operation == "broadcast" and len(args) > 1 else 0
+            if len(args) > position and (operation != "broadcast" or root == group.rank()):
+                buffers = pytree.tree_leaves(args[position])
                 size = sum(buffer.nbytes for buffer in buffers)
-                if operation != "broadcast" or _sends(group, args):
-                    payload = bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
-                    self.given[group, operation, payload] += bytes_sent(operation, size, group.size())
+                payload = bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
+                self.given[group, operation, payload] += bytes_sent(operation, size, group.size())
             return original(group, *args, **kwargs)
 
         return counted
-
-
-def _sends(group: dist.ProcessGroup, args: tuple) -> bool:
-    """Whether this rank is the root of a broadcast."""
-    root = getattr(args[1], "rootRank", 0) if len(args) > 1 else 0
-    return root == group.rank()
 
 
 def _joined(groups: Mapping[str, Groups]) -> list[tuple[list[str], set[int]]]:

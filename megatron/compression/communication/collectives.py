@@ -1,11 +1,8 @@
 """The collectives, over a codec or without one; each starts communication and returns its ``Work``.
 
 Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same bits; sums
-run in fp32 in the order of the ranks, so a result does not depend on timing. Any world size, any number of
-values.
-
-Exchanges of rows (tokens): each row is a payload of its own, and ranks may send and get any number of them.
-One codec call encodes all of a rank's rows, whoever gets them. ``why_not_rows`` says which codecs cannot.
+run in fp32 in the order of the ranks, so a result does not depend on timing. In exchanges of rows (tokens)
+each row is a payload of its own; ``why_not_rows`` says which codecs cannot.
 """
 
 import contextlib
@@ -21,12 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.overflow import encode, sum_and_encode
-from megatron.compression.communication.transport import TorchTransport
+from megatron.compression.communication.transport import Rows, TorchTransport
 from megatron.compression.communication.work import Work
 
 
 class _Pieces(NamedTuple):
-    """How a tensor is cut into one piece a rank: what depends on its shape alone, kept by ``_pieces``."""
+    """How a tensor is divided into one piece a rank: what depends on its shape alone."""
 
     codec: Codec
     first: Codec
@@ -82,15 +79,11 @@ def joined(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def all_reduce(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
-    """Start to sum ``x`` over the ranks of the transport's group, in two exchanges.
+    """Start to sum ``x`` (any strides; bf16, fp16, fp32; left as it is) over the ranks, in two exchanges.
 
-    Encode one piece a destination, all-to-all, decode + sum + encode the own piece, all-gather, decode.
-
-    Args:
-        x: any shape and stride; bf16, fp16 or fp32. Left as it is.
-        codec: its first hop encodes the pieces, its second the sums.
-        out: where to put the result: contiguous, of ``x``'s shape and dtype.
-    Returns: ``wait`` gives the sum, of ``x``'s shape and dtype.
+    Encode one piece a destination (the codec's first hop), all-to-all, decode + sum + encode the own piece
+    (its second), all-gather, decode. ``wait`` gives the sum, of ``x``'s shape and dtype, in a contiguous
+    ``out`` if given.
     """
     ranks = transport.world_size
     if ranks == 1 or x.numel() == 0:
@@ -108,15 +101,16 @@ def all_reduce(
 
     def sum_own_piece() -> Work:
         if second.lossless:
-            last, own = sum_and_encode(first, received[:, None], shape, dtype, second, transport)
+            last, own = sum_and_encode(first, received.unsqueeze(1), shape, dtype, second, transport)
         else:
-            last, own = second, first.decode_sum_encode(received[:, None], shape, second)
-        gathered, pending = transport.all_gather(own[0])
+            last, own = second, first.decode_sum_encode(received.unsqueeze(1), shape, second)
+        gathered, pending = transport.all_gather(own)
 
         def decode() -> torch.Tensor:
             if not pieces.missing:
-                into = None if out is None else out.view(pieces.rows)
-                return last.decode_into(gathered, shape, dtype, into).reshape(x.shape)
+                if out is None:
+                    return last.decode(gathered, shape, dtype).reshape(x.shape)
+                return last.decode_into(gathered, shape, dtype, out.view(pieces.rows)).reshape(x.shape)
             total = joined(last.decode(gathered, shape, dtype), x.shape)
             return total if out is None else out.copy_(total)
 
@@ -128,13 +122,10 @@ def all_reduce(
 def reduce_scatter(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
-    """Start to sum ``x`` over the group and keep this rank's slice of the first dimension; one quantisation.
+    """Start to sum ``x [W * n, ...]`` over the ranks and keep this rank's slice; the first hop encodes.
 
-    Args:
-        x: ``[W * n, ...]``, bf16, fp16 or fp32.
-        codec: its first hop encodes.
-        out: where to put the result, contiguous.
-    Returns: ``wait`` gives ``[n, ...]`` of ``x``'s dtype.
+    ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given.
+
     Raises: ValueError: the first dimension does not divide by the world size.
     """
     ranks = transport.world_size
@@ -155,7 +146,7 @@ def reduce_scatter(
 
     def decode() -> torch.Tensor:
         into = None if out is None else out[None]
-        return codec.decode_sum(received[:, None], shape, dtype, out=into)[0]
+        return codec.decode_sum(received.unsqueeze(1), shape, dtype, out=into)[0]
 
     return Work(pending, decode)
 
@@ -163,13 +154,9 @@ def reduce_scatter(
 def all_gather(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
-    """Start to concatenate every rank's ``x`` along the first dimension; one quantisation.
+    """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes.
 
-    Args:
-        x: ``[n, ...]``, the same shape on every rank; bf16, fp16 or fp32.
-        codec: its second hop encodes.
-        out: where to put the result, contiguous.
-    Returns: ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
+    ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given.
     """
     if transport.world_size == 1 or x.numel() == 0:
         full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
@@ -186,17 +173,15 @@ def all_gather_encoded(
     transport: TorchTransport,
     out: torch.Tensor | None = None,
 ) -> Work:
-    """Start to all-gather a tensor that is already encoded.
+    """Start to all-gather a tensor of ``shape`` and ``dtype`` that ``codec`` has encoded.
 
     Args:
-        payload: uint8 ``[1, bytes]`` of this rank's tensor.
-        shape, dtype: of that tensor, not empty.
-        codec: what has encoded it; ``overflow.encode`` says it with the payload.
+        payload: uint8 ``[1, bytes]`` of this rank's tensor, which is not empty.
         out: where to put the result, contiguous ``[W * n, ...]``.
     """
     if transport.fuses(codec):
         return transport.fused_all_gather(payload, shape, dtype, codec, out)
-    gathered, pending = transport.all_gather(payload[0])
+    gathered, pending = transport.all_gather(payload)
 
     def decode() -> torch.Tensor:
         into = None if out is None else out.view(-1, *shape)
@@ -234,14 +219,8 @@ def uncompressed_all_gather(
 
 
 def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
-    """Start to sum ``x`` over the group in fp32, at the traffic of an all-reduce in its own dtype.
-
-    The addends travel as they are, an owner adds them up in fp32 and rounds the sum once, and that travels.
-
-    Args:
-        x: contiguous; left as it is.
-        group: any number of ranks; where it does not divide ``x`` the last piece is padded.
-    """
+    """Start to sum ``x`` (contiguous; left as it is) over the group in fp32, at the traffic of an all-reduce
+    in its own dtype: an owner adds up a piece in fp32 and rounds the sum once, which is gathered."""
     ranks = group.size()
     piece = -(-x.numel() // ranks)
     pieces = F.pad(x.view(-1), (0, ranks * piece - x.numel()))
@@ -258,31 +237,20 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """The fp32 sum of ``[W, n]`` over its rows, one after the other.
-
-    ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
-    """
+    """The fp32 sum of ``[W, n]`` over its rows, one after the other. (``torch.sum`` adds in an order that
+    depends on the device, the shape and the number of rows.)"""
     total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
     for row in rows[1:]:
         total += row
     return total
 
 
-Sizes = Sequence[int] | None
-"""Rows for each rank of the group, or from each; None: the same number."""
-
-
 def all_to_all_rows(
-    x: torch.Tensor, codec: Codec | None, transport: TorchTransport, to: Sizes, came: Sizes
+    x: torch.Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows
 ) -> Work:
-    """Start to send ``x [n, values]``, the first ``to[0]`` rows to rank 0 and so on; one quantisation.
-
-    Args:
-        codec: None sends the rows as they are.
-        came: rows from each rank.
-    Returns: ``wait`` gives ``[sum(came), values]`` of ``x``'s dtype, in the order of the senders.
-    """
-    received, pending = transport.all_to_all_rows(encode_rows(x, codec), to, came)
+    """Start to send ``x [n, values]``, the first ``to[0]`` rows to rank 0 and so on; uncompressed without a
+    codec. ``wait`` gives ``[sum(came), values]`` of ``x``'s dtype, in the order of the senders."""
+    received, pending = transport.all_to_all(encode_rows(x, codec), to, came)
     return Work(pending, lambda: decode_rows(received, x, codec, x.dtype))
 
 
@@ -293,19 +261,17 @@ def all_gather_rows(
     ranks = transport.world_size
     # An all-gather of unequal parts is one broadcast a rank on NCCL, and refused by gloo.
     payload = encode_rows(x, codec).repeat(ranks, 1)
-    received, pending = transport.all_to_all_rows(payload, [len(x)] * ranks, sizes)
+    received, pending = transport.all_to_all(payload, [len(x)] * ranks, sizes)
     return Work(pending, lambda: decode_rows(received, x, codec, x.dtype))
 
 
 def reduce_scatter_rows(
     x: torch.Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
 ) -> Work:
-    """Start to sum ``[sum(sizes), values]`` over the ranks; ``wait`` gives this rank's ``sizes[rank]`` rows.
-
-    Summed in fp32 in the order of the ranks and rounded once.
-    """
+    """Start to sum ``[sum(sizes), values]`` over the ranks, in fp32 in their order, rounded once; ``wait``
+    gives this rank's ``sizes[rank]`` rows."""
     ranks, own = transport.world_size, sizes[transport.group.rank()]
-    received, pending = transport.all_to_all_rows(encode_rows(x, codec), sizes, [own] * ranks)
+    received, pending = transport.all_to_all(encode_rows(x, codec), sizes, [own] * ranks)
 
     def finish() -> torch.Tensor:
         addends = decode_rows(received, x, codec, torch.float32)
@@ -336,32 +302,18 @@ def decode_rows(
 
 
 def why_not_rows(codec: Codec, values: int) -> str | None:
-    """Why a codec cannot send tokens one by one, each with its own scales, or None.
-
-    Args:
-        values: of a token.
-    """
+    """Why a codec cannot send tokens of ``values`` each one by one, each with its own scales, or None."""
+    another = "but each token goes its own way: choose another codec, such as int8"
     if codec.lossless:
-        return (
-            "codes whole messages, which may overflow, but each token goes its own way: choose another "
-            "codec, such as int8"
-        )
+        return f"codes whole messages, which may overflow, {another}"
     if codec.sees_shape:
-        return (
-            "looks at all tokens of a message, but each goes its own way: choose another codec, such as int8"
-        )
+        return f"looks at all tokens of a message, {another}"
     if values % codec.block:
-        together = f"encodes {codec.block} values together, which do not divide a token's {values}"
-        return f"{together}: {_fitting(codec, values)}"
+        fix = "choose another codec"
+        with contextlib.suppress(TypeError, ValueError):  # no setting of that name, or not that value
+            fix = f"use {dataclasses.replace(cast(Any, codec), group=math.gcd(values, codec.block)).name}"
+        return f"encodes {codec.block} values together, which do not divide a token's {values}: {fix}"
     return None
-
-
-def _fitting(codec: Codec, values: int) -> str:
-    """The same codec with the largest group that divides a token."""
-    group = math.gcd(values, codec.block)
-    with contextlib.suppress(TypeError, ValueError):  # no setting of that name, or not that value
-        return f"use {dataclasses.replace(cast(Any, codec), group=group).name}"
-    return "choose another codec"
 
 
 class WithBackward(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Exchanges of bytes through pinned host memory, for the ranks of one host without peer access.
 
-NCCL moves such bytes with kernels. Here the devices' copy engines do: a sender copies pieces into a ring that
-it shares with the receiver, who copies them out, and each lets its stream wait for the other's counter. So
-both directions of a PCIe link are in use at once, and no multiprocessor computes less for it.
+The devices' copy engines move the bytes: a sender copies pieces into a ring that it shares with the receiver,
+who copies them out, and each lets its stream wait for the other's counter. So both directions of a PCIe link
+are in use at once, and the multiprocessors are free.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class DeviceBytes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A piece on its way into a ring, or out of one."""
+    """A piece that is copied into a ring (``sends``) or out of one."""
 
     sends: bool
     peer: int
@@ -57,10 +57,8 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, ...]:
-    """What a rank does in an exchange, in order.
-
-    Each step waits only for steps that come earlier on the ranks that take them, whatever the sizes are, so
-    that nobody waits for ever, even if all steps of a rank run one after the other.
+    """What a rank does in an exchange, in order: each step waits only for earlier steps of other ranks,
+    whatever the sizes, so that nobody waits for ever.
 
     Args:
         to, came: bytes for each rank and from each; a rank's own are left out.
@@ -69,17 +67,14 @@ def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, 
     for sends, sizes in ((True, to), (False, came)):
         for distance in range(1, world):
             peer = (rank + distance if sends else rank - distance) % world
-            piece = _piece(sizes[peer], world)
+            # Known to both ends, who know what passes between them and no more.
+            wanted = -(-sizes[peer] * (world - 1) // (PIECES * _LINE)) * _LINE
+            piece = min(largest(world), max(LEAST, wanted))
             offsets = range(0, sizes[peer], piece)
             for number, offset in enumerate(offsets):
                 step = Step(sends, peer, offset, min(piece, sizes[peer] - offset), number, len(offsets))
                 result.append(((number, distance, not sends), step))
     return tuple(step for _, step in sorted(result))
-
-
-def _piece(size: int, world: int) -> int:
-    """Bytes of a piece; known to both ends, who know what passes between them and no more."""
-    return min(largest(world), max(LEAST, -(-size * (world - 1) // (PIECES * _LINE)) * _LINE))
 
 
 def largest(world: int) -> int:
@@ -103,8 +98,8 @@ def tells(step: Step) -> bool:
 
 
 class CopyEngines:
-    """Two CUDA streams of copies, with waits for values in memory. By the driver's own functions: an exchange
-    makes some thirty calls, and torch's cost several times as much.
+    """Two CUDA streams of copies, with waits for values in memory; the driver's own functions cost
+    a fraction of torch's.
 
     Raises: HostMemoryError: the driver does not know such waits.
     """
@@ -152,11 +147,11 @@ class CopyEngines:
             raise
 
     def close(self) -> None:
-        """Give the memory back, which has not been used."""
+        """Unregister the memory, which has not been used."""
         self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
-        """Let both queues wait for what has been launched."""
+        """Let both streams wait for what has been launched."""
         if torch._C._cuda_isCurrentStreamCapturing():
             raise HostMemoryError(
                 "an exchange through host memory cannot be part of a CUDA graph: its replays would count on; "
@@ -205,15 +200,15 @@ class CopyEngines:
         check(self._driver.cuStreamWriteValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
 
     def end(self, kept: Any) -> "_UnderWay":
-        """A handle whose ``wait`` lets later work wait for both queues; ``kept`` is kept alive until then."""
-        return _UnderWay(self, (self._recorded(self._down), self._recorded(self._up)), kept)
+        """A handle whose ``wait`` lets later work wait for both streams; it keeps ``kept``."""
+        return _UnderWay(self, [self._recorded(self._down), self._recorded(self._up)], kept)
 
-    def let_wait(self, events: tuple[int, ...]) -> None:
+    def let_wait(self, events: list[int]) -> None:
         """Let the current stream wait for events, which are free then."""
         current = self._current()
-        for event in events:
-            check(self._driver.cuStreamWaitEvent(current, event, 0))
-            self.events.append(event)
+        while events:
+            check(self._driver.cuStreamWaitEvent(current, events[-1], 0))
+            self.events.append(events.pop())
 
 
 def check(failed: int) -> None:
@@ -225,13 +220,12 @@ def check(failed: int) -> None:
 class _UnderWay:
     """The copies of one exchange."""
 
-    def __init__(self, engines: CopyEngines, events: tuple[int, ...], kept: Any) -> None:
+    def __init__(self, engines: CopyEngines, events: list[int], kept: Any) -> None:
         self._engines, self._events, self._kept = engines, events, kept
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        events, self._events = self._events, ()
-        self._engines.let_wait(events)
+        self._engines.let_wait(self._events)
         self._kept = None  # what is allocated in its place is used after the events
 
     def __del__(self) -> None:
@@ -243,9 +237,9 @@ class _UnderWay:
 class HostMemory:
     """Memory that the ranks of a group share, and their exchanges through it. Construction is collective.
 
-    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8, for the
-    rest of the process. As with NCCL, all ranks make the same exchanges in the same order. A rank that is
-    gone leaves the others' streams waiting, until the launcher or NCCL's watchdog ends them.
+    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the
+    process ends. All ranks make the same exchanges in the same order. If a rank dies the others' streams
+    wait, until the launcher or NCCL's watchdog ends them.
 
     Args:
         group: ranks of one host.

@@ -5,7 +5,6 @@ buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)
 payload.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 TRAFFIC = {
@@ -50,7 +49,7 @@ KINDS = {
 """Why bytes travel as they do."""
 
 LINKS = ("", "intra", "inter")
-"""Where data-parallel bytes go: inside a node or between nodes; empty where nobody tells them apart."""
+"""Where data-parallel bytes go: inside a node or between nodes; empty where they are not distinguished."""
 
 
 def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
@@ -78,32 +77,28 @@ class Tally:
 
 
 class Ledger:
-    """Counts bytes handed to the transport, by phase, traffic, kind, operation and link.
+    """Counts bytes given to the transport, by phase, traffic, kind, operation and link.
 
-    A compressed operation is recorded in parts: each transport call with what it sends (``plain=0``), then
-    once what the uncompressed operation would have sent (``record_plain``).
+    A compressed operation is recorded in parts: each transport call with what it sends, and once what the
+    uncompressed operation would have sent (``record_plain``).
     """
 
     def __init__(self) -> None:
-        self.tallies: dict[tuple[str, str, str, str, str], Tally] = defaultdict(Tally)
+        self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
 
     def record(
         self, traffic: str, kind: str, operation: str, sent: int, plain: int = 0, link: str = ""
     ) -> None:
-        """Count one transport call.
-
-        Args:
-            traffic: one of ``TRAFFIC``.
-            kind: one of ``KINDS``.
-            plain: bytes the uncompressed operation would send (0 where ``record_plain`` says it).
-            link: one of ``LINKS``.
-        """
-        if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
-            raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
-        phase = "eval" if self.evaluating else "train"
-        tally = self.tallies[phase, traffic, kind, operation, link]
+        """Count one transport call; ``plain``: what the uncompressed operation would send, 0 where
+        ``record_plain`` says it."""
+        key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
+        tally = self.tallies.get(key)
+        if tally is None:
+            if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
+                raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
+            tally = self.tallies[key] = Tally()
         tally.calls += 1
         tally.sent += sent
         tally.plain += plain

@@ -1,16 +1,13 @@
 """The error meter: what codecs do to what each site sends, for the report and for the error bound.
 
 Each rank encodes and decodes a sample of its own tensors, in the last iteration before a log line, and keeps
-sums on the device. With a bound, the ranks that share a site add their sums up at the log line and decide
-alike. Nothing waits for the host in between.
-
-A few values of 10^3 to 10^4 times the others' magnitude (outliers) hide what becomes of their neighbours: a
+sums on the device. With a bound, the ranks that share a site add up their sums at the log line and decide
+alike. Outliers, values of 10^3 to 10^4 times the others' magnitude, hide the error of their neighbours: a
 group that has lost the other 127 has a relative error of 0.9 %. So errors are also measured without outliers.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,22 +18,10 @@ from taco_kernels.taco.outliers import is_outlier
 
 GROUP = 128
 SAMPLE_VALUES = 2**18
-"""At most so many values of a tensor are measured, whole groups at equal distances; at most twice so many
-decide a median."""
+"""At most so many values of a tensor are measured, whole groups at equal distances."""
 
 SiteTraffic = tuple[str, str]
 """(name of the site, traffic class)."""
-
-
-@dataclass
-class _Seen:
-    """What was measured of a site's traffic so far; on the device."""
-
-    squares: torch.Tensor
-    """``squares``, summed."""
-    peak: torch.Tensor
-    """The largest ``peak``."""
-    samples: int = 1
 
 
 class ErrorMeter:
@@ -52,7 +37,8 @@ class ErrorMeter:
         self.bound, self.interval = bound, interval
         self.tripped: dict[SiteTraffic, float] = {}
         """What goes uncompressed, with the error that decided it."""
-        self._seen: dict[SiteTraffic, _Seen] = {}
+        self._seen: dict[SiteTraffic, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        """``squares``, summed, the largest ``peak``, both on the device, and the number of samples."""
         self._undecided: dict[SiteTraffic, torch.Tensor] = {}
         self._last: dict[SiteTraffic, int] = {}
 
@@ -69,13 +55,12 @@ class ErrorMeter:
     ) -> None:
         """Encode and decode a sample of ``tensor`` and keep the squared error and signal.
 
-        Groups with a NaN or Inf are left out: an overflow of fp16, which the loss scaler handles, is no fault
-        of the codec.
+        Groups with a NaN or Inf are left out: overflows of fp16 are the loss scaler's. Nothing is done for an
+        empty tensor or a lossless codec.
 
         Args:
-            tensor: what the site is about to encode; bf16, fp16 or fp32. Nothing is done for an empty one.
-            codec: what encodes it. Of two hops that differ, the one with the larger error counts. A lossless
-                one has no error.
+            tensor: what the site is about to encode; bf16, fp16 or fp32.
+            codec: of two hops that differ, the one with the larger error counts.
             bounded: whether the bound concerns it: every rank that shares the site measures it.
         """
         if codec.lossless or not tensor.numel():
@@ -90,11 +75,11 @@ class ErrorMeter:
             both = (one.masked_fill(~finite, 0.0) for one in (exact, decoded.float() - exact))
             found.append(squares(*map(_in_groups, both)))
         measured = torch.stack(found).amax(0)
-        before = self._seen.get((site, traffic))
-        one = _Seen(measured, peak(tensor))
-        if before is not None:
-            one = _Seen(before.squares + measured, torch.maximum(before.peak, one.peak), before.samples + 1)
-        self._seen[site, traffic] = one
+        total, largest, samples = measured, peak(tensor), 1
+        if (before := self._seen.get((site, traffic))) is not None:
+            total, largest = before[0] + measured, torch.maximum(before[1], largest)
+            samples += before[2]
+        self._seen[site, traffic] = total, largest, samples
         if bounded and self.bound is not None:
             self._undecided[site, traffic] = measured
 
@@ -110,13 +95,14 @@ class ErrorMeter:
     def decide(
         self, sharing: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None
     ) -> dict[SiteTraffic, float]:
-        """Stop compressing what has passed the bound since the last call. Synchronises with the device. Call
-        it at every log line, on all ranks; any rank may write the checkpoint, so each gets all decisions.
+        """What goes uncompressed from now on, with its error: it has passed the bound since the last call.
+
+        Collective, at every log line; synchronises with the device. Every rank gets all decisions, since any
+        may write the checkpoint.
 
         Args:
             sharing: the ranks that hold the same sites; None for this rank alone.
             stages: those that hold the others; None: there are none.
-        Returns: What goes uncompressed from now on, with its error.
         """
         new = self._over_bound(sharing)
         if stages is not None and stages.size() > 1:
@@ -156,11 +142,11 @@ class ErrorMeter:
         None where the median was 0.
         """
         rows = []
-        for (site, traffic), seen in self._seen.items():
-            relative, ordinary = (_relative(error, signal) for error, signal in seen.squares.tolist())
+        for (site, traffic), (sums, peaks, samples) in self._seen.items():
+            relative, ordinary = (_relative(error, signal) for error, signal in sums.tolist())
             row = {"site": site, "traffic": traffic, "relative_error": relative, "ordinary_error": ordinary}
-            largest = float(seen.peak)
-            rows.append(row | {"peak": largest if math.isfinite(largest) else None, "samples": seen.samples})
+            largest = float(peaks)
+            rows.append(row | {"peak": largest if math.isfinite(largest) else None, "samples": samples})
         return rows
 
 

@@ -2,17 +2,17 @@
 
 Three states of the process, the same on every rank:
 
-- ``NOTED``, in a training pass that can be repeated (repetition.py): the host does not wait. Flags are kept
-  on the device and read once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
-- ``OFF``: the policy decides for no lossless codec. In that repeated pass, and in CUDA graphs.
-- ``ASKED``, everywhere else (evaluation, loops of one's own): before payloads are sent the ranks reduce the
-  flag and the host reads it. Between pipeline stages, where one side cannot ask the other, lossless is off.
+- ``NOTED``, in a training pass that can be repeated (repetition.py): flags are kept on the device and read
+  once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
+- ``OFF``, in that repeated pass and in CUDA graphs: the policy decides for no lossless codec.
+- ``ASKED``, elsewhere (evaluation, loops of one's own): before payloads are sent the ranks reduce the flag
+  and the host reads it. Between pipeline stages, where one side cannot ask the other, lossless is off.
 """
 
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,10 @@ class Overflow:
         flag = codec.overflow_flag(payloads)
         stream = torch.cuda.current_stream() if payloads.is_cuda else None
         noted = self._flags.get(stream)
-        if noted is None:
-            self._flags[stream] = flag.clone()
-        else:
-            noted.bitwise_or_(flag)
+        self._flags[stream] = flag.clone() if noted is None else noted.bitwise_or_(flag)
 
     def end(self) -> bool:
-        """Whether any rank has noted an overflow since ``begin``; flags are asked for again from here on.
+        """Whether any rank has noted an overflow since ``begin``; the state is ``ASKED`` from here on.
         Collective over all ranks of the job; synchronises with the device."""
         self.state = State.ASKED
         found = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
@@ -81,11 +78,10 @@ def encode(codec: Codec, rows: torch.Tensor, transport: TorchTransport) -> tuple
         return codec, payloads
     if overflow.state is State.NOTED:
         overflow.note(codec, payloads)
-        return codec, payloads
-    if not transport.any_rank(codec.overflow_flag(payloads)):
-        return codec, payloads
-    as_is = AsIs(rows.dtype)
-    return as_is, as_is.encode(rows)
+    elif transport.any_rank(codec.overflow_flag(payloads)):
+        codec = AsIs(rows.dtype)
+        payloads = codec.encode(rows)
+    return codec, payloads
 
 
 def sum_and_encode(
@@ -111,7 +107,6 @@ class AsIs(Codec):
     """The bytes of values of ``dtype``."""
 
     dtype: torch.dtype
-    lossless: ClassVar[bool] = False
 
     def payload_bytes(self, shape: Shape) -> int:
         return self.dtype.itemsize * math.prod(shape)

@@ -44,8 +44,7 @@ class Choice:
 
     def names(self, site: str, layer: int | str | None) -> bool:
         """Whether it is for this site of a layer."""
-        here = self.site is None or self.site == site_kind(site)
-        return here and (self.layers is None or layer in self.layers)
+        return self.site in (None, site_kind(site)) and (self.layers is None or layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class Rule:
         every = (self.codec, *(choice.codec for choice in self.choices))
         return tuple(codec for codec in every if codec is not None)
 
+    @cached_property
+    def compressed(self) -> Decision:
+        """That ``codec`` encodes a message; made once."""
+        return Decision(self.codec, "compressed")
+
     def codec_at(self, site: str, layer: int | str | None) -> Any:
         """The codec of a site; None: it goes uncompressed."""
         for choice in self.choices:
@@ -81,7 +85,7 @@ class Rule:
 
 @dataclass
 class Policy:
-    """Decides for every message of a run; what it is asked needs no tensor and no synchronisation.
+    """Decides for every message of a run, without synchronisation.
 
     Args:
         rules: by traffic class; one that has none is off.
@@ -105,12 +109,9 @@ class Policy:
     def decide(
         self, traffic: str, nbytes: int | None = None, site: str = "", layer: int | str | None = None
     ) -> Decision:
-        """What to do with a message.
+        """What to do with a message of ``nbytes`` over all ranks (None: its size does not matter).
 
-        Args:
-            nbytes: size of the uncompressed tensor over all ranks; None where the size does not matter any
-                more.
-            layer: what ``--tp-compression-layers`` calls the site's layer.
+        ``layer`` is what ``--tp-compression-layers`` calls the site's layer.
         """
         rule = self.rules.get(traffic)
         if rule is None or not rule.codecs:
@@ -130,7 +131,7 @@ class Policy:
             return _UNCOMPRESSED["small"]
         if codec.lossless and overflow.turns_off(traffic):
             return _UNCOMPRESSED["overflow"]
-        return Decision(codec, "compressed")
+        return rule.compressed if codec is rule.codec else Decision(codec, "compressed")
 
 
 _OFF = Rule(None)

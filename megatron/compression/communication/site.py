@@ -46,7 +46,7 @@ class Run:
     ledger: Ledger
     """Counts bytes."""
     transports: Transports = field(default_factory=Transports)
-    """Carry the payloads."""
+    """For the payloads."""
 
 
 class CommSite:
@@ -69,16 +69,19 @@ class CommSite:
         self.name, self.group, self.run, self.layer, self.fused = name, group, run, layer, fused
         self._transports: dict[str, tuple[int, TorchTransport]] = {}
 
-    def message(self, traffic: str, operation: str, nbytes: int) -> "Message":
+    def message(
+        self, traffic: str, operation: str, nbytes: int, decision: Decision | None = None
+    ) -> "Message":
         """What is about to be sent: decided, and counted as what the uncompressed operation would send.
 
         Args:
             operation: all_reduce, reduce_scatter or all_gather.
             nbytes: the uncompressed tensor over all ranks (what an all-gather makes, what a reduce-scatter
                 is given).
+            decision: None: the policy's.
         """
         run = self.run
-        codec, why = self.decide(traffic, nbytes)
+        codec, why = decision or self.decide(traffic, nbytes)
         if codec is None:
             run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
         else:
@@ -94,15 +97,11 @@ class CommSite:
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
     def count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
-        """Count a collective that the policy is not asked about.
-
-        Args:
-            why: one of ``ledger.KINDS``.
-        """
+        """Count a collective that the policy is not asked about; ``why`` is one of ``ledger.KINDS``."""
         self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
 
     def transport(self, traffic: str) -> TorchTransport:
-        """Carries payloads and counts them."""
+        """For the compressed messages of a traffic class, which it counts."""
         version, found = self._transports.get(traffic, (-1, None))
         if found is None or version != self.run.transports.version:
             on_send = partial(self.run.ledger.record, traffic, "compressed")
@@ -112,16 +111,13 @@ class CommSite:
 
 
 class Message:
-    """One message of a site; see ``CommSite.message``."""
+    """One message of a site; see ``CommSite.message`` and, for ``codec`` and ``why``, ``Decision``."""
 
     __slots__ = ("codec", "operation", "site", "traffic", "why")
 
     def __init__(self, site: CommSite, traffic: str, operation: str, codec: Codec | None, why: str) -> None:
         self.site, self.traffic, self.operation = site, traffic, operation
-        self.codec = codec
-        """None: uncompressed."""
-        self.why = why
-        """One of ``ledger.KINDS``."""
+        self.codec, self.why = codec, why
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         """Start the operation on ``x``; ``wait`` gives the result, in ``out`` if given. ``x`` stays as it is,
@@ -150,12 +146,7 @@ class Message:
 
     def again(self, traffic: str, nbytes: int) -> "Message":
         """The same message once more, counted in another traffic class."""
-        site = self.site
-        if self.codec is None:
-            site.count(traffic, self.why, self.operation, nbytes)
-        else:
-            site.run.ledger.record_plain(traffic, self.operation, nbytes, site.group.size())
-        return Message(site, traffic, self.operation, self.codec, self.why)
+        return self.site.message(traffic, self.operation, nbytes, Decision(self.codec, self.why))
 
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""
@@ -163,8 +154,8 @@ class Message:
         if site.run.ledger.evaluating or not policy.meter.due(site.name, self.traffic, policy.iteration()):
             return
         assert self.codec is not None
-        hop = {"reduce_scatter": 0, "all_gather": 1}.get(self.operation)
-        codec = self.codec if hop is None else self.codec.hops[hop]
+        first, second = self.codec.hops
+        codec = {"reduce_scatter": first, "all_gather": second}.get(self.operation, self.codec)
         policy.meter.measure(site.name, self.traffic, x, codec)
 
 
@@ -172,7 +163,7 @@ def site_name(module_path: str, layer_number: int | None) -> str:
     """``decoder.layers.0.mlp.linear_fc2`` on a later pipeline stage -> its global layer number.
 
     Args:
-        module_path: the path as ``named_modules`` gives it.
+        module_path: as ``named_modules`` gives it.
         layer_number: one-based global number of the transformer layer that holds the module, None outside.
     """
     if layer_number is None:
@@ -181,12 +172,8 @@ def site_name(module_path: str, layer_number: int | None) -> str:
 
 
 def layer_name(module_path: str, layer_number: int | None) -> int | str | None:
-    """What ``--tp-compression-layers`` calls the layer of a module: its number from 0, embedding, output, or
-    None.
-
-    Args:
-        module_path, layer_number: as for ``site_name``.
-    """
+    """What ``--tp-compression-layers`` calls a module's layer: its number from 0, embedding, output, or None.
+    Arguments are those of ``site_name``."""
     if layer_number is not None:
         return layer_number - 1
     return {"embedding": "embedding", "output_layer": "output"}.get(module_path.split(".")[0])

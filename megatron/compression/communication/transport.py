@@ -24,7 +24,9 @@ from megatron.compression.communication.work import Work, join
 from megatron.compression.errors import CompressionConfigError
 
 OnSend = Callable[[str, int], Any]
-"""Called with (operation, bytes this rank sends) for every call handed to the backend."""
+"""Called with (operation, bytes this rank sends) for every call of the backend."""
+Rows = Sequence[int] | None
+"""Rows for each rank of the group, or from each; None: the same number."""
 TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
 
 _TO_ALL, _GATHER = AllToAllOptions(), AllgatherOptions()
@@ -69,75 +71,50 @@ class TorchTransport:
     fused_reduce_scatter: Callable[..., Work]
     fused_all_gather: Callable[..., Work]
 
-    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to send row r of uint8 ``[W, bytes]`` to rank r.
-
-        Returns: uint8 ``[W, bytes]``, row r from rank r once the handle has been waited for.
-        """
-        if len(self.groups) > 1:
-            return self.all_to_all_rows(payloads, None, None)
-        received = torch.empty_like(payloads)
-        if self.on_send is not None:
-            self.on_send("all_to_all", payloads.nbytes // self.world_size * (self.world_size - 1))
-        return received, self.group.alltoall_base(received, payloads, [], [], _TO_ALL)
-
-    def all_to_all_rows(
-        self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
-    ) -> tuple[torch.Tensor, Any]:
+    def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
         """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on.
 
         Args:
             to, came: rows for each rank and from each; None: the same number for all.
         Returns: ``[sum(came), size]``, in the order of the senders once the handle has been waited for.
         """
-        received = rows.new_empty((len(rows) if came is None else sum(came), rows.shape[1]))
-        self._report("all_to_all", rows.nbytes)
-
-        def start(received: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-            return group.alltoall_base(received, rows.contiguous(), list(came or ()), list(to or ()), _TO_ALL)
-
-        return received, self._start(start, received, rows)
+        rows = rows.contiguous()
+        received = torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
+        if self.on_send is not None:
+            self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
+        splits = ([], []) if to is None or came is None else (list(came), list(to))
+        if len(self.groups) == 1:
+            return received, self.group.alltoall_base(received, rows, *splits, _TO_ALL)
+        return received, self._shared(
+            lambda group, into, part: group.alltoall_base(into, part, *splits, _TO_ALL), received, rows
+        )
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather uint8 ``[bytes]`` of every rank into uint8 ``[W, bytes]``."""
-        gathered = payload.new_empty((self.world_size, payload.numel()))
+        """Start to gather ``[1, size]`` of every rank into ``[W, size]``."""
+        payload = payload.contiguous()
+        gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
-            self.on_send("all_gather", payload.numel() * (self.world_size - 1))
+            self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         if len(self.groups) == 1:
-            return gathered, self.group._allgather_base(gathered.view(-1), payload, _GATHER)
+            return gathered, self.group._allgather_base(gathered, payload, _GATHER)
+        return gathered, self._shared(
+            lambda group, into, part: group._allgather_base(into, part, _GATHER), gathered, payload
+        )
 
-        def start(gathered: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-            return group._allgather_base(gathered.view(-1), payload.contiguous(), _GATHER)
-
-        return gathered, self._start(start, gathered, payload)
+    def _shared(self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor) -> Work:
+        """``start(group, into, part)`` of a share of the last dimension on each communicator."""
+        shares = [share.contiguous() for share in x.tensor_split(len(self.groups), dim=-1)]
+        parts = [whole.new_empty((len(whole), share.shape[-1])) for share in shares]
+        works = [Work(start(*one)) for one in zip(self.groups, parts, shares, strict=True)]
+        return join(works).then(lambda _: torch.cat(parts, dim=1, out=whole))
 
     def any_rank(self, flag: torch.Tensor) -> bool:
         """Whether ``flag``, uint8 ``[]``, is set on any rank of the group. Counted; the host waits for it."""
         found = flag.to(torch.int32)[None]
-        self._report("all_reduce", found.nbytes)
+        if self.on_send is not None:
+            self.on_send("all_reduce", bytes_sent("all_reduce", found.nbytes, self.world_size))
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return bool(found)
-
-    def _start(
-        self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor
-    ) -> Work | dist.Work:
-        """``start(whole, x, group)``, or the same for a share of the last dimension on each communicator."""
-        if len(self.groups) == 1:
-            return start(whole, x, self.group)
-        parts, works = [], []
-        for group, share in zip(self.groups, x.tensor_split(len(self.groups), dim=-1), strict=True):
-            parts.append(whole.new_empty((len(whole), share.shape[-1])))
-            works.append(start(parts[-1], share, group))
-        return shared_between(whole, parts, works)
-
-    def _report(self, operation: str, buffer_bytes: int) -> None:
-        if self.on_send is not None:
-            self.on_send(operation, bytes_sent(operation, buffer_bytes, self.world_size))
-
-
-def shared_between(whole: torch.Tensor, parts: list[torch.Tensor], works: list[dist.Work]) -> Work:
-    """Parts ``[W, some bytes]`` of ``whole [W, bytes]`` that are under way on several communicators."""
-    return join([Work(work) for work in works]).then(lambda _: torch.cat(parts, dim=1, out=whole))
 
 
 class HostTransport(TorchTransport):
@@ -152,13 +129,7 @@ class HostTransport(TorchTransport):
         super().__init__(memory.group, on_send)
         self.memory = memory
 
-    def all_to_all(self, payloads: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """As over torch.distributed."""
-        return self.all_to_all_rows(payloads, None, None)
-
-    def all_to_all_rows(
-        self, rows: torch.Tensor, to: Sequence[int] | None, came: Sequence[int] | None
-    ) -> tuple[torch.Tensor, Any]:
+    def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
         even = [len(rows) // self.world_size] * self.world_size
         to, came = to or even, came or even
@@ -166,19 +137,18 @@ class HostTransport(TorchTransport):
             raise ValueError(f"splits {to} and {came} of {len(rows)} rows, {self.world_size} ranks")
         rows = rows.contiguous()
         received = rows.new_empty((sum(came), rows.shape[1]))
-        self._report("all_to_all", rows.nbytes)
-        sends, receives = _parts(rows, to), _parts(received, came)
-        return received, self.memory.exchange(sends, receives, (rows, received))
+        if self.on_send is not None:
+            self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
+        return received, self.memory.exchange(_parts(rows, to), _parts(received, came), (rows, received))
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
         payload = payload.contiguous()
-        gathered = payload.new_empty((self.world_size, payload.numel()))
-        self._report("all_gather", gathered.numel())
-        size, address = payload.nbytes, gathered.data_ptr()
-        into = [DeviceBytes(address + rank * size, size) for rank in range(self.world_size)]
-        own = [DeviceBytes(payload.data_ptr(), size)] * self.world_size
-        return gathered, self.memory.exchange(own, into, (payload, gathered))
+        gathered = payload.new_empty((self.world_size, payload.shape[1]))
+        if self.on_send is not None:
+            self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
+        own = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
+        return gathered, self.memory.exchange(own, _parts(gathered, [1] * len(own)), (payload, gathered))
 
 
 def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
@@ -218,14 +188,12 @@ class SymmetricTransport(TorchTransport):
         first, second = (hop.fused_config for hop in codec.hops)
         second = None if second == first else second
         out = self.symmetric.all_reduce(x, first, out=out, config_out=second)
-        self._report_stored(self.symmetric.all_reduce_stores(x, first, second))
-        return Work.completed(out)
+        return self._completed(out, self.symmetric.all_reduce_stores(x, first, second))
 
     def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``reduce_scatter``."""
         out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
-        self._report_stored(self.symmetric.reduce_scatter_stores(x, codec.fused_config))
-        return Work.completed(out)
+        return self._completed(out, self.symmetric.reduce_scatter_stores(x, codec.fused_config))
 
     def fused_all_gather(
         self,
@@ -239,13 +207,13 @@ class SymmetricTransport(TorchTransport):
         if out is None:
             out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
         self.symmetric.all_gather_encoded(payload, shape, dtype, codec.fused_config, out=out)
-        self._report_stored(self.symmetric.all_gather_stores(shape, codec.fused_config))
-        return Work.completed(out)
+        return self._completed(out, self.symmetric.all_gather_stores(shape, codec.fused_config))
 
-    def _report_stored(self, stores: dict[str, int]) -> None:
+    def _completed(self, out: torch.Tensor, stores: dict[str, int]) -> Work:
         if self.on_send is not None:
             for operation, sent in stores.items():
                 self.on_send(operation, sent)
+        return Work.completed(out)
 
 
 class Transports:
@@ -265,13 +233,13 @@ class Transports:
         """Changes where a group may get another transport."""
 
     def prepare(self, groups: Iterable[dist.ProcessGroup], fused: bool = True) -> list[str]:
-        """Decide for these groups and set up their memory. Collective over all ranks of the job.
+        """Decide for this rank's groups and set up their memory. Collective over all ranks of the job;
+        members of a group give it in the same place.
 
         Args:
-            groups: this rank's, as many as it has (none is fine); members of one give it in the same place.
             fused: whether collectives may be fused kernels over symmetric memory.
-        Returns: A line for the log for each group that had not been decided before.
-        Raises: TransportError: a kind of memory was asked for and cannot be had.
+        Returns: A line for the log for each group that has not been decided before.
+        Raises: TransportError: a kind of memory was asked for and is not possible.
         """
         self.version += 1
         lines: list[str] = []
@@ -281,14 +249,10 @@ class Transports:
             if group in self._memory:
                 continue
             line = self._share_memory(group, fused)
-            if self._memory[group] is not None:
-                lines.append(line)
-                continue
-            count = self.count(group)
+            count = self.count(group) if self._memory[group] is None else 1
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)
-            shares = f", a share on each of {count} communicators" if count > 1 else ""
-            lines.append(line + shares)
+            lines.append(line + (f", a share on each of {count} communicators" if count > 1 else ""))
         for group, more in zip(owners, new_groups(wanted), strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
@@ -298,19 +262,18 @@ class Transports:
         return self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
 
     def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
-        """Decide for a group that has no fused kernels, by the same rule, and cares for its communicators
-        itself. Collective over the group, once.
+        """Decide for a group without fused kernels whose caller makes its communicators. Collective, once.
 
-        Returns: what carries the payloads, None: torch.distributed; and a line for the log.
-        Raises: TransportError: host memory was asked for and cannot be had.
+        Returns: the memory, None: torch.distributed; and a line for the log.
+        Raises: TransportError: host memory was asked for and is not possible.
         """
         line = self._share_memory(group, fused=False)
         memory = self._memory[group]
         return (memory if isinstance(memory, HostMemory) else None), line
 
     def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> str:
-        """Set up what memory the choice and the links allow; a line for the log, the same on every rank of
-        the group, or TransportError on all."""
+        """Set up what memory the choice and the links allow; a line for the log, or TransportError, the same
+        on every rank of the group."""
         self._memory[group], how = self._memory_of(group, fused)
         if self._memory[group] is not None:
             if self.communicators > 1:
@@ -331,27 +294,26 @@ class Transports:
         if reason := symmetric_memory.hosts_reason(group):
             return None, reason
         disabled = _disabled(group)
-        reason = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
-        reason = reason or symmetric_memory.peer_access_reason(group)
-        no_peers = reason is not None
-        if reason is None and not fused:
-            reason = "no fused kernels for these messages"
-        if reason is None and self.choice != "host":
-            try:
-                memory = symmetric_memory.SymmetricGroup(group)
-            except symmetric_memory.SymmetricMemoryError as error:
-                return None, str(error)
-            return memory, f"over symmetric memory between {group.size()} ranks of one host"
-        if self.choice == "symmetric" or (self.choice == "auto" and not no_peers):
-            return None, str(reason)
-        if self.choice == "auto" and "SHM" in disabled:
-            return None, f"{reason}, NCCL_SHM_DISABLE=1 for none through host memory"
-        wanted = self.choice == "host"
+        no_peers = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
+        no_peers = no_peers or symmetric_memory.peer_access_reason(group)
+        why = "--compression-transport host"
+        if self.choice != "host":
+            if no_peers is None and fused:
+                try:
+                    memory = symmetric_memory.SymmetricGroup(group)
+                except symmetric_memory.SymmetricMemoryError as error:
+                    return None, str(error)
+                return memory, f"over symmetric memory between {group.size()} ranks of one host"
+            why = no_peers or "no fused kernels for these messages"
+            if self.choice == "symmetric" or no_peers is None:
+                return None, why
+            if "SHM" in disabled:
+                return None, f"{why}, NCCL_SHM_DISABLE=1 for none through host memory"
         try:
             host_memory = HostMemory(group)
         except HostMemoryError as error:
-            return None, ("" if wanted else f"{reason}; ") + f"no host memory to share: {error}"
-        why = "--compression-transport host" if wanted else reason
+            before = "" if self.choice == "host" else f"{why}; "
+            return None, f"{before}no host memory to share: {error}"
         return host_memory, f"through host memory between {group.size()} ranks ({why})"
 
     def transport(
@@ -370,31 +332,37 @@ class Transports:
         return SymmetricTransport(memory, on_send)
 
 
-def new_groups(wanted: Sequence[Sequence[int]], backend: str | None = None) -> list[dist.ProcessGroup]:
+def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
     """Process groups of these ranks. Collective over all ranks of the job, each with its own wishes.
 
-    Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization`` only
-    the members make one, under a name made of how many groups a rank is in; where that differs between
-    members they wait for each other forever.)
+    Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization``
+    members in different numbers of groups wait for each other forever.)
 
     Args:
         wanted: global ranks of each group; this rank is in all of them, and their other members want them in
-            the same places of their lists. The same ranks may come several times; none at all is fine too.
-        backend: torch.distributed's; None for the job's own.
+            the same places of their lists. The same ranks may come several times.
     """
     everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, [tuple(ranks) for ranks in wanted])
     keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
-    created = {key: dist.new_group(list(key[1]), backend=backend) for key in sorted(keys)}
+    created = {key: dist.new_group(list(key[1])) for key in sorted(keys)}
     return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
+
+
+def _views(own: Any, group: dist.ProcessGroup) -> list:
+    """What every rank of a group says. Collective."""
+    views: list = [None] * group.size()
+    dist.all_gather_object(views, own, group=group)
+    return views
+
+
+def _own_disabled() -> set[str]:
+    return {way for way in ("P2P", "SHM") if os.environ.get(f"NCCL_{way}_DISABLE") == "1"}
 
 
 def _disabled(group: dist.ProcessGroup) -> set[str]:
     """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
-    own = [way for way in ("P2P", "SHM") if os.environ.get(f"NCCL_{way}_DISABLE") == "1"]
-    views: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(views, own, group=group)
-    return {way for view in views for way in view}
+    return set().union(*_views(_own_disabled(), group))
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
@@ -406,12 +374,8 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     if dist.get_backend(group) != "nccl":
         return False
     boot = Path("/proc/sys/kernel/random/boot_id")
-    disabled = all(os.environ.get(f"NCCL_{way}_DISABLE") == "1" for way in ("P2P", "SHM"))
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     adapters = Path("/sys/class/infiniband")
     infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
-    views: list[tuple[str, bool, bool]] = [("", False, False)] * group.size()
-    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
-    dist.all_gather_object(views, (host, disabled, infiniband), group=group)
-    if all(infiniband for _, _, infiniband in views):
-        return False
-    return len({host for host, _, _ in views}) > 1 or all(disabled for _, disabled, _ in views)
+    hosts, sockets, fast = zip(*_views((host, len(_own_disabled()) == 2, infiniband), group), strict=True)
+    return not all(fast) and (len(set(hosts)) > 1 or all(sockets))

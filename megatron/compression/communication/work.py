@@ -9,9 +9,9 @@ from typing import Any
 class Work:
     """Communication whose first exchange is under way; ``wait`` finishes it.
 
-    Work of several exchanges can be moved on by ``advance``, so that each of them overlaps with other work:
-    start it, launch a GEMM, advance it, launch another GEMM, wait. This needs no stream of its own (the
-    exchanges run on the backend's), and so it overlaps with CUDA_DEVICE_MAX_CONNECTIONS=1 as well.
+    ``advance`` moves work of several exchanges on, so that each overlaps with other work: start it, launch a
+    GEMM, advance it, launch another GEMM, wait. The exchanges run on the backend's stream, and so overlap
+    with CUDA_DEVICE_MAX_CONNECTIONS=1 as well.
 
     Args:
         pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours); None when
@@ -42,7 +42,7 @@ class Work:
         return self._left
 
     def advance(self) -> None:
-        """Wait for the exchange that is in flight and start the next one, if there is one."""
+        """Wait for the exchange that is in flight and start the next one, if any."""
         if self._done:
             return
         if self._pending is not None:
@@ -65,7 +65,7 @@ class Work:
 
     def then(self, follow: Callable[[Any], Any]) -> Work:
         """This work with ``follow(result)`` after its last exchange, whose result is the new result."""
-        return _Followed(self, follow)
+        return _Together([self], lambda: follow(self.wait()))
 
 
 def _step(work: Work) -> Any:
@@ -73,47 +73,25 @@ def _step(work: Work) -> Any:
     return work.wait() if work.done else work
 
 
-class _Followed(Work):
-    def __init__(self, work: Work, follow: Callable[[Any], Any]) -> None:
-        super().__init__(None)
-        self._work: Work | None = work
-        self._follow: Callable[[Any], Any] | None = follow
+class _Together(Work):
+    """Works that move on together, and what follows the last of them."""
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], Any]) -> None:
+        super().__init__(None, finish)
+        self._works = works
 
     @property
     def exchanges(self) -> int:
-        return 0 if self._work is None else max(1, self._work.exchanges)
+        return 0 if self._done else max(1, *(work.exchanges for work in self._works))
 
     def advance(self) -> None:
-        if self._work is None or self._follow is None:
+        if self._finish is None:
             return
-        if not self._work.done:
-            self._work.advance()
-        if self._work.done:
-            self._done, self._result = True, self._follow(self._work.wait())
-            self._work = self._follow = None  # nothing is kept alive
-
-
-class _Joined(Work):
-    def __init__(self, works: Sequence[Work], result: Any) -> None:
-        super().__init__(None)
-        self._works, self._filled = works, result
-
-    @property
-    def done(self) -> bool:
-        return all(work.done for work in self._works)
-
-    @property
-    def exchanges(self) -> int:
-        return max((work.exchanges for work in self._works), default=0)
-
-    def advance(self) -> None:
         for work in self._works:
             work.advance()
-
-    def wait(self) -> Any:
-        while not self.done:
-            self.advance()
-        return self._filled
+        if all(work.done for work in self._works):
+            self._done, self._result = True, self._finish()
+            self._works, self._finish = (), None  # nothing is kept alive
 
 
 def join(works: Sequence[Work], result: Any = None) -> Work:
@@ -123,4 +101,6 @@ def join(works: Sequence[Work], result: Any = None) -> Work:
     Args:
         result: what ``wait`` returns: the tensor that they fill between them.
     """
-    return _Joined(works, result)
+    if all(work.done for work in works):
+        return Work.completed(result)
+    return _Together(works, lambda: result)

@@ -1,9 +1,8 @@
 """Attention under context parallelism: every rank gathers the keys and values of the whole sequence.
 
-As Megatron distributes a sequence of 2W chunks, rank r holds chunks r and 2W - 1 - r, one after the other, so
-that causal attention costs all ranks the same. Queries stay where they are; the keys and values of all ranks
-are gathered and put in order, and their gradients reduce-scattered: the way of Llama 3 (arXiv 2407.21783,
-section 3.3.2). Grouped queries make keys and values small compared with the rest.
+Megatron distributes a sequence of 2W chunks: rank r holds chunks r and 2W - 1 - r, one after the other. The
+keys and values of all ranks are gathered and put in order, and their gradients reduce-scattered: the way of
+Llama 3 (arXiv 2407.21783, section 3.3.2).
 """
 
 import torch
@@ -37,13 +36,12 @@ def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
 def gather_sequence(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole sequence, in its order; one collective in each direction.
+    """Keys and values of the whole sequence, ``[s, b, groups, head_dim]`` each; one collective in each
+    direction. Gradients are summed over the ranks: in their dtype where they go uncompressed, else in fp32.
 
     Args:
         key, value: ``[s / W, b, groups, head_dim]``, this rank's chunks; head_dim may differ.
         site: counts, and compresses where its policy says so; None: uncompressed and uncounted.
-    Returns: ``[s, b, groups, head_dim]`` each. Gradients are summed over the ranks: in the tensors' dtype
-    where they go uncompressed, else in fp32.
     """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
     parts = [key.flatten(2), value.flatten(2)]

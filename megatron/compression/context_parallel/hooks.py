@@ -1,5 +1,8 @@
 """Puts compression of keys and values into a built model: every attention over a sequence gets its site."""
 
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
@@ -19,12 +22,11 @@ class ContextParallel(Dimension):
         config = self.config
         if config.enabled and (reason := self.refusal(chunks)):
             raise CompressionConfigError(f"{config.flag} cannot compress {reason}")
-        for chunk in chunks:
-            for path, module in chunk.named_modules():
-                if isinstance(module, SDPACoreAttention) and module.context_group is not None:
-                    name = site_name(path, module.layer_number)
-                    module.context_site = CommSite(name, module.context_group, self.run)
-                    groups[module.context_group] = None
+        for path, module in _modules(chunks):
+            if isinstance(module, SDPACoreAttention) and module.context_group is not None:
+                name = site_name(path, module.layer_number)
+                module.context_site = CommSite(name, module.context_group, self.run)
+                groups[module.context_group] = None
         if config.enabled:
             codecs = (config.forward_codec, config.backward_codec)
             fused = any(codec is not None and codec.fused_config is not None for codec in codecs)
@@ -33,18 +35,17 @@ class ContextParallel(Dimension):
                 self.say(f"compression: {line}")
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        for chunk in chunks:
-            for path, module in chunk.named_modules():
-                if _exchanges_otherwise(module):
-                    kind = type(module.core_attention).__name__
-                    return (
-                        f"{path}: {kind} exchanges keys and values by itself; "
-                        f"use --transformer-impl local, or drop {ContextParallelConfig.flag}"
-                    )
+        for path, module in _modules(chunks):
+            if not isinstance(module, Attention) or module.config.context_parallel_size == 1:
+                continue
+            if not isinstance(module.core_attention, SDPACoreAttention):
+                kind = type(module.core_attention).__name__
+                return (
+                    f"{path}: {kind} exchanges keys and values by itself; "
+                    f"use --transformer-impl local, or drop {ContextParallelConfig.flag}"
+                )
         return None
 
 
-def _exchanges_otherwise(module: torch.nn.Module) -> bool:
-    if not isinstance(module, Attention) or module.config.context_parallel_size == 1:
-        return False
-    return not isinstance(module.core_attention, SDPACoreAttention)
+def _modules(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    return chain.from_iterable(chunk.named_modules() for chunk in chunks)

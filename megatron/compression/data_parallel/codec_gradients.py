@@ -147,7 +147,7 @@ class CodecGradientSync(GradientSync):
             return codec.decode_sum(senders, shape, dtype, bucket.scale, own)
         transport = bucket.transport()
         last, payload = sum_and_encode(codec, senders, shape, dtype, self.last, transport)
-        gathered, pending = transport.all_gather(payload[0])
+        gathered, pending = transport.all_gather(payload)
         return Work(pending, lambda: self._spread(last, gathered, begin, end))
 
     def _spread(self, last: Codec, gathered: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ class BucketWeights:
         """Start to gather the pending payloads; ``wait`` applies them."""
         payload, codec, self.pending = self.pending, self._codec, None
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
-        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload)
+        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload[None])
 
         def apply() -> torch.Tensor:
             with torch.no_grad():

@@ -1,8 +1,8 @@
 """What pipeline stages send each other, encoded on the way.
 
-Every schedule of megatron-core sends through ``P2PCommunicator._communicate``; a patch hands those calls to
-``PipelineExchange``. It replaces the tensors by their payloads, has megatron-core's own functions send
-them in the same order, and decodes what arrives, at once or when the schedule waits for it.
+Every schedule of megatron-core sends through ``P2PCommunicator._communicate``, which a patch replaces by
+``PipelineExchange``: megatron-core's own functions send payloads in place of the tensors, in the same order;
+what arrives is decoded at once or when the schedule waits for it.
 """
 
 from collections import deque
@@ -26,12 +26,7 @@ TRAFFIC = {"send_next": FORWARD, "recv_prev": FORWARD, "send_prev": BACKWARD, "r
 
 
 class Arrival:
-    """A tensor on its way to this stage.
-
-    Attributes:
-        tensor: what the schedule holds until it has waited for the message.
-        buffer: what the transport fills.
-    """
+    """A tensor that is being received: the schedule holds ``tensor``, the transport fills ``buffer``."""
 
     def __init__(self, codec: Codec | None, shape: torch.Size, dtype: torch.dtype) -> None:
         self._codec, self._shape = codec, shape
@@ -43,7 +38,7 @@ class Arrival:
             size = message_bytes(codec, shape, dtype)
             self.buffer = torch.empty(1, size, dtype=torch.uint8, device=device)
 
-    def take(self, _: Any = None) -> None:
+    def decode(self, _: Any = None) -> None:
         """Fill the tensor from the payload, which has arrived."""
         if self._codec is not None:
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
@@ -54,12 +49,9 @@ class Arrival:
 class SendsInFlight:
     """A bounded queue of sends, each with the payload that the transport may still read.
 
-    A schedule waits for a send in order to free the tensor that it sends. A payload is a buffer of its own:
-    kept here, it lets the computation go on (on NCCL the current stream, over gloo the host). The oldest send
-    is waited for when there are too many, so that a slow link bounds the memory.
-
-    Args:
-        limit: sends that may be under way; four payloads of 4 to 6 bits are little more than one message.
+    A schedule waits for a send in order to free its tensor. A payload is a buffer of its own, so that the
+    computation need not wait. The oldest of more than ``limit`` sends is waited for, so that a slow link
+    bounds the memory; four payloads of 4 to 6 bits are little more than one message.
     """
 
     def __init__(self, limit: int = 4) -> None:
@@ -70,7 +62,7 @@ class SendsInFlight:
         return len(self._sends)
 
     def add(self, send: Work) -> None:
-        """Take in a send that has just been started, which holds its payload until it has been waited for."""
+        """Add a send that has just been started, which holds its payload until it has been waited for."""
         self._sends.append(send)
         while len(self._sends) > self.limit:
             self._sends.popleft().wait()
@@ -85,8 +77,8 @@ class PipelineExchange:
     """Sends between pipeline stages, compressed or not, and counts both.
 
     Args:
-        policy: decides for pp.forward and pp.backward: from settings, iteration and size, which both ends of
-            a message know alike. Its iteration is asked before the forward step of an iteration has run.
+        policy: decides for pp.forward and pp.backward from what both ends of a message know alike: settings,
+            iteration (asked before an iteration's forward step) and size.
     """
 
     def __init__(self, policy: Policy, ledger: Ledger) -> None:
@@ -94,7 +86,7 @@ class PipelineExchange:
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:
-        """Call it after each forward-backward pass of a schedule: what it has sent has arrived."""
+        """After each forward-backward pass of a schedule: what it has sent has arrived."""
         self.in_flight.flush()
 
     def __call__(
@@ -109,10 +101,10 @@ class PipelineExchange:
         tensor_shape: Sequence[int] | None,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """Take the place of ``P2PCommunicator._communicate`` with its arguments and results.
+        """``P2PCommunicator._communicate``, with its arguments and results.
 
-        Raises: CompressionConfigError: a set-up in which the two directions' messages would be mixed up, or a
-        codec that cannot encode them.
+        Raises: CompressionConfigError: a set-up that would mix up the two directions' messages, or a codec
+        that cannot encode them.
         """
         refuse_ambiguous_batch(communicator)
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
@@ -137,7 +129,7 @@ class PipelineExchange:
         with torch.no_grad():
             for name, shape, due in zip(RECEIVED, shapes, (recv_prev, recv_next), strict=True):
                 if due:
-                    arrivals[name] = self._arrival(communicator, TRAFFIC[name], shape)
+                    arrivals[name] = self._arrival(communicator.config.pipeline_dtype, TRAFFIC[name], shape)
             payloads = {
                 name: self._payload(communicator, TRAFFIC[name], one) for name, one in tensors.items()
             }
@@ -146,17 +138,14 @@ class PipelineExchange:
             if wait_on_reqs:
                 works = _complete(communicator, works, arrivals)
             else:
-                works |= {name: works[name].then(arrival.take) for name, arrival in arrivals.items()}
+                works |= {name: works[name].then(arrival.decode) for name, arrival in arrivals.items()}
         received = (arrivals[name].tensor if name in arrivals else None for name in RECEIVED)
         return *received, works
 
     def _decide(self, traffic: str, shape: Sequence[int], dtype: torch.dtype) -> Decision:
         return self.policy.decide(traffic, torch.Size(shape).numel() * dtype.itemsize)
 
-    def _arrival(
-        self, communicator: p2p_communication.P2PCommunicator, traffic: str, shape: Sequence[int] | None
-    ) -> Arrival:
-        dtype = communicator.config.pipeline_dtype
+    def _arrival(self, dtype: torch.dtype | None, traffic: str, shape: Sequence[int] | None) -> Arrival:
         if dtype is None or shape is None:
             raise RuntimeError("pipeline_dtype and the tensor's shape must be known to receive from a stage")
         return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype)
@@ -190,11 +179,8 @@ class PipelineExchange:
         encoded: set[str],
         arrivals: dict[str, Arrival],
     ) -> dict[str, Work]:
-        """Hand everything to megatron-core's own functions.
-
-        Returns:
-            By message what the schedule waits for: nothing for a payload's send, which ``in_flight`` keeps.
-        """
+        """Start everything by megatron-core's own functions. By message what the schedule waits for: nothing
+        for a payload's send, which ``in_flight`` keeps."""
         batched = communicator.config.batch_p2p_comm
         start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
         buffers = payloads | {name: arrival.buffer for name, arrival in arrivals.items()}
@@ -229,7 +215,7 @@ def _complete(
     if pending and config.batch_p2p_comm and config.batch_p2p_sync:
         torch.cuda.synchronize()  # as megatron-core does after batch_isend_irecv
     for arrival in arrivals.values():
-        arrival.take()
+        arrival.decode()
 
 
 def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ...], Any]:
@@ -242,10 +228,8 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
 
 
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
-    """Refuse virtual stages on two ranks with batched messages.
-
-    There a rank's next and previous stage are one peer, which takes messages in the order of its receives,
-    not in that of the sends: activations and gradients would silently change places.
+    """Refuse virtual stages on two ranks with batched messages: a rank's next and previous stage are one
+    peer, which receives messages in an order of its own, so that activations and gradients change places.
 
     Raises: CompressionConfigError: that set-up.
     """

@@ -150,10 +150,10 @@ class TagcGradientSync(GradientSync):
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
-        own = received.new_zeros(max(part.sum_bytes for part in self.parts))
+        own = received.new_zeros((1, max(part.sum_bytes for part in self.parts)))
         if rank in self.part_of:
             part = self.part_of[rank]
-            own[: part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
+            own[0, : part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
         sums, work = self.bucket.transport().all_gather(own)
 
         def spread() -> torch.Tensor:
@@ -191,7 +191,7 @@ def start_to_owners(
     transport = topology.carrier(link)
     rank, counts = transport.group.rank(), [payload.numel() // ALIGNMENT for payload in payloads]
     rows, came = torch.cat(payloads).view(-1, ALIGNMENT), [counts[rank]] * transport.world_size
-    received, work = transport.all_to_all_rows(rows, counts, came)
+    received, work = transport.all_to_all(rows, counts, came)
     for other, (payload, exact) in enumerate(zip(payloads, exact_bytes, strict=True)):
         same_node = other // topology.local == rank // topology.local
         where = link or (INTRA if same_node else INTER)
