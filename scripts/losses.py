@@ -27,7 +27,7 @@ from pathlib import Path
 
 import demo
 from _corpus import SPLITS
-from _launch import FLAGS, ROOT, SETTINGS_HELP, Setting, gpu_count, parse_setting, runs_left, torchrun
+from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, runs_left, torchrun
 
 from megatron.compression.report.render import table as markdown
 
@@ -167,7 +167,7 @@ def table(results: list[dict], baseline: str) -> str:
     return "\n".join([*markdown(*lines), "", note]) + "\n"
 
 
-def train(setting: Setting, run: dict, data: dict[str, str], options: argparse.Namespace) -> dict:
+def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argparse.Namespace) -> dict:
     """One training; what is kept of its report. Raises: RuntimeError: it failed."""
     name = "".join(c if c.isalnum() or c in ".=" else "-" for c in setting.text)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-{run['seed']}-", dir=options.output))
