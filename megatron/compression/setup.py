@@ -18,20 +18,19 @@ from megatron.training.training import num_floating_point_operations
 from megatron import host
 from megatron.compression import flags, patches, repetition
 from megatron.compression.auto.automatic import Automatic
+from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import STATE, Compression
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_track
-from megatron.compression.startup import checks
-from megatron.compression.startup.checkpoints import check_checkpoint, other_weights
+from megatron.compression.startup import checkpoints, checks  # noqa: F401  (they explain errors)
 from megatron.compression.startup.implementation import (
-    default_implementation,
     describe,
     missing_extension_overrides,
+    transformer_engine,
 )
 from megatron.compression.torch_native.spec import (
-    add_native_defaults,
     apply_native_defaults,
     block_spec,
     is_covered,
@@ -81,8 +80,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
     end_with_one_line()
     patches.change_class(parser, OneLineParser)
-    parser = flags.add_flags(add_native_defaults(parser))
-    parser.set_defaults(transformer_impl=default_implementation(), tokenizer_type="GPT2BPETokenizer")
+    layers = "local" if transformer_engine().missing else "transformer_engine"
+    # Megatron wants --spec local with --attention-backend local: apply_native_defaults removes it again.
+    parser.set_defaults(transformer_impl=layers, spec=["local"], tokenizer_type="GPT2BPETokenizer")
+    flags.add_flags(parser)
     patches.build_gpt2_from_its_files()
     patches.after_validating_arguments(checks.check_arguments, adapt_arguments)
     return parser
@@ -95,11 +96,6 @@ def adapt_arguments(args: Namespace) -> None:
         from megatron.host.engine import cpu_argument_overrides
 
         lines += cpu_argument_overrides(args)
-    if args.rampup_batch_size:
-        lines.append(
-            "--rampup-batch-size is ignored by this megatron-core, the batch is --global-batch-size from the "
-            "start: --step-batch-size-schedule in place of both lets it grow"
-        )
     checks.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     _log.keep()
@@ -205,14 +201,10 @@ def _follow(
     patches.around_evaluate(before_evaluate, reporter.after_evaluate)
     patches.on_training_end(reporter.finish)
 
-    resumed, warned = False, False
+    resumed = False
 
     def on_resume(state_dict: dict | None) -> None:
-        nonlocal resumed, warned  # what is read first, the arguments, has it as well
-        begun_from = (state_dict or {}).get("args")
-        if begun_from is not None and not warned and (warning := other_weights(begun_from, args)):
-            warned = True
-            _log(warning)
+        nonlocal resumed  # what is read first, the arguments, has it as well
         if state_dict is None:
             return
         if STATE in state_dict and not args.finetune and not resumed:

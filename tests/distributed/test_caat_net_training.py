@@ -12,7 +12,6 @@ ITERATIONS = 4
 CODEC_LOSS, CODEC_NORM = 1e-4, 5e-3  # relative, of 8 bits
 HALF = ("--caat-net-sync-fraction", "0.5")
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")  # layouts draw other numbers
-OTHER = "WARNING: weights of"
 TP2 = ("--tensor-model-parallel-size", "2")
 
 
@@ -139,13 +138,3 @@ def test_other_models_are_refused(runs: Runs) -> None:
     assert run.returncode != 0
     reason = "was trained with --caat-net-sync-fraction 0.5"
     assert run.errors and all(reason in line for line in run.errors)
-
-
-def test_other_weights_under_finetune(runs: Runs) -> None:
-    """--pretrained-checkpoint trains on from weights of another function, and says so in one line."""
-    run = runs.train(*TP2, "--pretrained-checkpoint", str(runs.saved), train_iters="1")
-    (line,) = [line for line in run.output.splitlines() if OTHER in line]
-    there, here = line.split(" begin a run of ")
-    assert "--caat-net-sync-fraction 0.5 at --tensor-model-parallel-size 2" in there
-    assert "--caat-net-sync-fraction 1 at --tensor-model-parallel-size 2" in here
-    assert "--finetune" in runs.from_initial() and OTHER not in runs.plain.output, "the same function"

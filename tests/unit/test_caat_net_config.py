@@ -1,6 +1,5 @@
 """--caat-net-sync-fraction: its values, what it is refused with, and which checkpoints it loads."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +74,7 @@ def test_what_it_is_refused_with(megatron, reason) -> None:
 )
 def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     """Another function of the same weights is refused; ordinary checkpoints stay free."""
-    from megatron.compression.startup.checkpoints import check_checkpoint
+    from megatron.compression.caat_net.config import check_checkpoint
 
     def args(fraction, ranks):
         flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}
@@ -86,27 +85,3 @@ def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
         return
     with pytest.raises(CompressionConfigError, match=reason):
         check_checkpoint(args(*saved), args(*ours))
-
-
-@pytest.mark.parametrize(
-    ("saved", "ours", "finetune", "said"),
-    [
-        ((0.5, 4), (0.5, 2), True, "0.5 at --tensor-model-parallel-size 4 begin a run of .* 0.5 at .* 2"),
-        ((0.5, 4), (1.0, 4), True, "0.5 at --tensor-model-parallel-size 4 begin a run of .* 1 at .* 4"),
-        ((0.5, 4), (0.5, 4), True, None),
-        ((1.0, 4), (1.0, 2), True, None),
-        ((0.5, 4), (0.25, 4), False, None),  # check_checkpoint refuses it
-    ],
-)
-def test_finetune_says_what_the_weights_were(saved, ours, finetune, said) -> None:
-    """Nothing where the function is the same, or where it is refused."""
-    from megatron.compression.startup.checkpoints import other_weights
-
-    def args(fraction, ranks):
-        return SimpleNamespace(
-            tensor_model_parallel_size=ranks, caat_net_sync_fraction=fraction, finetune=finetune
-        )
-
-    line = other_weights(args(*saved), args(*ours))
-    assert (line is None) == (said is None)
-    assert line is None or re.search(said, line)

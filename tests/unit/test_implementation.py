@@ -57,7 +57,6 @@ needs_none_installed = pytest.mark.skipif(
 def test_where_it_works_it_is_the_default(machine) -> None:
     """As in Megatron; and the log says the version."""
     assert machine(WHOLE) == Engine(version="2.20.2")
-    assert implementation.default_implementation() == "transformer_engine"
     check_implementation(asked("transformer_engine"))
     assert describe(asked("transformer_engine"), []) == "layers: Transformer Engine 2.20.2"
     assert (
@@ -76,7 +75,6 @@ def test_where_it_works_it_is_the_default(machine) -> None:
 def test_absent(machine, cuda: bool) -> None:
     """Torch-native layers; the log says how to have the others where they could run; asked for, one line."""
     machine(None, cuda)
-    assert implementation.default_implementation() == "local"
     why = f"is not installed; {SET_UP}" if cuda else "needs CUDA, and there is none here"
     assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {why})"
     check_implementation(asked("local"))
@@ -92,7 +90,6 @@ def test_broken(machine) -> None:
     assert importlib.util.find_spec("transformer_engine") is None
     with pytest.raises(ImportError):
         import transformer_engine  # noqa: F401
-    assert implementation.default_implementation() == "local"
     said = "cannot be imported (OSError: libcudnn.so.9: gone)"
     assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {said}; {SET_UP})"
     with pytest.raises(InputError) as refused:
@@ -104,7 +101,6 @@ def test_without_cuda_it_is_left_alone(machine) -> None:
     """It is not even imported, and hidden from Megatron, which would take its Adam."""
     machine(BROKEN, cuda=False)
     assert importlib.util.find_spec("transformer_engine") is None
-    assert implementation.default_implementation() == "local"
     none_here = "needs CUDA, and there is none here"
     assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {none_here})"
     with pytest.raises(InputError, match=f"which {none_here}: use --transformer-impl local"):

@@ -20,10 +20,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
-from megatron.compression.setup import gpt_layer_spec  # noqa: E402
+from megatron.compression.setup import add_arguments, gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.spec import (  # noqa: E402
-    add_native_defaults,
     apply_native_defaults,
     fill_rope_fusion_slot,
     leave_out_causal_mask,
@@ -183,7 +182,7 @@ def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
     if not spec:
         with pytest.raises(TypeError):
             arguments.validate_args(arguments.parse_args())
-    args = arguments.parse_args(add_native_defaults)
+    args = arguments.parse_args(add_arguments)
     if spec[1:] != ["a.module", "a_spec"]:
         arguments.validate_args(args)
     apply_native_defaults(args, [])

@@ -98,3 +98,25 @@ class CaatNetConfig:
                 "several streams; lower the latter"
             )
         self.shared_channels(args.hidden_size)
+
+
+def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
+    """Refuse a checkpoint of another function of its weights: of a CAAT-Net the sync fraction and the ranks
+    are part of the model.
+
+    Raises: CompressionConfigError: another sync fraction, or with one below 1 another tensor-parallel size.
+    """
+    saved, ranks = getattr(checkpoint_args, "caat_net_sync_fraction", 1.0), args.tensor_model_parallel_size
+    if saved != args.caat_net_sync_fraction:
+        raise CompressionConfigError(
+            f"the checkpoint was trained with --caat-net-sync-fraction {saved:g} (1 is an ordinary model), "
+            f"this run has {args.caat_net_sync_fraction:g}: another function of the same weights. Use "
+            f"--caat-net-sync-fraction {saved:g}, or --finetune to train on as another model"
+        )
+    streams = checkpoint_args.tensor_model_parallel_size
+    if saved != 1.0 and streams != ranks:
+        raise CompressionConfigError(
+            f"the checkpoint is a CAAT-Net of {streams} residual streams, one a tensor-parallel rank; at "
+            f"--tensor-model-parallel-size {ranks} its weights are another function. Use "
+            f"--tensor-model-parallel-size {streams}, or --finetune to train on as another model"
+        )

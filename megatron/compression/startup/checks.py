@@ -1,28 +1,25 @@
-"""Checks of what the command line names: data, tokenizer, checkpoints, and layers that are not there."""
+"""Checks of what the command line names: data, tokenizer, folders, and layers that are not there."""
 
 import importlib.util
 import os
 import re
-import struct
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron.compression.errors import InputError, explains, first_line, require_extra
+from megatron.compression.errors import InputError, explains, first_line
 from megatron.compression.startup.implementation import check_implementation, needs_transformer_engine
-
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
-_AGAIN = "write it again with scripts/preprocess_data.py"
 
 SAMPLE_BLOCKS, SAMPLE_BLOCK = 16, 65_536
 """What is read of a large file: as many blocks, evenly spread, of as many entries."""
 
 
-@explains("validate_args", "core_transformer_config_from_args", "initialize_model_parallel")
+@explains(
+    *("validate_args", "core_transformer_config_from_args", "initialize_model_parallel"),
+    "build_pretraining_data_loader",
+)
 def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | None:
     """The line of one of Megatron's own checks, with flags for the arguments of a bare assertion."""
     if not isinstance(error, AssertionError | ValueError | RuntimeError):
@@ -44,14 +41,6 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
     return None
 
 
-@explains("build_pretraining_data_loader")
-def no_samples(error: BaseException, args: Namespace | None) -> str | None:
-    """A share of the data that is smaller than a batch."""
-    if isinstance(error, AssertionError) and str(error).startswith("no sample to consume"):
-        return "a share of the data has no sample: give it more of --split, or 0 with --eval-iters 0"
-    return None
-
-
 def check_arguments(args: Namespace) -> None:
     """Check what validated arguments name, before anything is built (`patches.after_validating_arguments`).
 
@@ -60,7 +49,7 @@ def check_arguments(args: Namespace) -> None:
     """
     check_implementation(args)
     check_tokenizer(args)
-    check_checkpoints(args)
+    check_folders(args)
     check_datasets(args)
 
 
@@ -68,37 +57,29 @@ _FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llam
 
 
 def check_tokenizer(args: Namespace) -> None:
-    """Check that the tokenizer is named and that its files are there.
-
-    Raises: InputError: with the flag.
-    """
+    """Raises: InputError: no tokenizer is named, or its files are not there."""
     kind, model = args.tokenizer_type, args.tokenizer_model
     if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
         raise InputError(
             "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: --vocab-file and "
             "--merge-file), or --tokenizer-type NullTokenizer --vocab-size N for data made of numbers"
         )
-    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
-        if path and not os.path.isfile(path):
+    of_files = kind in _FILE_TOKENIZERS
+    if not model and (of_files or kind == "HuggingFaceTokenizer"):
+        raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
+    # Hugging Face's hub names models by owner/name; anything else is a path.
+    is_path = model and (of_files or model.startswith((".", "/", "~")) or model.count("/") > 1)
+    named = (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file))
+    for flag, path in (*named, ("--tokenizer-model", model if is_path else None)):
+        if path and not os.path.exists(path):
             raise InputError(f"{flag} {path}: no such file")
-    if kind in (*_FILE_TOKENIZERS, "HuggingFaceTokenizer"):
-        if not model:
-            raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
-        # Hugging Face's hub names models by owner/name; anything else is a path.
-        is_path = kind in _FILE_TOKENIZERS or model.startswith((".", "/", "~")) or model.count("/") > 1
-        if is_path and not os.path.exists(model):
-            raise InputError(f"--tokenizer-model {model}: no such file or folder")
-    if kind in _FILE_TOKENIZERS[:3]:
-        require_extra("sentencepiece", "tokenizers", f"--tokenizer-type {kind}")
-    elif kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
-        require_extra("transformers", "tokenizers", f"--tokenizer-type {kind}")
 
 
-def check_checkpoints(args: Namespace) -> None:
+def check_folders(args: Namespace) -> None:
     """Check the folder to load from, the one to save to, and what saving in the background needs.
 
     Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
-    start from random weights; --save cannot be written; nvidia_resiliency_ext is missing.
+        start from random weights; --save cannot be written; nvidia_resiliency_ext is missing.
     """
     load = args.load
     wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
@@ -121,7 +102,7 @@ def check_checkpoints(args: Namespace) -> None:
         )
 
 
-# What megatron-core's local layers would ignore, or end in a trace: argument -> its flag.
+# What torch-native layers would ignore, or end in a trace: argument -> its flag.
 _NEEDS_TRANSFORMER_ENGINE = {
     **{"fp8": "--fp8-format", "fp4": "--fp4-format", "tp_comm_overlap": "--tp-comm-overlap"},
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
@@ -131,17 +112,12 @@ _NEEDS_TRANSFORMER_ENGINE = {
 
 
 def check_local_layers(args: Namespace) -> None:
-    """Raises: InputError for a flag that only Transformer Engine serves, under --transformer-impl local."""
+    """Raises: InputError for what torch-native layers do not serve, under --transformer-impl local."""
     if args.transformer_impl != "local":
         return
     for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
         if getattr(args, name, None):
             raise needs_transformer_engine(flag, f"remove {flag}")
-    sharded = getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)
-    if getattr(args, "init_model_with_meta_device", False) and not sharded:
-        raise InputError(
-            "--init-model-with-meta-device leaves weights uninitialized without --use-megatron-fsdp: drop it"
-        )
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
     several = getattr(args, "context_parallel_size", 1) > 1
     latent = getattr(args, "multi_latent_attention", False)
@@ -151,19 +127,6 @@ def check_local_layers(args: Namespace) -> None:
                 f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
                 "use --attention-backend auto"
             )
-    if latent and getattr(args, "qk_l2_norm", False):
-        raise InputError("--qk-l2-norm does not go with --multi-latent-attention: drop one of the two")
-    if several and getattr(args, "mtp_num_layers", None):
-        raise needs_transformer_engine("--mtp-num-layers with --context-parallel-size", "drop one of the two")
-    recomputed = getattr(args, "recompute_modules", None) or ()
-    if "layernorm" in recomputed and importlib.util.find_spec("transformer_engine") is None:
-        raise needs_transformer_engine("--recompute-modules layernorm", "leave layernorm out of it")
-    predicts = getattr(args, "mtp_num_layers", None) and getattr(args, "sequence_parallel", False)
-    if predicts and importlib.util.find_spec("apex") is None:
-        raise needs_transformer_engine(
-            "--mtp-num-layers with --sequence-parallel",
-            "install apex, whose norms do, or remove one of the two flags",
-        )
 
 
 def check_evaluation(args: Namespace) -> None:
@@ -178,19 +141,11 @@ def check_evaluation(args: Namespace) -> None:
         )
 
 
-def check_supported_data(args: Namespace) -> None:
-    """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
-    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
-        if getattr(args, name, False):
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} is not supported by this entrypoint: remove the flag")
-
-
 def check_datasets(args: Namespace) -> None:
     """Check every dataset named on the command line.
 
     Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
-    shorter than its index says.
+    shorter than its index says; a share of --split without a document, on which Megatron never ends.
     """
     if args.mock_data:
         return
@@ -204,7 +159,7 @@ def check_datasets(args: Namespace) -> None:
     if not prefixes:
         raise InputError("no training data: give --data-path PREFIX, or --mock-data for made-up data")
     for prefix in prefixes:
-        sequences = check_indexed_dataset(prefix)
+        sequences = read_index(prefix).sequence_count
         if one_split:
             check_split(prefix, args.split, sequences)
 
@@ -213,8 +168,8 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
     """Check a sample of each dataset's token ids: data of another tokenizer trains without a word.
 
     Args:
-        vocabulary: ids of the tokenizer; ``--vocab-size`` may name more.
-    Raises: InputError: an id that the tokenizer does not have.
+        vocabulary: ids of the tokenizer.
+    Raises: InputError: an id that neither the tokenizer nor --vocab-size has.
     """
     if args.mock_data:
         return
@@ -229,7 +184,7 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
 
 
 def _prefixes(args: Namespace) -> tuple[list[str], bool]:
-    """Datasets on this file system, each once; and whether ``--split`` shares them out."""
+    """Datasets on this file system, each once; and whether ``--split`` divides them."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -238,22 +193,8 @@ def _prefixes(args: Namespace) -> tuple[list[str], bool]:
     return [prefix for prefix in dict.fromkeys(prefixes) if "://" not in prefix], blend is not None
 
 
-def _blocks(entries: int) -> Iterator[slice]:
-    """All entries where they are few, else blocks of them, the first and the last among them."""
-    if entries <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
-        yield slice(0, entries)
-        return
-    for start in np.linspace(0, entries - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.int64):
-        yield slice(start, start + SAMPLE_BLOCK)
-
-
 def check_split(prefix: str, split: str, sequences: int) -> None:
-    """Check that each non-zero share of `--split` receives a document: Megatron never ends on an empty one.
-
-    Args:
-        split: shares of training, validation and test, such as "99,1,0".
-    Raises: InputError: naming the share.
-    """
+    """Raises: InputError: a share of ``split`` ("99,1,0": training, validation, test) gets no document."""
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
@@ -268,58 +209,34 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
             )
 
 
-def check_indexed_dataset(prefix: str) -> int:
-    """Check that PREFIX.idx and PREFIX.bin exist and agree in size.
+def read_index(prefix: str) -> Any:
+    """megatron-core's reader of PREFIX.idx, which PREFIX.bin has been compared with.
 
-    The index holds, after its header: a length (int32) and an offset (int64) for each sequence, and one int64
-    for each document. The last sequence ends the .bin file.
-
-    Returns: The number of sequences.
-    Raises: InputError: naming the file and what to do.
+    Raises: InputError: one is missing, or damaged; no documents. Each names the file and what to do.
     """
-    from megatron.core.datasets.indexed_dataset import DType
+    from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    index, data, what = Path(prefix + ".idx"), Path(prefix + ".bin"), f"--data-path {prefix}"
-    for path in (index, data):
-        if not path.is_file():
+    what, again = f"--data-path {prefix}", "write it again with scripts/preprocess_data.py"
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        if not os.path.isfile(path):
             raise InputError(f"{what}: {path} does not exist (give the path without .bin or .idx)")
-    with index.open("rb") as stream:
-        header = stream.read(_INDEX_HEADER.size)
-        if len(header) < _INDEX_HEADER.size or not header.startswith(_INDEX_MAGIC):
-            raise InputError(f"{what}: {index} is not an index of a Megatron dataset: {_AGAIN}")
-        _, version, code, sequences, documents = _INDEX_HEADER.unpack(header)
-        if version != 1 or code not in {member.value for member in DType}:
-            raise InputError(f"{what}: {index} has an unknown version or token type: {_AGAIN}")
-        needed = _INDEX_HEADER.size + sequences * (4 + 8) + documents * 8
-        size = index.stat().st_size
-        if size < needed:
-            raise InputError(f"{what}: {index} is truncated, {size} of {needed} bytes: {_AGAIN}")
-        if sequences == 0:
-            raise InputError(f"{what}: the dataset is empty: give it documents")
-    lengths = np.memmap(index, np.int32, "r", _INDEX_HEADER.size, (sequences,))
-    offsets = np.memmap(index, np.int64, "r", _INDEX_HEADER.size + 4 * sequences, (sequences,))
-    expected = int(offsets[-1]) + int(lengths[-1]) * DType.size(code)
-    size = data.stat().st_size
+    try:
+        index = _IndexReader(f"{prefix}.idx", multimodal=False)
+    except Exception as error:
+        raise InputError(f"{what}: {prefix}.idx is damaged ({first_line(error)}): {again}") from None
+    if index.sequence_count == 0:
+        raise InputError(f"{what}: the dataset is empty: give it documents")
+    expected = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
+    size = os.path.getsize(f"{prefix}.bin")
     if size < expected:
-        raise InputError(f"{what}: {data} is truncated, {size} of {expected} bytes: {_AGAIN}")
-    return sequences
+        raise InputError(f"{what}: {prefix}.bin is truncated, {size} of {expected} bytes: {again}")
+    return index
 
 
 def largest_token_id(prefix: str) -> int:
-    """The largest token id of PREFIX.bin, of a sample where it is large; a negative id counts as too large.
-
-    The index has been checked (`check_indexed_dataset`).
-    """
-    from megatron.core.datasets.indexed_dataset import DType
-
-    with open(prefix + ".idx", "rb") as stream:
-        code = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))[2]
-    path = Path(prefix + ".bin")
-    if path.stat().st_size == 0:
-        return 0
-    tokens = np.memmap(path, DType.dtype_from_code(code), "r")
-    found = 0
-    for block in _blocks(len(tokens)):
-        part = tokens[block].astype(np.int64)
-        found = max(found, int(part.max()), np.iinfo(np.int32).max if part.min() < 0 else 0)
-    return found
+    """The largest token id of PREFIX.bin, of a sample where it is large; a negative one is too large."""
+    tokens = np.memmap(f"{prefix}.bin", read_index(prefix).dtype, "r")
+    tokens = tokens.view(f"u{tokens.itemsize}")
+    last = max(0, len(tokens) - SAMPLE_BLOCK)
+    starts = np.linspace(0, last, SAMPLE_BLOCKS).astype(np.int64)
+    return max(int(tokens[start : start + SAMPLE_BLOCK].max()) for start in starts)

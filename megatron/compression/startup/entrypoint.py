@@ -24,8 +24,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron.compression import patches, setup
-from megatron.compression.errors import came_through
-from megatron.compression.startup.checks import check_supported_data
+from megatron.compression.errors import InputError, came_through
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -40,6 +39,14 @@ def parse_arguments(
     """
     patches.after_validating_arguments(check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
+
+
+def check_supported_data(args: Namespace) -> None:
+    """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
+    for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is not supported by this entrypoint: remove the flag")
 
 
 _SAME_NAME = (

@@ -12,8 +12,6 @@ from megatron.compression.errors import InputError, first_line
 
 SET_UP = "scripts/setup.sh --with-transformer-engine"
 _FLAG = "--transformer-impl"
-
-
 _NO_CUDA = "needs CUDA, and there is none here"
 
 
@@ -50,11 +48,6 @@ def transformer_engine() -> Engine:
         patches.hide("transformer_engine", "it cannot be imported")
         said = f"{type(error).__name__}: {first_line(error)}"
         return Engine(missing=f"cannot be imported ({said})", fix=f"run {SET_UP}")
-
-
-def default_implementation() -> str:
-    """What ``--transformer-impl`` is where a script says nothing: Megatron's own default, if it can run."""
-    return "local" if transformer_engine().missing else "transformer_engine"
 
 
 def needs_transformer_engine(what: str, otherwise: str) -> InputError:

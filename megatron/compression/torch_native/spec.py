@@ -11,7 +11,7 @@ The backward is the rotation by the opposite angle. Angles, sine and cosine are 
 the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds four times.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -77,16 +77,6 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
             mlp.linear_fc2 = CompressedRowParallelLinear
         layer.sharded_state_dict_keys_map = names
     return block
-
-
-def add_native_defaults(parser: ArgumentParser) -> ArgumentParser:
-    """Let `--attention-backend local` pass validation (an `extra_args_provider`).
-
-    Megatron requires `--spec local` with it, which it then tries to import as a module.
-    `apply_native_defaults` takes that default back.
-    """
-    parser.set_defaults(spec=["local"])
-    return parser
 
 
 def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
