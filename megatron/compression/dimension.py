@@ -95,8 +95,7 @@ class Dimension:
         """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Hook into the chunks of this pipeline stage, before they are wrapped. Collective over all ranks
-        where compression is on.
+        """Hook into the chunks of this stage, before they are wrapped. Collective where compression is on.
 
         Raises: CompressionConfigError: compression is on and a layer communicates in a way not covered.
         """
@@ -135,10 +134,7 @@ def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
 
 
 def refuse_cuda_graphs(args: Namespace, flag: str) -> None:
-    """Refuse graphs that would replay what is sent.
-
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
+    """Raises: CompressionConfigError: a CUDA graph would replay what is sent."""
     if args.cuda_graph_impl != "none":
         raise CompressionConfigError(
             f"{flag} chooses and counts on the host, which a replayed graph leaves out; drop "
@@ -147,10 +143,7 @@ def refuse_cuda_graphs(args: Namespace, flag: str) -> None:
 
 
 def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
-    """Refuse a lossless codec where activations or weights are fp16.
-
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
+    """Raises: CompressionConfigError: a lossless codec where activations or weights are fp16."""
     if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
         raise CompressionConfigError(
             f"{flag} lossless shortens exponents of 8 bits, and fp16 has 5; use --bf16 or another codec"

@@ -39,7 +39,7 @@ from megatron.compression.torch_native.spec import (
 
 
 class _Log:
-    """Lines of ours for the log: kept until training begins, so that they stand together, last before
+    """Prints our lines on rank 0: kept until training begins, so that they stand together, last before
     iteration 1."""
 
     def __init__(self) -> None:
@@ -50,10 +50,7 @@ class _Log:
         self._kept = self._kept or []
 
     def __call__(self, line: str) -> None:
-        if self._kept is None:
-            print_rank_0(line)
-        else:
-            self._kept.append(line)
+        (print_rank_0 if self._kept is None else self._kept.append)(line)
 
     def show(self, *_: object) -> None:
         """Print what was kept, and every further line at once."""
