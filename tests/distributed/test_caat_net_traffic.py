@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.report.figures import log_line
 from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import (
@@ -57,6 +59,7 @@ def train_twice(
     return {
         "audit": audit.sent,
         "rows": run.ledger.rows(),
+        "line": log_line(1, None, _by_kind(run.ledger)),
         "losses": losses,
         "replicated": {
             name: p.detach().float().cpu()
@@ -68,12 +71,20 @@ def train_twice(
     }
 
 
+def _by_kind(ledger: Ledger) -> dict:
+    return {
+        traffic: {kind: {"sent": sent, "plain": plain} for kind, (sent, plain) in kinds.items()}
+        for traffic, kinds in ledger.totals().items()
+    }
+
+
 def sent_in(rows: list[dict], *channels: str) -> int:
     return sum(row["sent_bytes"] for row in rows if row["traffic"] in channels)
 
 
 def check_traffic(by_rank: list[list[dict]]) -> None:
-    """The hand count of the bytes, that c10d was given just these, and what ranks still have in common."""
+    """The hand count of the bytes, that c10d was given just these, what the log line compares them with, and
+    what ranks have in common."""
     iterations, world_size, cases = 2, len(by_rank), TRAFFIC_CASES
     results = list(zip(*by_rank, strict=True))
     full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
@@ -98,6 +109,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
             assert total_of(result["rows"]) == result["audit"], cases[case]
             for channel in ("tp.forward", "tp.backward"):
                 assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
+                plain = sum(row["plain_bytes"] for row in result["rows"] if row["traffic"] == channel)
+                assert plain == layers + embeddings, "of all channels, as ordinary tensor parallelism sends"
+            assert ("tensor-parallel ratio" in result["line"]) == (cases[case] != (1.0, "none"))
             assert result["losses"][1] < result["losses"][0]
         first, *others = ranks
         for other in others:

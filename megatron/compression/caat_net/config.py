@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from megatron.compression.dimension import naming_arguments, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 
+_OTHER_LAYERS = "has layers that are not covered"
 # Megatron's flag -> why a model of one stream a rank cannot have it
 _REFUSED = {
     "sequence_parallel": "splits one residual stream over the ranks, but here each rank has its own",
     "distribute_saved_activations": "keeps a slice of one residual stream on each rank, but each has its own",
     "num_experts": "routes tokens from one residual stream, but here each rank has its own",
     "mtp_num_layers": "embeds tokens again in layers that are not covered",
-    "multi_latent_attention": "has layers that are not covered",
-    "experimental_attention_variant": "has layers that are not covered",
-    "heterogeneous_layers_config_path": "has layers that are not covered",
-    "use_kitchen": "has layers that are not covered",
-    "defer_embedding_wgrad_compute": "takes the output layer's weight gradient out of the backward",
+    "multi_latent_attention": _OTHER_LAYERS,
+    "experimental_attention_variant": _OTHER_LAYERS,
+    "heterogeneous_layers_config_path": _OTHER_LAYERS,
+    "use_kitchen": _OTHER_LAYERS,
+    "defer_embedding_wgrad_compute": "defers the output layer's weight gradient to after the backward",
     "use_megatron_fsdp": "keeps gradients where their sum over tensor-parallel ranks does not reach them",
     "use_torch_fsdp2": "keeps gradients where their sum over tensor-parallel ranks does not reach them",
 }
@@ -45,10 +46,7 @@ class CaatNetConfig:
         return self.sync_fraction < 1
 
     def shared_channels(self, hidden_size: int) -> int:
-        """How many of ``hidden_size`` channels are summed, the first ones.
-
-        Raises: CompressionConfigError: none.
-        """
+        """How many of ``hidden_size`` channels are summed, the first ones. Raises: CompressionConfigError: none."""
         shared = int(hidden_size * self.sync_fraction)
         if shared == 0:
             raise CompressionConfigError(
@@ -86,14 +84,13 @@ class CaatNetConfig:
                 "raise it or drop the flag"
             )
         refuse_flags(args, _REFUSED, "drop it or --caat-net-sync-fraction")
-        if getattr(args, "cuda_graph_impl", "none") != "none":
+        if args.cuda_graph_impl != "none":
             raise CompressionConfigError(
                 f"{fraction} has not been run with --cuda-graph-impl; drop one of the two"
             )
-        groups = getattr(args, "num_query_groups", None)
-        if getattr(args, "group_query_attention", False) and groups < args.tensor_model_parallel_size:
+        if args.group_query_attention and args.num_query_groups < args.tensor_model_parallel_size:
             raise CompressionConfigError(
-                f"{fraction} needs at least one query group a rank: --num-query-groups {groups} at "
+                f"{fraction} needs at least one query group a rank: --num-query-groups {args.num_query_groups} at "
                 f"--tensor-model-parallel-size {args.tensor_model_parallel_size} gathers keys and values of "
                 "several streams; lower the latter"
             )

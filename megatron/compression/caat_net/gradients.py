@@ -1,7 +1,5 @@
 """Gradients of the parameters that all tensor-parallel ranks hold in whole, each for its own stream."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +21,7 @@ def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
     and megatron-core sums the gradients of the norms of queries and keys itself.
 
     Args:
-        rank_local: False takes the mark back.
+        rank_local: False removes the mark.
     """
     cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
@@ -45,42 +43,31 @@ class _FinalizeAndSum:
     """megatron-core's ``finalize_model_grads``, or what was there before, and then the sum."""
 
     def __init__(self, finalize, ledger: Ledger) -> None:
-        self.finalize = finalize or finalize_model_grads
-        self.ledger = ledger
+        self.finalize, self.ledger = finalize or finalize_model_grads, ledger
 
     def __call__(self, model: list[torch.nn.Module], num_tokens=None, pg_collection=None, **options) -> None:
         self.finalize(model, num_tokens, pg_collection=pg_collection, **options)
-        group = (
-            parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
-        )
-        sum_rank_local_gradients(model, group, self.ledger)
+        own = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+        sum_rank_local_gradients(model, own, self.ledger)
 
 
-def sum_rank_local_gradients(
-    model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger | None = None
-) -> None:
+def sum_rank_local_gradients(model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger) -> None:
     """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce.
 
     Args:
         model: chunks, wrapped or not; gradients in ``main_grad`` or else ``grad``.
     """
-    gradients = list(_rank_local_gradients(model))
+    gradients = []
+    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+        if parameter.requires_grad and getattr(parameter, _MARK, False):
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            if gradient is not None:
+                gradients.append(gradient.detach())
     if not gradients:
         return
     total = _flatten_dense_tensors(gradients)
     dist.all_reduce(total, group=group)
-    if ledger is not None:
-        ledger.record_uncompressed("tp.other", "exact", "all_reduce", total.nbytes, group.size())
+    ledger.record_uncompressed("tp.other", "exact", "all_reduce", total.nbytes, group.size())
     for gradient, summed in zip(gradients, _unflatten_dense_tensors(total, gradients), strict=True):
         gradient.copy_(summed)
-
-
-def _rank_local_gradients(model: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    for chunk in model:
-        for parameter in chunk.parameters():
-            if not (parameter.requires_grad and getattr(parameter, _MARK, False)):
-                continue
-            gradient = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
-            if gradient is not None:
-                yield gradient.detach()

@@ -70,7 +70,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
 
 
 def _check_layers(chunk: torch.nn.Module) -> None:
-    """Each layer has to have its two partial outputs: another layer would take the streams for equal."""
+    """Each layer has two partial outputs: another kind of layer would treat the streams as equal."""
     for path, layer in chunk.named_modules():
         if isinstance(layer, TransformerLayer):
             partial = sum(isinstance(module, PartialRowParallelLinear) for module in layer.modules())

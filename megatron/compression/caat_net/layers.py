@@ -21,6 +21,7 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.collectives import WithBackward, fp32_all_reduce
+from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
@@ -30,16 +31,23 @@ from megatron.compression.tensor_parallel.layers import (
 from megatron.compression.tensor_parallel.overlap import (
     DeferredWeightGradient,
     InputGradientExchange,
-    WeightGradient,
     arrival,
     defer,
     placeholder,
 )
 
 
-def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str) -> Work:
-    """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum."""
+def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private: int = 0) -> Work:
+    """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum.
+
+    Args:
+        private: bytes of the channels that ordinary tensor parallelism would sum as well: the ledger counts
+            them as not sent.
+    """
     codec, why = site.decide(traffic, tensor.nbytes)
+    if private:
+        plain = bytes_sent("all_reduce", private, site.group.size())
+        site.run.ledger.record(traffic, why, "instead_of_all_reduce", 0, plain)
     if codec is None and traffic == "tp.backward" and tensor.itemsize == 2:  # summed in fp32, rounded once
         for operation in ("all_to_all", "all_gather"):
             site.count(traffic, why, operation, tensor.nbytes)
@@ -55,16 +63,16 @@ class _PartialRowParallelLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, site, shared, exchange, gradient):
+    def forward(ctx, x, weight, bias, site, shared, exchange, unfinished):
         ctx.site, ctx.shared, ctx.has_bias = site, shared, bias is not None
-        ctx.exchange, ctx.gradient = exchange, gradient
+        ctx.exchange, ctx.unfinished = exchange, unfinished
         ctx.save_for_backward(x, weight)
         scale = math.sqrt(site.group.size())
         rows = x.reshape(-1, x.shape[-1])
-        partial_sum = torch.matmul(rows, weight[:shared].t())
-        work = _sum_over_ranks(partial_sum, site, "tp.forward")
-        pieces = 2 if work.exchanges > 1 else 1
         output = x.new_empty(rows.shape[0], weight.shape[0])
+        partial_sum = torch.matmul(rows, weight[:shared].t())
+        work = _sum_over_ranks(partial_sum, site, "tp.forward", output.nbytes - partial_sum.nbytes)
+        pieces = 2 if work.exchanges > 1 else 1
         private = weight[shared:].t()
         parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
         for number, (part, destination) in enumerate(parts):
@@ -87,7 +95,8 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         shared_gradient = grad_output[:, :shared].clone(memory_format=torch.contiguous_format)
-        work = _sum_over_ranks(shared_gradient, ctx.site, "tp.backward")
+        left_out = grad_output.nbytes - shared_gradient.nbytes
+        work = _sum_over_ranks(shared_gradient, ctx.site, "tp.backward", left_out)
         private = grad_output[:, shared:]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -106,28 +115,13 @@ class _PartialRowParallelLinear(torch.autograd.Function):
                 torch.matmul(work.wait().t(), rows, out=full[:shared])
                 return full
 
-            ctx.gradient.finish = finish
+            ctx.unfinished.append(finish)
             grad_weight = placeholder(weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             # This rank's stream alone: the ranks' are summed once an iteration (gradients.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
         return grad_x, grad_weight, grad_bias, *(None,) * 4
-
-
-class _FinishedLater:
-    """A row-parallel weight's gradient, whose shared rows need the sum of the gradient to have arrived.
-
-    It is never added to main_grad here: no other backward of that weight does so, and DDP's hook adds it.
-    """
-
-    def __init__(self) -> None:
-        self.finish: Callable[[], torch.Tensor] | None = None
-
-    def compute(self) -> torch.Tensor:
-        """Called when the engine comes to the weight's node."""
-        finish, self.finish = self.finish, None
-        return finish()
 
 
 class _LinearDeferring(torch.autograd.Function):
@@ -150,64 +144,13 @@ class _LinearDeferring(torch.autograd.Function):
         return grad_input, placeholder(weight), grad_bias, None
 
 
-def partial_row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    site: CommSite,
-    shared_channels: int,
-    following: DeferredWeightGradient | None = None,
-) -> torch.Tensor:
-    """This rank's stream of a row-parallel linear layer whose first channels alone are summed (see above).
-
-    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. In the backward
-    its exchange overlaps with the private channels' GEMMs and the weight gradient ``following``; overlap.py
-    says how the autograd engine orders them.
-
-    Args:
-        x: ``[s, b, h_in / W]``.
-        weight: ``[h_out, h_in / W]``.
-        bias: ``[h_out]`` or None; its gradient is that of this rank's stream.
-        shared_channels: k, 1 to ``h_out``.
-        following: that of the column-parallel layer that comes next.
-    Returns: ``[s, b, h_out]``, bias included: the private channels are scaled with it.
-    """
-    exchange, gradient = InputGradientExchange(), _FinishedLater()
-    if following is not None:
-        following.use()  # what is left belongs to another graph
-    if torch.is_grad_enabled():
-        weight = defer(weight, gradient)
-        x = arrival(x, exchange)
-        if following is not None:
-            following.prepare(exchange)
-    return _PartialRowParallelLinear.apply(x, weight, bias, site, shared_channels, exchange, gradient)
-
-
-def linear_deferring(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient: WeightGradient
-) -> torch.Tensor:
-    """``x @ weight.T + bias`` without communication.
-
-    Args:
-        x: ``[s, b, h]``.
-        weight: ``[h_out / W, h]``, as ``DeferredWeightGradient.use`` gives it.
-        bias: ``[h_out / W]`` or None.
-    """
-    return _LinearDeferring.apply(x, weight, bias, gradient)
-
-
-def copy_to_streams(x: torch.Tensor, site: CommSite) -> torch.Tensor:
-    """Begin every rank's stream with ``x``, equal on all of them; its gradient is summed over the ranks."""
-
-    def sum_over_streams(grad: torch.Tensor) -> torch.Tensor:
-        own = grad.clone(memory_format=torch.contiguous_format)
-        return _sum_over_ranks(own, site, "tp.backward").wait()
-
-    return WithBackward.apply(x, lambda x: x.view_as(x), sum_over_streams)
-
-
 class PartialRowParallelLinear(CompressedRowParallelLinear):
-    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward."""
+    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward.
+
+    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. Its exchange
+    overlaps with the private channels' GEMMs and the weight gradient ``following``; overlap.py says how the
+    autograd engine orders them.
+    """
 
     shared_channels: int
     following: DeferredWeightGradient | None = None
@@ -215,9 +158,21 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     traffic = ("tp.forward", "tp.backward")
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels."""
-        output = partial_row_parallel_linear(
-            input_, self.weight, self.bias, self.site, self.shared_channels, self.following
+        """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels. The
+        bias's gradient is that of this rank's stream."""
+        weight, exchange = self.weight, InputGradientExchange()
+        # The shared rows of the weight's gradient need the gradient's sum. They are never added to main_grad
+        # here: no other backward of that weight does so, and DDP's hook adds it.
+        unfinished: list[Callable[[], torch.Tensor]] = []
+        if self.following is not None:
+            self.following.use()  # what is left belongs to another graph
+        if torch.is_grad_enabled():
+            weight = defer(weight, lambda: unfinished.pop()())
+            input_ = arrival(input_, exchange)
+            if self.following is not None:
+                self.following.prepare(exchange)
+        output = _PartialRowParallelLinear.apply(
+            input_, weight, self.bias, self.site, self.shared_channels, exchange, unfinished
         )
         return output, None
 
@@ -236,14 +191,20 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
         weight, gradient = prepared
         if not torch.is_grad_enabled():  # a region to be recomputed, inside a graph
             return super()._forward_impl(input, self.weight, *args, **kwargs)
-        return linear_deferring(input, weight, kwargs["bias"], gradient)
+        return _LinearDeferring.apply(input, weight, kwargs["bias"], gradient)
 
 
 class StreamEmbedding(CompressedLanguageModelEmbedding):
-    """Word and position embeddings, from which every rank's stream begins."""
+    """Word and position embeddings, from which every rank's stream begins: their gradient is summed."""
 
     traffic = ("tp.backward",)
 
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[s, b, h]``; its backward has the only all-reduce of all channels."""
-        return copy_to_streams(super().forward(input_ids, position_ids, tokentype_ids), self.site)
+
+        def sum_over_streams(grad: torch.Tensor) -> torch.Tensor:
+            own = grad.clone(memory_format=torch.contiguous_format)
+            return _sum_over_ranks(own, self.site, "tp.backward").wait()
+
+        embeddings = super().forward(input_ids, position_ids, tokentype_ids)
+        return WithBackward.apply(embeddings, lambda x: x.view_as(x), sum_over_streams)

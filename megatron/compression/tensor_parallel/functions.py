@@ -99,7 +99,7 @@ def column_parallel_linear(
             deferred.prepare(exchange)
         if weight.requires_grad:
             gradient = WeightGradient(exchange, weight, fusion)
-            weight = defer(weight, gradient)
+            weight = defer(weight, gradient.compute)
     return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient)
 
 

@@ -92,9 +92,9 @@ def arrival(x: torch.Tensor, exchange: InputGradientExchange) -> torch.Tensor:
     return WithBackward.apply(x, _view, lambda _: exchange.wait())
 
 
-def defer(weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
-    """``weight``, whose gradient is computed by ``gradient``."""
-    return WithBackward.apply(weight, _view, lambda _: gradient.compute())
+def defer(weight: torch.Tensor, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+    """``weight``, whose gradient ``compute`` returns when the engine comes to its node."""
+    return WithBackward.apply(weight, _view, lambda _: compute())
 
 
 def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -130,7 +130,7 @@ class DeferredWeightGradient:
         if weight.requires_grad:
             fusion = getattr(self._layer, "gradient_accumulation_fusion", False)
             gradient = WeightGradient(exchange, weight, fusion)
-            self._prepared = defer(weight, gradient), gradient
+            self._prepared = defer(weight, gradient.compute), gradient
 
     def use(self) -> tuple[torch.Tensor, WeightGradient] | None:
         """The weight and what computes its gradient, once; called in the forward of the layer itself."""
