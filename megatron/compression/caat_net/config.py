@@ -46,7 +46,10 @@ class CaatNetConfig:
         return self.sync_fraction < 1
 
     def shared_channels(self, hidden_size: int) -> int:
-        """How many of ``hidden_size`` channels are summed, the first ones. Raises: CompressionConfigError: none."""
+        """How many of ``hidden_size`` channels are summed, the first ones.
+
+        Raises: CompressionConfigError: none.
+        """
         shared = int(hidden_size * self.sync_fraction)
         if shared == 0:
             raise CompressionConfigError(
@@ -88,9 +91,10 @@ class CaatNetConfig:
             raise CompressionConfigError(
                 f"{fraction} has not been run with --cuda-graph-impl; drop one of the two"
             )
-        if args.group_query_attention and args.num_query_groups < args.tensor_model_parallel_size:
+        groups = getattr(args, "num_query_groups", None)
+        if getattr(args, "group_query_attention", False) and groups < args.tensor_model_parallel_size:
             raise CompressionConfigError(
-                f"{fraction} needs at least one query group a rank: --num-query-groups {args.num_query_groups} at "
+                f"{fraction} needs at least one query group a rank: --num-query-groups {groups} at "
                 f"--tensor-model-parallel-size {args.tensor_model_parallel_size} gathers keys and values of "
                 "several streams; lower the latter"
             )
