@@ -34,7 +34,6 @@ from megatron.compression.torch_native.spec import (
     apply_native_defaults,
     block_spec,
     is_covered,
-    is_covered_local,
 )
 
 
@@ -243,7 +242,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     (Transformer Engine, heterogeneous blocks) is megatron-core's own choice.
     """
     transformer = model_config.transformer
-    if not is_covered_local(transformer):
+    if transformer.transformer_impl != "local" or not is_covered(transformer):
         return default_layer_spec(model_config, vp_stage)
     return block_spec(transformer, vp_stage)
 

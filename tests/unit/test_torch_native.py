@@ -14,16 +14,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
+from megatron.compression import patches  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.norm import (  # noqa: E402
+    RowRMSNorm,
     TorchLayerNorm,
     TorchRMSNorm,
-    row_rms_norm,
 )
-from megatron.compression.torch_native.spec import (  # noqa: E402
-    fill_rope_fusion_slot,
-    rotary,
-)
+from megatron.compression.torch_native.spec import rotary  # noqa: E402
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 
 SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16
@@ -244,7 +242,7 @@ def test_row_norm_agrees_with_torch(dtype) -> None:
     gamma = torch.randn(24, dtype=dtype, requires_grad=True)
     grad = torch.randn(x.shape, dtype=dtype)
     results = {}
-    for name, function in (("ours", row_rms_norm), ("torch", lambda *a: F.rms_norm(a[0], (24,), *a[1:]))):
+    for name, function in (("ours", RowRMSNorm.apply), ("torch", lambda *a: F.rms_norm(a[0], (24,), *a[1:]))):
         y = function(x, gamma, 1e-6)
         results[name] = [y, *torch.autograd.grad(y, (x, gamma), grad)]
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -275,7 +273,7 @@ def test_rotary_agrees_with_megatron_core(rotated) -> None:
 def test_rope_fusion_slot_of_transformer_engine_is_left_alone(monkeypatch) -> None:
     theirs = object()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", theirs)
-    assert not fill_rope_fusion_slot()
+    assert not patches.fill_rope_slot(rotary)
     assert rope_utils.fused_apply_rotary_pos_emb is theirs
 
 

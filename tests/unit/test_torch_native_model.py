@@ -20,12 +20,13 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
+from megatron.compression import patches  # noqa: E402
 from megatron.compression.setup import add_arguments, gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.spec import (  # noqa: E402
     apply_native_defaults,
-    fill_rope_fusion_slot,
     leave_out_causal_mask,
+    rotary,
 )
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 
@@ -144,7 +145,7 @@ def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         config(apply_rope_fusion=True)
-    assert fill_rope_fusion_slot() and fill_rope_fusion_slot()
+    assert patches.fill_rope_slot(rotary) and patches.fill_rope_slot(rotary)
     wanted = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
     monkeypatch.delattr(rope_utils, "_apply_rotary_pos_emb_bshd")  # the unfused path cannot run
     losses = train(build(gpt_layer_spec, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)

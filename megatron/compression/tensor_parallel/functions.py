@@ -20,7 +20,7 @@ from megatron.compression.tensor_parallel.overlap import (
     defer,
     placeholder,
 )
-from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
+from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -127,7 +127,7 @@ class _RowParallelLinear(torch.autograd.Function):
             if ctx.gradient is not None:
                 ctx.gradient.provide(lambda: rows)
                 grad_weight = placeholder(weight)
-            elif has_main_grad(weight, ctx.fusion):
+            elif ctx.fusion and hasattr(weight, "main_grad"):
                 accumulate(rows[1], rows[0], weight.main_grad)
                 grad_weight = dropped_gradient(weight)
             else:

@@ -21,7 +21,7 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.collectives import WithBackward
-from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient, has_main_grad
+from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient
 
 
 class InputGradientExchange:
@@ -69,7 +69,7 @@ class WeightGradient:
         self.exchange.waiting -= 1
         work = self.exchange.work
         in_parts = work is not None and work.exchanges > 1 and not self.exchange.waiting
-        fused = has_main_grad(self.weight, self.fusion)
+        fused = self.fusion and hasattr(self.weight, "main_grad")  # DDP's
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
         parts: Iterable = ((grad_output, gradient),)
         if in_parts:

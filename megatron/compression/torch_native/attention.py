@@ -7,6 +7,7 @@ The same function as megatron-core's DotProductAttention, without the [b, heads,
 
 import contextlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +56,8 @@ class SDPACoreAttention(MegatronModule):
         attn_mask_type: ``causal`` needs no mask tensor.
         attention_dropout: probability; None takes the config's.
         softmax_scale: None for 1 / sqrt(head dimension).
-        cp_comm_type: unused: keys and values are gathered (context_parallel/gather.py).
         pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
-        k_channels, v_channels: unused: widths of keys and values are read off the tensors.
+        unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their tensors').
 
     Attributes:
         context_group: the ranks that share a sequence; None: one.
@@ -73,10 +73,8 @@ class SDPACoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         _refuse_unsupported(config, layer_number, attn_mask_type)
@@ -159,8 +157,13 @@ class SDPACoreAttention(MegatronModule):
         # [s, b, n, d] -> [b, n, s, d], as views.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
+        # Tensor-parallel ranks hold different heads and draw different dropout. With sequence parallelism the
+        # transformer block has already entered that state.
+        forks = dropout_p > 0 and not self.config.sequence_parallel
+        as_is = contextlib.nullcontext()
+        random_state = get_cuda_rng_tracker().fork() if forks else as_is
         try:
-            with self._random_state(dropout_p), self._kernel_choice():
+            with random_state, as_is if self.kernels is None else sdpa_kernel(self.kernels):
                 context = F.scaled_dot_product_attention(
                     query,
                     key,
@@ -182,18 +185,6 @@ class SDPACoreAttention(MegatronModule):
                 "use --attention-backend auto"
             ) from error
         return context.permute(2, 0, 1, 3).flatten(2)
-
-    def _kernel_choice(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.kernels is None else sdpa_kernel(self.kernels)
-
-    def _random_state(self, dropout_p: float) -> contextlib.AbstractContextManager:
-        """Tensor-parallel ranks hold different heads and draw different dropout.
-
-        With sequence parallelism the transformer block has already entered that state.
-        """
-        if dropout_p > 0 and not self.config.sequence_parallel:
-            return get_cuda_rng_tracker().fork()
-        return contextlib.nullcontext()
 
 
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,6 @@ class _MegatronNorm:
         gamma = self.weight.to(dtype)
         return gamma + 1 if self.zero_centered_gamma else gamma
 
-    def extra_repr(self) -> str:
-        """Adds the zero-centred gamma to torch's line."""
-        return super().extra_repr() + (", zero_centered_gamma" if self.zero_centered_gamma else "")
-
 
 class TorchLayerNorm(_MegatronNorm, torch.nn.LayerNorm):
     """Layer norm over the last dimension (see the module's formula)."""
@@ -70,7 +66,7 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
         """Any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
         gamma = self._gamma(x.dtype)
         if x.is_cuda and self.normalized_shape[0] <= LONGEST_ROW:
-            y = row_rms_norm(x, gamma, self.eps)
+            y = RowRMSNorm.apply(x, gamma, self.eps)
         else:
             y = F.rms_norm(x, self.normalized_shape, gamma, self.eps)
         return y.to(self.weight.dtype)
@@ -98,7 +94,10 @@ def _backward(
     return grad_x.to(x.dtype), grad_gamma.to(gamma.dtype)
 
 
-class _RowRMSNorm(torch.autograd.Function):
+class RowRMSNorm(torch.autograd.Function):
+    """``apply(x, gamma, eps)``: RMS norm of ``x`` ``[..., n]`` by ``gamma`` ``[n]``, which has x's dtype;
+    arithmetic in fp32, rounded once."""
+
     @staticmethod
     def forward(ctx, x, gamma, eps):
         y, inverse = _forward(x, gamma, eps)
@@ -108,13 +107,3 @@ class _RowRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return (*_backward(grad, *ctx.saved_tensors), None)
-
-
-def row_rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * gamma` over the last dimension, arithmetic in fp32, rounded once.
-
-    Args:
-        x: [..., n].
-        gamma: [n], x's dtype.
-    """
-    return _RowRMSNorm.apply(x, gamma, eps)

@@ -33,11 +33,6 @@ from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
 
-def is_covered_local(transformer) -> bool:
-    """Whether our spec covers this ``TransformerConfig``."""
-    return transformer.transformer_impl == "local" and is_covered(transformer)
-
-
 def is_covered(transformer) -> bool:
     """Whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our hooks know."""
     local = transformer.transformer_impl == "local"
@@ -126,7 +121,8 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
         and torch.cuda.is_available()
         and "--no-rope-fusion" not in command_line
     )
-    if not usable or not fill_rope_fusion_slot() or args.apply_rope_fusion:
+    # In the slot that a TransformerConfig checks when it is built. Packed sequences are not covered.
+    if not usable or not patches.fill_rope_slot(rotary) or args.apply_rope_fusion:
         return None
     args.apply_rope_fusion = True
     return "RoPE runs compiled (--no-rope-fusion: megatron-core's unfused one)"
@@ -145,21 +141,13 @@ def _fuse_weight_gradients(args: Namespace) -> str | None:
     return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
 
 
-def _rotation(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    turned = t[..., : cos.shape[-1]].float()
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned.to(t.dtype), t[..., cos.shape[-1] :]), dim=-1)
-
-
 @jit_fuser
-def _rotate(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    return _rotation(t, freqs.cos(), freqs.sin())
-
-
-@jit_fuser
-def _rotate_back(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    return _rotation(t, freqs.cos(), -freqs.sin())
+def _rotate(t: torch.Tensor, freqs: torch.Tensor, opposite: bool) -> torch.Tensor:
+    cos, sin = freqs.cos(), -freqs.sin() if opposite else freqs.sin()
+    rotated = t[..., : freqs.shape[-1]].float()
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated.to(t.dtype), t[..., freqs.shape[-1] :]), dim=-1)
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -173,14 +161,4 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
     """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
-    return WithBackward.apply(t, lambda t: _rotate(t, freqs), lambda grad: _rotate_back(grad, freqs))
-
-
-def fill_rope_fusion_slot() -> bool:
-    """Make ``--apply-rope-fusion``, megatron-core's default, work without Transformer Engine. Idempotent.
-
-    Packed sequences are not covered. Call it before a ``TransformerConfig`` is built: that checks the slot.
-
-    Returns: Whether our function is in the slot.
-    """
-    return patches.fill_rope_slot(rotary)
+    return WithBackward.apply(t, lambda t: _rotate(t, freqs, False), lambda grad: _rotate(grad, freqs, True))

@@ -45,15 +45,6 @@ def accumulate(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tens
     kernel(x.contiguous(), grad_output.contiguous(), main_grad)  # they take no strides
 
 
-def has_main_grad(weight: torch.Tensor, fusion: bool) -> bool:
-    """Whether the gradient of ``weight`` is to be added to its main_grad.
-
-    Args:
-        fusion: the layer's ``gradient_accumulation_fusion``; without DDP's main_grad it has no effect.
-    """
-    return fusion and hasattr(weight, "main_grad")
-
-
 def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     """What a backward returns once the gradient is in main_grad: DDP's hook wants one, and drops it.
 

@@ -22,7 +22,7 @@ weight gradient live that much longer.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,62 +30,44 @@ from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Message
 
 
-class WeightGradients:
+class WeightGradients(deque[Callable[[], object]]):
     """Deferred ones, oldest first."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def put(self, compute: Callable[[], object]) -> None:
         """Defer one; called in a backward pass, at whose end it will have been computed."""
-        if not self._waiting:
+        if not self:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._waiting.append(compute)
-
-    def compute_one(self) -> None:
-        """Launch the oldest."""
-        self._waiting.popleft()()
+        self.append(compute)
 
     def flush(self) -> None:
         """Launch all."""
-        while self._waiting:
-            self.compute_one()
+        while self:
+            self.popleft()()
 
 
 class DeferredStore:
     """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to the queue.
 
     Args:
-        may_come_late: whether it is deferred now: TE's GEMM has to add to ``main_grad`` itself.
+        may_come_late: whether the layer's next weight gradient is deferred: TE's GEMM has to add it to
+            ``main_grad`` itself.
     """
 
     def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
-        self._queue, self._may_come_late = queue, may_come_late
-
-    def delay_wgrad_compute(self) -> bool:
-        """Whether the layer's next weight gradient is deferred."""
-        return self._may_come_late()
+        self._queue, self.delay_wgrad_compute = queue, may_come_late
 
     def put(self, tensors: list, compute: Callable) -> None:
         """TE's own call in the layer's backward."""
         self._queue.put(lambda: compute(*tensors))
 
 
-class Handle(Protocol):
-    """Of communication under way: torch.distributed's, Transformer Engine's or ours."""
-
-    def wait(self) -> Any:
-        """Let the current stream go on when it is done."""
-
-
-Result = tuple[torch.Tensor, Handle | None]
+Result = tuple[torch.Tensor, Any]
+"""A tensor, and the handle whose ``wait`` fills it: torch.distributed's, Transformer Engine's or ours; None:
+filled already."""
 
 
 class Place(NamedTuple):
-    """Which layer runs, and in which direction."""
+    """The layer that runs, and in which direction."""
 
     site: CommSite
     traffic: str
@@ -134,12 +116,11 @@ class Exchanges:
                 return original(inp, tp_group, async_op, output, **others)
             message = self._compressed(place, "reduce_scatter", inp, inp.nbytes)
             if message is None:
-                given = {"output": output} | others
-                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **given)
+                others["output"] = output
+                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **others)
             if output is None:
                 output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
-            work = message.start(inp, output)
-            return self._result(place, output, work, async_op)
+            return self._result(place, output, message.start(inp, output), async_op)
 
         return reduce_scatter_along_first_dim
 
@@ -158,15 +139,13 @@ class Exchanges:
                 result = self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
                 place.site.count(place.traffic, "fp8", "all_gather", gathered_bytes(result[0]))
                 return result
-            nbytes = inp.nbytes * process_group.size()
             message = None
             if others.get("output_tensor") is None:
-                message = self._compressed(place, "all_gather", inp, nbytes)
+                message = self._compressed(place, "all_gather", inp, inp.nbytes * process_group.size())
             if message is None:
                 return self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
             out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
-            work = message.start(inp, out)
-            return self._result(place, out, work, async_op, overlap=not async_op)
+            return self._result(place, out, message.start(inp, out), async_op, overlap=not async_op)
 
         return gather_along_first_dim
 
@@ -195,7 +174,7 @@ class Exchanges:
         if place.traffic != "tp.backward" or ahead or not self.weight_gradients:
             return original(inp, group, async_op=asynchronous, **given)
         result, handle = original(inp, group, async_op=True, **given)
-        self.weight_gradients.compute_one()
+        self.weight_gradients.popleft()()
         if asynchronous or handle is None:
             return result, handle
         handle.wait()
@@ -207,7 +186,7 @@ class Exchanges:
         """Overlap a weight gradient, and give TE the tensor that the handle fills."""
         if place.traffic == "tp.backward" and overlap:
             if self.weight_gradients:
-                self.weight_gradients.compute_one()
+                self.weight_gradients.popleft()()
             if work.exchanges > 1:
                 work.advance()  # its second exchange overlaps with the weight gradient that TE computes next
         if asynchronous:
