@@ -95,8 +95,8 @@ def gradients_of(
         del inputs["labels"]
         last = micro_batch == micro_batches - 1
         with contextlib.nullcontext() if last else wrapped.no_sync():
-            addend = _loss_of(wrapped(**inputs), stream)
             with _watch_overlap(**watched):
+                addend = _loss_of(wrapped(**inputs), stream)
                 addend.backward()
         loss += float(addend)
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])

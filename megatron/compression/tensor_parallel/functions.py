@@ -1,10 +1,7 @@
-"""The autograd functions of tensor-parallel layers: linear layers and mappings whose collectives go through a
-site.
+"""The autograd functions of tensor-parallel linear layers, whose collectives go through a site.
 
 megatron-core communicates inside its linear's autograd function (all-gather of the input under sequence
 parallelism, all-reduce or reduce-scatter of the input gradient), so linear layers are functions of our own.
-Mappings are as in megatron-core's tensor_parallel/mappings.py: a reduce in the forward is a copy in the
-backward, a reduce-scatter an all-gather, a split an all-gather.
 """
 
 import torch
@@ -76,21 +73,17 @@ def column_parallel_linear(
     deferred: DeferredWeightGradient | None = None,
     fusion: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` with this rank's rows of the weight.
+    """``x @ weight.T + bias``, ``[s, b, h_out / W]``, with this rank's rows of the weight.
 
-    The input gradient is summed over the ranks through the site's codec while weight gradients are computed:
-    this layer's and, with ``deferred``, that of the row-parallel layer that follows. With sequence
-    parallelism the input is gathered and the gradient scattered along the first dimension; the input's
-    payload is kept for the backward instead of the input itself.
+    The input gradient is summed over the ranks while weight gradients are computed. With sequence parallelism
+    the input is gathered and the gradient scattered along the first dimension; the input's payload is kept
+    for the backward instead of the input itself.
 
     Args:
         x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
-        weight: ``[h_out / W, h]``; no gradient is made for a frozen one.
-        bias: ``[h_out / W]`` or None.
-        sequence_parallel: whether ``x`` is a slice of the sequence.
-        deferred: that of the row-parallel layer that takes this layer's output.
+        weight, bias: ``[h_out / W, h]`` and ``[h_out / W]``.
+        deferred: the weight gradient of the row-parallel layer that has this layer's output as its input.
         fusion: add the weight gradient to ``weight.main_grad``.
-    Returns: ``[s, b, h_out / W]``.
     """
     exchange, gradient = InputGradientExchange(), None
     if torch.is_grad_enabled():
@@ -119,7 +112,7 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = _gather(ctx.site, grad_output, "tp.backward")
+            grad_output = gather(ctx.site, grad_output, "tp.backward")
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -143,65 +136,35 @@ def row_parallel_linear(
     deferred: DeferredWeightGradient | None = None,
     fusion: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T`` summed over the ranks.
+    """``x @ weight.T`` summed over the ranks: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence
+    parallelism.
 
     Args:
         x: ``[s, b, h_in / W]``.
         weight: ``[h_out, h_in / W]``.
-        sequence_parallel: reduce-scatter along the sequence instead of all-reduce.
-        deferred: this weight's gradient, which the column-parallel layer before this one has deferred.
+        deferred: this weight's gradient, if the column-parallel layer before this one has prepared it.
         fusion: add the weight gradient to ``weight.main_grad``.
-    Returns: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence parallelism.
     """
-    prepared = deferred.use() if deferred is not None else None
     gradient = None
-    if prepared is not None:
+    if deferred is not None and (prepared := deferred.use()) is not None:
         weight, gradient = prepared
     return _RowParallelLinear.apply(x, weight, site, sequence_parallel, gradient, fusion)
 
 
-def _gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
+def gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
     """``[W * n, ...]`` of every rank's ``[n, ...]``."""
     return site.message(traffic, "all_gather", x.nbytes * site.group.size()).start(x).wait()
 
 
-def reduce_from_tensor_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
-    """Sum the ranks' partial sums through the site's codec; the gradient passes unchanged."""
-    return WithBackward.apply(
-        partial_sum,
-        lambda x: site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait(),
-        lambda grad: grad,
-    )
-
-
-def reduce_scatter_to_sequence_parallel_region(partial_sum: torch.Tensor, site: CommSite) -> torch.Tensor:
-    """Sum ``[s, ...]`` over the ranks, keep ``[s / W, ...]``; the gradient is gathered. Both compressed."""
-    return WithBackward.apply(
-        partial_sum,
-        lambda x: site.message("tp.forward", "reduce_scatter", x.nbytes).start(x).wait(),
-        lambda grad: _gather(site, grad, "tp.backward"),
-    )
-
-
-def scatter_to_sequence_parallel_region(x: torch.Tensor, site: CommSite) -> torch.Tensor:
-    """Keep this rank's ``[s / W, ...]`` of ``[s, ...]``; the gradient is gathered, compressed."""
-
-    def own_slice(x: torch.Tensor) -> torch.Tensor:
-        # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
-        return x.chunk(site.group.size())[site.group.rank()].clone(memory_format=torch.contiguous_format)
-
-    return WithBackward.apply(x, own_slice, lambda grad: _gather(site, grad, "tp.backward"))
-
-
 def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
-    """``[s, b, n]`` of ranks ``first`` to ``first + count`` side by side, ``[s, b, count * n]``.
+    """``[s, b, count * n]``: the ``[s, b, n]`` of ranks ``first`` to ``first + count``, concatenated.
 
-    Everybody's is gathered, and the gradient of everybody's is reduce-scattered; both compressed.
+    All ranks' are gathered, and the gradient of all is reduce-scattered; both compressed.
     """
     ranks = site.group.size()
 
-    def gather(x: torch.Tensor) -> torch.Tensor:
-        gathered = _gather(site, x, "tp.forward").view(ranks, *x.shape)
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        gathered = gather(site, x, "tp.forward").view(ranks, *x.shape)
         return torch.cat(gathered[first : first + count].unbind(), dim=-1)
 
     def scatter(grad: torch.Tensor) -> torch.Tensor:
@@ -210,4 +173,4 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
         full[first : first + count] = parts
         return site.message("tp.backward", "reduce_scatter", full.nbytes).start(full.flatten(0, 1)).wait()
 
-    return WithBackward.apply(x, gather, scatter)
+    return WithBackward.apply(x, columns, scatter)

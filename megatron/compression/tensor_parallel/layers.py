@@ -1,8 +1,7 @@
 """Tensor-parallel layers whose collectives go through a site.
 
-Each is megatron-core's layer with one thing changed: who communicates with the tensor-parallel group. Until
-``hooks.attach`` has given it a site, a layer is megatron-core's. Messages that are not compressed take
-megatron-core's own path and are counted.
+Each is megatron-core's layer with its communication replaced. Without a site (``hooks.attach`` gives it one)
+a layer is megatron-core's. Messages that are not compressed go megatron-core's own way and are counted.
 """
 
 import torch
@@ -16,14 +15,13 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.functions import (
     column_parallel_linear,
+    gather,
     gather_columns,
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     row_parallel_linear,
-    scatter_to_sequence_parallel_region,
 )
 from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 
@@ -46,29 +44,21 @@ class CompressedRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
-        output, bias = self._reduced(input_)
+        site, scatters = self.site, self.sequence_parallel
+        nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
+        if site is not None and site.compresses(nbytes, *self.traffic):
+            fusion = self.gradient_accumulation_fusion
+            output = row_parallel_linear(input_, self.weight, site, scatters, self.deferred, fusion)
+            bias = self.bias if self.skip_bias_add else None
+            if self.bias is not None and not self.skip_bias_add:
+                output = output + self.bias
+        else:
+            if site is not None:
+                _count_reduction(site, scatters, nbytes, has_backward(input_, self.weight))
+            output, bias = super().forward(input_)
         # A view: --recompute-modules mlp returns it from an autograd function, which would otherwise make the
         # parameter itself its output, and the backward run in a circle.
         return output, None if bias is None else bias.view_as(bias)
-
-    def _reduced(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.site is None:
-            return super().forward(input_)
-        nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if not self.site.compresses(nbytes, *self.traffic):
-            _count_reduction(self.site, self.sequence_parallel, nbytes, has_backward(input_, self.weight))
-            return super().forward(input_)
-        output = row_parallel_linear(
-            input_,
-            self.weight,
-            self.site,
-            self.sequence_parallel,
-            self.deferred,
-            self.gradient_accumulation_fusion,
-        )
-        if self.skip_bias_add:
-            return output, self.bias
-        return (output if self.bias is None else output + self.bias), None
 
 
 class CompressedColumnParallelLinear(ColumnParallelLinear):
@@ -80,7 +70,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
 
     site: CommSite | None = None
     deferred: DeferredWeightGradient | None = None
-    """That of the row-parallel layer that takes this one's output."""
+    """That of the row-parallel layer after this one."""
 
     @property
     def traffic(self) -> tuple[str, ...]:
@@ -131,9 +121,18 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
         # F.embedding's backward is not deterministic on CUDA; indexing's is.
         rows = self.weight[local_ids] if self.deterministic_mode else F.embedding(local_ids, self.weight)
         rows = rows.masked_fill(elsewhere[..., None], 0)
-        if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1), self.site)
-        return reduce_from_tensor_parallel_region(rows, self.site)
+        site = self.site
+        if not self.reduce_scatter_embeddings:
+            return WithBackward.apply(
+                rows,
+                lambda x: site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait(),
+                lambda grad: grad,
+            )
+        return WithBackward.apply(
+            rows.transpose(0, 1),
+            lambda x: site.message("tp.forward", "reduce_scatter", x.nbytes).start(x).wait(),
+            lambda grad: gather(site, grad, "tp.backward"),
+        )
 
 
 class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
@@ -172,7 +171,14 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             embeddings = embeddings * self.config.mup_embedding_mult
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
-        embeddings = scatter_to_sequence_parallel_region(embeddings, self.site)
+        site = self.site
+        ranks, rank = site.group.size(), site.group.rank()
+        embeddings = WithBackward.apply(
+            embeddings,
+            # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
+            lambda x: x.chunk(ranks)[rank].clone(memory_format=torch.contiguous_format),
+            lambda grad: gather(site, grad, "tp.backward"),
+        )
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
 
@@ -181,10 +187,7 @@ class CompressedSelfAttention(SelfAttention):
     """Self-attention of fewer query groups than tensor-parallel ranks.
 
     Then several ranks share a group's keys and values, and megatron-core gathers the output of ``linear_qkv``
-    over all ranks in every layer.
-
-    Compressed: that all-gather, and the reduce-scatter of its gradient. Without a site, or where messages go
-    uncompressed, megatron-core does it, and it is counted.
+    over all ranks in every layer. Compressed: that all-gather, and the reduce-scatter of its gradient.
     """
 
     site: CommSite | None = None
