@@ -15,7 +15,13 @@ from typing import ClassVar, Literal, get_args
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.communication.policy import SITES, Choice, Rule
-from megatron.compression.dimension import DimensionConfig, codec_of, refuse_flags, refuse_fp16
+from megatron.compression.dimension import (
+    DimensionConfig,
+    codec_of,
+    refuse_cuda_graphs,
+    refuse_flags,
+    refuse_fp16,
+)
 from megatron.compression.errors import CompressionConfigError
 
 GATHERED_BY_MEGATRON = {
@@ -24,28 +30,35 @@ GATHERED_BY_MEGATRON = {
 }
 """Flags that make megatron-core communicate activations in a way that no site covers."""
 
-_NOT_COVERED = (
-    "experimental_attention_variant",
-    "heterogeneous_layers_config_path",
-    "use_kitchen",
-)
+_OTHER_LAYERS = ("experimental_attention_variant", "heterogeneous_layers_config_path", "use_kitchen")
+"""Flags whose layers are not a dense GPT's."""
 
+_NOT_COVERED = {
+    name: f"gathers {what}, which is not compressed" for name, what in GATHERED_BY_MEGATRON.items()
+}
+_NOT_COVERED |= dict.fromkeys(_OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers")
+"""What compression cannot be combined with: Megatron's argument -> why."""
+
+_NOT_COVERED_IN_TE = {
+    "tp_comm_overlap": "sends tensor-parallel traffic through user buffers, past --tp-compression",
+    "symmetric_ar_type": "sums in symmetric memory, past --tp-compression",
+    "use_transformer_engine_op_fuser": "builds layers that --tp-compression does not reach",
+    "multi_latent_attention": "gathers keys' positions uncounted in Transformer Engine's layers "
+    "(--transformer-impl local: counted)",
+}
 
 _BACKWARD, _LAYERS = "--tp-compression BACKWARD", "--tp-compression-layers"
 HALVES = "--tp-compression-overlap halves"
 
-_OTHER_LAYERS = "has layers that are not halved"
-_FULLY_SHARDED = "gathers weights when a layer is called, and halves call its modules"
 _NOT_HALVED = {
     "num_experts": "routes the tokens of a whole micro-batch",
     "multi_latent_attention": "has attention whose input goes to several layers",
-    "mtp_num_layers": _OTHER_LAYERS,
-    "experimental_attention_variant": _OTHER_LAYERS,
-    "heterogeneous_layers_config_path": _OTHER_LAYERS,
-    "use_kitchen": _OTHER_LAYERS,
+    **dict.fromkeys(("mtp_num_layers", *_OTHER_LAYERS), "has layers that are not halved"),
     "distribute_saved_activations": "keeps a part of one tensor, where there are two",
-    "use_megatron_fsdp": _FULLY_SHARDED,
-    "use_torch_fsdp2": _FULLY_SHARDED,
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_torch_fsdp2"),
+        "gathers weights when a layer is called, and halves call its modules",
+    ),
 }
 """What halves of a micro-batch cannot be combined with: Megatron's argument -> why."""
 
@@ -141,8 +154,7 @@ class TensorParallelConfig(DimensionConfig):
     @property
     def codecs(self) -> list[Codec]:
         """Every one that some site uses."""
-        rules = self.rules(0)
-        return [codec for rule in rules.values() for codec in rule.codecs]
+        return [codec for rule in self.rules(0).values() for codec in rule.codecs]
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         least, layers = self.min_bytes, parse_layers(self.layers)
@@ -152,7 +164,7 @@ class TensorParallelConfig(DimensionConfig):
         }
 
     def unmet_parts(self, messages: Iterable[tuple[str, int | str | None, str]]) -> set[str]:
-        """The parts of the settings by site and layer that none of these messages goes by.
+        """The parts of the settings by site and layer that name none of these messages.
 
         Args:
             messages: site, its layer and traffic class of everything that is sent.
@@ -165,22 +177,18 @@ class TensorParallelConfig(DimensionConfig):
         at = {layer for _, layer, _ in messages}
         named = [] if layers is None else self.layers.split(",")
         unmet = {f"{_LAYERS} {part.strip()}" for part in named if at.isdisjoint(parse_layers(part) or ())}
-        specs = [(self.flag, self.compression, ["tp.forward", "tp.backward"])]
+        specs = [(self.flag, self.compression, "tp.")]
         if self.backward is not None:
-            specs = [
-                (self.flag, self.compression, ["tp.forward"]),
-                (_BACKWARD, self.backward, ["tp.backward"]),
-            ]
+            specs = [(self.flag, self.compression, "tp.forward"), (_BACKWARD, self.backward, "tp.backward")]
         for flag, text, traffic in specs:
-            _, *parts = text.split(";")
-            choices = parse_choices(text, flag)[1]
+            choices = parse_choices(text, flag)[1]  # last first: the last that names a site counts
             met = {
                 next((number for number, choice in enumerate(choices) if choice.names(site, layer)), None)
                 for site, layer, one in messages
-                if one in traffic
+                if one.startswith(traffic)
             }
-            numbered = enumerate(reversed(parts))  # as the choices: the last that names a site counts
-            unmet |= {f"{flag} {part.strip()}" for number, part in numbered if number not in met}
+            parts = enumerate(reversed(text.split(";")[1:]))
+            unmet |= {f"{flag} {part.strip()}" for number, part in parts if number not in met}
         return unmet
 
     def check(self, args: Namespace) -> None:
@@ -189,25 +197,16 @@ class TensorParallelConfig(DimensionConfig):
         if not self.enabled:
             return
         refuse_fp16(args, self.flag, self.codecs)
-        own = "--tp-compression"
         if args.transformer_impl not in ("local", "transformer_engine"):
             raise CompressionConfigError(
                 f"--tp-compression does not cover --transformer-impl {args.transformer_impl}; use "
                 "transformer_engine or local, or drop --taco"
             )
-        if args.transformer_impl == "transformer_engine":
-            self._check_transformer_engine(args)
         if args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall":
             self._check_experts(args)
-        if args.cuda_graph_impl != "none":
-            raise CompressionConfigError(
-                "--tp-compression chooses, counts and measures on the host at each message, which a replayed "
-                "graph leaves out; drop --cuda-graph-impl or --taco"
-            )
-        gathers = f"over the tensor-parallel ranks, which {own} does not compress"
-        reasons = {name: f"gathers {what} {gathers}" for name, what in GATHERED_BY_MEGATRON.items()}
-        reasons |= dict.fromkeys(_NOT_COVERED, f"is not a dense GPT layer's, which {own} covers")
-        refuse_flags(args, reasons, "drop one of the two")
+        refuse_cuda_graphs(args, self.flag)
+        in_te = _NOT_COVERED_IN_TE if args.transformer_impl == "transformer_engine" else {}
+        refuse_flags(args, in_te | _NOT_COVERED, "drop one of the two")
         for flag, text, choices in (
             (self.flag, self.compression, self._forward[1]),
             (_BACKWARD, self.backward, self._backward[1]),
@@ -222,24 +221,13 @@ class TensorParallelConfig(DimensionConfig):
                 )
 
     def _check_experts(self, args: Namespace) -> None:
-        """Ranks that share an expert send each other tokens, as many as the router gives them."""
+        """Ranks that share an expert send each other as many tokens as the router gives them."""
         equal_parts = args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1
         for codec in [] if equal_parts else self.codecs:
             if reason := why_not_rows(codec, args.moe_latent_size or args.hidden_size):
                 raise CompressionConfigError(
                     f"{self.flag} {codec.name} {reason}; or give --expert-tensor-parallel-size 1"
                 )
-
-    def _check_transformer_engine(self, args: Namespace) -> None:
-        reasons = {
-            "tp_comm_overlap": "sends tensor-parallel traffic through user buffers, past NCCL "
-            f"and past {self.flag}",
-            "symmetric_ar_type": f"sums in symmetric memory, past NCCL and past {self.flag}",
-            "use_transformer_engine_op_fuser": f"builds layers that {self.flag} does not reach",
-            "multi_latent_attention": "gathers keys' positions uncounted in Transformer Engine's layers "
-            "(--transformer-impl local: counted)",
-        }
-        refuse_flags(args, reasons, "drop one of the two")
 
     def describe(self) -> str:
         if not self.enabled:
@@ -315,11 +303,7 @@ def check_halves(args: Namespace) -> None:
             "return it; give local or drop the flag"
         )
     refuse_flags(args, _NOT_HALVED, f"drop it or {HALVES}")
-    if args.cuda_graph_impl != "none":
-        raise CompressionConfigError(
-            f"{HALVES} orders kernels on the host, which a replayed graph leaves out; drop it or "
-            "--cuda-graph-impl"
-        )
+    refuse_cuda_graphs(args, HALVES)
     modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
     if args.recompute_granularity == "selective" and modules:
         raise CompressionConfigError(
