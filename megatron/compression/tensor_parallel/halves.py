@@ -9,14 +9,14 @@ twice: its output is summed, and in the backward its input's gradient is. Block 
 All on one stream, in the host's order: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands before
 Blackwell, a second stream that waits for an exchange would hold up the first one's kernels.
 
-In the backward the autograd engine decides: of the nodes that are ready, the one that was made last is next.
-Made where it is computed, the norm of 2 would come after the next block of 1 in the forward and so before it
-in the backward, where it waits for the gradient of 2. So a norm and the add before it are one node, a
-``BlockInput``, which is made when the sum has been started (before the other half's block) and computed when
-the sum is there (after that block).
+In the backward the autograd engine runs, of the nodes that are ready, the one that was made last. Made where
+it is computed, the norm of 2 would follow the next block of 1 in the forward and so precede it in the
+backward, where it waits for the gradient of 2. So a norm and the add before it are one node, a
+``BlockInput``, made when the sum has been started (before the other half's block) and computed when the sum
+has arrived (after that block).
 
-Layers know nothing of this: while a block runs, a stand-in for the site of its column-parallel layer and one
-for that of its row-parallel layer start the layers' messages and keep them under way.
+Layers do not know of this: while a block runs, stand-ins for the sites of its column-parallel and its
+row-parallel layer start the layers' messages and keep them under way.
 
 Every rank runs the same order, so collectives match. A weight that both halves use is one leaf of one graph:
 its gradients are added on the stream one after the other, and DDP's hook runs once, after both.
@@ -24,6 +24,7 @@ its gradients are added on the stream one after the other, and DDP's hook runs o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -61,18 +62,16 @@ class Block:
             other: the other half's next input, whose sum is under way.
         """
         entered.compute()
-        layers, sites = (self.column, self.row), (self.column.site, self.row.site)
         column, row = entered.backward.column, _RowSite(self.row.site)
         column.other = other.backward
-        # Moved on after the first product.
+        # After the first product the other half's sum is moved on.
         hook = self.column.register_forward_hook(lambda *_: other.advance())
         self.column.site, self.row.site = column, row
         try:
             total, bias = self.module(entered.y, **self.arguments)
         finally:
             hook.remove()
-            for layer, site in zip(layers, sites, strict=True):
-                layer.site = site
+            self.column.site, self.row.site = column.site, row.site
         row.has_backward = total.requires_grad
         return BlockOutput(row, total, bias, self.draw)
 
@@ -107,8 +106,8 @@ class _RowSite(_Site):
     has_backward = False
 
     def message(self, traffic: str, operation: str, nbytes: int) -> Any:
-        """A sum that stays under way, for which the layer gets a tensor without values; or the gather of the
-        gradient that is under way, or a new one."""
+        """A sum, for which the layer gets a tensor without values; or the gradient's gather, under way already
+        or a new one."""
         if operation == "all_gather":
             gathered, self.gathered = self.gathered, None
             if gathered is not None:
@@ -135,13 +134,25 @@ class _ColumnSite(_Site):
         """Begin to gather the layer's input ``[s / W, b, h]``."""
         message = self.site.message("tp.forward", "all_gather", y.nbytes * self.group.size())
         payload = message.encode(y)
-        self._gather: _InputGather | None = _InputGather(
-            self, message, payload, message.gather(payload, y.shape, y.dtype)
+        held = [message.gather(payload, y.shape, y.dtype), payload]  # until the layer has asked for them
+        self._gather: SimpleNamespace | None = SimpleNamespace(
+            encode=lambda _: held.pop(), gather=lambda *_: held.pop(), again=partial(self._again, message)
         )
 
+    def _again(self, first: Message, traffic: str, nbytes: int) -> SimpleNamespace:
+        """In the backward a new gather, after which the other half's gather of its gradient begins."""
+        message = first.again(traffic, nbytes)
+
+        def gather(*what: Any) -> Work:
+            work = message.gather(*what)
+            if self.other is not None:
+                self.other.start_gather()
+            return work
+
+        return SimpleNamespace(gather=gather)
+
     def message(self, traffic: str, operation: str, nbytes: int) -> Any:
-        """The gather that ``start_gather`` has started; or the sum of the input gradient, which stays under
-        way."""
+        """The gather that ``start_gather`` has started; or the sum of the input gradient."""
         if operation == "all_gather":
             gather, self._gather = self._gather, None
             return gather
@@ -153,37 +164,6 @@ class _ColumnSite(_Site):
             return _KeptUnderWay(self.gradient, placeholder(tensor[:rows]))
 
         return SimpleNamespace(start=start)
-
-
-class _InputGather:
-    """The gather of a column-parallel layer's input, which is under way."""
-
-    def __init__(
-        self, column: _ColumnSite, message: Message, payload: torch.Tensor | None, work: Work | None
-    ) -> None:
-        self._column, self._message, self._payload, self._work = column, message, payload, work
-
-    def encode(self, _: torch.Tensor) -> torch.Tensor | None:
-        """What is sent."""
-        payload, self._payload = self._payload, None
-        return payload
-
-    def gather(self, *_: Any) -> Work | None:
-        """What is under way."""
-        work, self._work = self._work, None
-        return work
-
-    def again(self, traffic: str, nbytes: int) -> Any:
-        """In the backward a new one, after which the other half's gather of its gradient begins."""
-        message = self._message.again(traffic, nbytes)
-
-        def gather(*what: Any) -> Work:
-            work = message.gather(*what)
-            if self._column.other is not None:
-                self._column.other.start_gather()
-            return work
-
-        return SimpleNamespace(gather=gather)
 
 
 class _KeptUnderWay(Work):
@@ -273,7 +253,7 @@ class BlockInput:
 
 
 class _InputBackward:
-    """The backward of a block input. Apart from it: ``x`` and ``y`` hold this, and must not hold themselves.
+    """The backward of a block input, an object of its own: ``x`` and ``y`` hold it, not each other.
 
     Args:
         parameters: of the norm.
@@ -335,7 +315,7 @@ class _InputBackward:
         self._leaf = self._norm = None
         if self.before is not None:
             self.before._grad_x = grad
-        # These hold each other in rings: what is large goes now, not when Python looks for such.
+        # These hold each other in cycles: what is large is freed now, not by the garbage collector.
         drop, self.drop, self.before = self.drop, None, None
         if self.column is not None:
             self.column.other = None
@@ -384,6 +364,6 @@ def interleave(blocks: Sequence[Block], halves: Sequence[torch.Tensor]) -> tuple
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A tensor without memory, of ``like``'s shape unless given: its values are not there yet, or never."""
+    """A tensor of one value's memory, of ``like``'s shape unless given, whose values come later or never."""
     shape = like.shape if shape is None else shape
     return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype, device=like.device)

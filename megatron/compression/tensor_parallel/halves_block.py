@@ -72,24 +72,25 @@ class HalvesBlock(TransformerBlock):
     The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
     differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
 
-    Takes the place of ``TransformerBlock`` by a change of class, and has its state. Layers themselves are not
-    called, their modules are: hooks of a ``TransformerLayer`` would not run.
+    Replaces ``TransformerBlock`` by a change of class, with its state. Layers themselves are not called, their
+    modules are: hooks of a ``TransformerLayer`` would not run.
     """
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
-        """``[s, b, h] -> [s, b, h]``; takes what training and evaluation pass to megatron-core's.
+        """``[s, b, h] -> [s, b, h]``, of what training and evaluation pass to megatron-core's.
 
         Raises: InputError: an argument that halves do not support.
         """
-        # megatron-core's inference engine passes a wrapper of the tensor
+        received = hidden_states if self.pre_process else self.input_tensor
+        # megatron-core's inference engine passes a wrapper of the tensor, which has no shape
         whole = not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE)
-        if not whole and not torch.is_grad_enabled():
-            whole = self._received(hidden_states).shape[1] < 2
-        if whole:
+        if whole or (not torch.is_grad_enabled() and received.shape[1] < 2):
             return super().forward(hidden_states, attention_mask, **options)
-        received = self._received(hidden_states)
-        if reason := self._refusal(received, options):
-            raise InputError(f"{reason}; drop {HALVES}")
+        if received.shape[1] < 2:
+            raise InputError(f"a micro-batch of one sequence has no two halves; drop {HALVES}")
+        for name in _NOT_HALVED:
+            if options.get(name) is not None:
+                raise InputError(f"{name} is not halved; drop {HALVES}")
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
         of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
@@ -103,16 +104,6 @@ class HalvesBlock(TransformerBlock):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-
-    def _received(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What this stage computes with: its argument, or what the stage before has sent."""
-        return hidden_states if self.pre_process else self.input_tensor
-
-    def _refusal(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> str | None:
-        """Why halves cannot compute this; None: they can."""
-        if hidden_states.shape[1] < 2:
-            return "a micro-batch of one sequence has no two halves"
-        return next((f"{one} is not halved" for one in _NOT_HALVED if options.get(one) is not None), None)
 
     def _run(self, layers, arguments, halves, recomputed: bool) -> Sequence[torch.Tensor]:
         # Both halves in one checkpoint: its backward has one graph of them, as all of this needs.
@@ -176,7 +167,7 @@ def attach(chunk: torch.nn.Module) -> None:
 
 
 def _why_not_halved(layer: torch.nn.Module) -> str | None:
-    """What of a layer would not be computed where its modules are called in its place."""
+    """What of a layer would not be computed if its modules are called instead of it."""
     if type(layer) is not TransformerLayer:
         return f"is a {type(layer).__name__}"
     attention = layer.self_attention
