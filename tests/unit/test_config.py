@@ -266,7 +266,7 @@ def test_transports_of_what_has_no_fused_kernels(transport: str) -> None:
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
         ({"mtp_num_layers": 1}, "drop one of the two"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
-        ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --taco"),
+        ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --tp-compression"),
         ({"num_layers": 2}, "--num-layers 2 makes 1 the last one"),
     ],
 )

@@ -106,8 +106,8 @@ class _RowSite(_Site):
     has_backward = False
 
     def message(self, traffic: str, operation: str, nbytes: int) -> Any:
-        """A sum, for which the layer gets a tensor without values; or the gradient's gather, under way already
-        or a new one."""
+        """A sum, for which the layer gets a tensor without values; or the gradient's gather, which may be
+        under way already."""
         if operation == "all_gather":
             gathered, self.gathered = self.gathered, None
             if gathered is not None:

@@ -72,8 +72,8 @@ class HalvesBlock(TransformerBlock):
     The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
     differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
 
-    Replaces ``TransformerBlock`` by a change of class, with its state. Layers themselves are not called, their
-    modules are: hooks of a ``TransformerLayer`` would not run.
+    Replaces ``TransformerBlock`` by a change of class, with its state. Layers themselves are not called, but
+    their modules are: hooks of a ``TransformerLayer`` would not run.
     """
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
