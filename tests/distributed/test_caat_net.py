@@ -94,10 +94,9 @@ def gradients_of(
         inputs = batch(2 * copy + micro_batch, rank, BATCH)
         del inputs["labels"]
         last = micro_batch == micro_batches - 1
-        with contextlib.nullcontext() if last else wrapped.no_sync():
-            with _watch_overlap(**watched):
-                addend = _loss_of(wrapped(**inputs), stream)
-                addend.backward()
+        with contextlib.nullcontext() if last else wrapped.no_sync(), _watch_overlap(**watched):
+            addend = _loss_of(wrapped(**inputs), stream)
+            addend.backward()
         loss += float(addend)
     (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
     if sharded:
