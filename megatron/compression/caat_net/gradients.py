@@ -13,21 +13,18 @@ from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_with
 _MARK = "sees_rank_local_data"
 
 
-def mark_rank_local(chunk: torch.nn.Module, rank_local: bool) -> None:
+def mark_rank_local(chunk: torch.nn.Module) -> None:
     """Mark the replicated parameters of a GPT model's transformer block, final norm included.
 
     Those are norms and the biases of row-parallel layers. The embeddings come before the streams begin, and
     the output layer is sharded. What is cut without Megatron's mark (the softmax's offsets) is no replica,
     and megatron-core sums the gradients of the norms of queries and keys itself.
-
-    Args:
-        rank_local: False removes the mark.
     """
     cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
         if not sharded and not any(part in name for part in QUERY_KEY_NORMS):
-            setattr(parameter, _MARK, rank_local)
+            setattr(parameter, _MARK, True)
 
 
 def sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:

@@ -29,7 +29,6 @@ _CLASSES = {
     CompressedColumnParallelLinear: StreamColumnParallelLinear,
     CompressedLanguageModelEmbedding: StreamEmbedding,
 }
-_ORDINARY = {partial: ordinary for ordinary, partial in _CLASSES.items()}
 
 
 class CaatNet(Dimension):
@@ -42,31 +41,26 @@ class CaatNet(Dimension):
 
 
 def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:
-    """Make a model chunk a CAAT-Net of this sync fraction, or at 1 an ordinary model again. Idempotent.
-
-    The classes add no state, so parameters and their names stay as they are.
+    """Make a model chunk a CAAT-Net of this sync fraction. Parameters and their names stay as they are.
 
     Args:
         chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
     Raises: CompressionConfigError: a tensor-parallel layer that has no site.
     """
     for path, module in chunk.named_modules():
-        ordinary = _ORDINARY.get(type(module), type(module))
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
             raise CompressionConfigError(f"--caat-net-sync-fraction does not cover {path}; drop the flag")
-        if ordinary in _CLASSES:
-            patches.change_class(module, _CLASSES[ordinary] if config.enabled else ordinary)
+        if type(module) in _CLASSES:
+            patches.change_class(module, _CLASSES[type(module)])
         if isinstance(module, PartialRowParallelLinear):
             module.shared_channels = config.shared_channels(module.output_size)
         if isinstance(module, ColumnParallelLinear):
-            module.disable_grad_reduce = config.enabled
-            module.allreduce_dgrad = not config.enabled and not module.sequence_parallel
-    mark_rank_local(chunk, config.enabled)
-    if config.enabled:
-        _check_layers(chunk)
-        _share_weight_gradients(chunk)
-        sum_after_finalizing(chunk.config, ledger)
+            module.disable_grad_reduce, module.allreduce_dgrad = True, False
+    mark_rank_local(chunk)
+    _check_layers(chunk)
+    _share_weight_gradients(chunk)
+    sum_after_finalizing(chunk.config, ledger)
 
 
 def _check_layers(chunk: torch.nn.Module) -> None:

@@ -41,8 +41,8 @@ from megatron.compression.transformer_engine.hooks import (
 )
 
 # Models name some of these classes themselves, outside the layer spec, and another entrypoint's spec names
-# megatron-core's: they change class after building. The subclasses add no state. Beside each, the methods
-# that it replaces.
+# megatron-core's: they change class after building. The subclasses add no state. With each: the methods that
+# it replaces.
 _CLASSES = {
     VocabParallelEmbedding: (CompressedVocabParallelEmbedding, ("forward",)),
     ColumnParallelLinear: (CompressedColumnParallelLinear, ("_forward_impl",)),
@@ -93,15 +93,7 @@ class TensorParallel(Dimension):
             )
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        for chunk in chunks:
-            for path, module in communicating(chunk):
-                if reason := why_not_covered(module):
-                    return f"{path} {reason}"
-            for path, module in chunk.named_modules():
-                _, reason = _covered(module)
-                if reason:
-                    return f"{path} {reason}"
-        return None
+        return next((f"{path} {reason}" for chunk in chunks for path, reason in _uncovered(chunk)), None)
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> None:
         layer_numbers = {
@@ -115,20 +107,14 @@ class TensorParallel(Dimension):
             number = layer_numbers.get(layer)
             return site_name(path, number), layer_name(path, number)
 
-        def cannot(path: str, reason: str) -> None:
-            if self.config.enabled:
+        if self.config.enabled:  # else it is not counted: the audit of the first iteration says so
+            for path, reason in _uncovered(chunk):
                 raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
-            # else it is not counted: the audit of the first iteration says so
-
         for path, module in communicating(chunk):
-            if reason := why_not_covered(module):
-                cannot(path, reason)
-            else:
+            if why_not_covered(module) is None:
                 self._engine.attach(module, *names(path))
         for path, module in chunk.named_modules():
-            compressed, reason = _covered(module)
-            if reason:
-                cannot(path, reason)
+            compressed, _ = _covered(module)
             if compressed is None:
                 continue
             if type(module) is not compressed:
@@ -139,6 +125,16 @@ class TensorParallel(Dimension):
             _share_weight_gradient(module)
         traffic = _BatchTraffic(chunk, self.run.ledger, self.broadcasts_batch)
         chunk.register_forward_hook(traffic, with_kwargs=True)
+
+
+def _uncovered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """(path, why) of the layers that communicate in a way that no site covers."""
+    for path, module in communicating(chunk):
+        if reason := why_not_covered(module):
+            yield path, reason
+    for path, module in chunk.named_modules():
+        if reason := _covered(module)[1]:
+            yield path, reason
 
 
 def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
@@ -154,12 +150,7 @@ def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
 
 
 def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> set[str]:
-    """The parts of the settings by site and layer that nothing on this rank goes by (see ``config``'s).
-
-    Args:
-        chunks: of this pipeline stage, with everything attached. Other stages have other sites: idle is what
-            all ranks find unmet.
-    """
+    """The parts of the settings by site and layer that name nothing that these attached chunks send."""
     messages: list[tuple[str, int | str | None, str]] = []
     for chunk in chunks:
         engine = {module for _, module in communicating(chunk)}
@@ -196,14 +187,11 @@ def _compressed_class(cls: type, base: type) -> type | None:
 
 
 def _share_weight_gradient(module: torch.nn.Module) -> None:
-    """Let a column-parallel layer defer the weight gradient of the row-parallel one that takes its output."""
+    """Let a column-parallel layer defer the weight gradient of the row-parallel layer after it."""
     for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
         column, row = getattr(module, first, None), getattr(module, second, None)
-        ours = (
-            isinstance(column, CompressedColumnParallelLinear),
-            isinstance(row, CompressedRowParallelLinear),
-        )
-        if all(ours) and column.site is not None and row.site is not None:
+        classes = (column, CompressedColumnParallelLinear), (row, CompressedRowParallelLinear)
+        if all(isinstance(one, ours) and one.site is not None for one, ours in classes):
             column.deferred = row.deferred = DeferredWeightGradient(row)
 
 
@@ -239,8 +227,6 @@ class _BatchTraffic:
     cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials).
     """
 
-    reductions = 3
-
     def __init__(self, chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
         self.ledger, self.broadcasts = ledger, broadcasts
         self.group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
@@ -256,5 +242,5 @@ class _BatchTraffic:
             sent = sum(one.nbytes for one in inputs) * self.context_ranks  # each rank keeps its part of it
             self.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, ranks)
         if labels is not None and last:
-            for _ in range(self.reductions):
+            for _ in range(3):
                 self.ledger.record_uncompressed("tp.other", "exact", "all_reduce", 4 * labels.numel(), ranks)
