@@ -130,7 +130,7 @@ def _watch_overlap(behind: list[bool], waiting: list[int]):
     And for each exchange, when its result is taken, how many weight gradients it still counts as to come: for
     them it would have been left in flight.
     """
-    from megatron.compression.tensor_parallel.overlap import InputGradientExchange, WeightGradient
+    from megatron.compression.tensor_parallel.functions import InputGradientExchange, WeightGradient
 
     compute, take = WeightGradient.compute, InputGradientExchange.wait
 

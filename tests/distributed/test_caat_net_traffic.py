@@ -38,7 +38,7 @@ def train_twice(
         Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
         stream's channels behind the last layer.
     """
-    from megatron.compression.caat_net.gradients import sum_rank_local_gradients
+    from megatron.compression.caat_net.hooks import sum_rank_local_gradients
 
     run = caat_run(fraction, codec, transport=transport)
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)

@@ -8,13 +8,13 @@ import torch
 from megatron.compression.communication import Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
-from megatron.compression.tensor_parallel import overlap
+from megatron.compression.tensor_parallel import functions
 from megatron.compression.tensor_parallel.functions import (
+    DeferredWeightGradient,
     column_parallel_linear,
     row_parallel_linear,
 )
 from megatron.compression.tensor_parallel.halves import Block, interleave
-from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
@@ -143,9 +143,11 @@ def test_gradients_are_those_of_plain_torch(sequence_parallel: bool) -> None:
 def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     """Each sum and each input gradient has the other half's whole block between start and arrival, and its
     second exchange begins in the middle of that."""
-    compute = overlap.WeightGradient.compute
+    compute = functions.WeightGradient.compute
     noted: list[str] = []
-    monkeypatch.setattr(overlap.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1])
+    monkeypatch.setattr(
+        functions.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1]
+    )
     forward, backward, _ = _run()
     assert forward == [
         "A1 computes",

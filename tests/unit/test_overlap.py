@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.tensor_parallel import overlap
+from megatron.compression.tensor_parallel import functions
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
-from megatron.compression.tensor_parallel.functions import column_parallel_linear, row_parallel_linear
-from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
+from megatron.compression.tensor_parallel.functions import (
+    DeferredWeightGradient,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 
 
 class OneRankSite:
@@ -56,13 +59,13 @@ def leaves() -> list[torch.Tensor]:
 
 
 def note_weight_gradients(log: list[str], monkeypatch) -> None:
-    compute = overlap.WeightGradient.compute
+    compute = functions.WeightGradient.compute
 
     def noted(self):
         log.append(f"weight gradient {tuple(self.weight.shape)}")
         return compute(self)
 
-    monkeypatch.setattr(overlap.WeightGradient, "compute", noted)
+    monkeypatch.setattr(functions.WeightGradient, "compute", noted)
 
 
 @pytest.mark.parametrize("exchanges", [1, 2])

@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
 
 from megatron.compression.tensor_parallel.functions import (  # noqa: E402
+    DeferredWeightGradient,
     column_parallel_linear,
     row_parallel_linear,
 )
-from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient  # noqa: E402
 from megatron.compression.torch_native import spec, weight_gradient  # noqa: E402
 from megatron.compression.torch_native.weight_gradient import (  # noqa: E402
     add_product,

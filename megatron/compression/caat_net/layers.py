@@ -23,17 +23,16 @@ from megatron.compression.communication import Work
 from megatron.compression.communication.collectives import WithBackward, fp32_all_reduce
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel.functions import (
+    DeferredWeightGradient,
+    InputGradientExchange,
+    gradient_from,
+    placeholder,
+)
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
     CompressedRowParallelLinear,
-)
-from megatron.compression.tensor_parallel.overlap import (
-    DeferredWeightGradient,
-    InputGradientExchange,
-    arrival,
-    defer,
-    placeholder,
 )
 
 
@@ -118,7 +117,7 @@ class _PartialRowParallelLinear(torch.autograd.Function):
             ctx.unfinished.append(finish)
             grad_weight = placeholder(weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            # This rank's stream alone: the ranks' are summed once an iteration (gradients.py).
+            # This rank's stream alone: the ranks' are summed once an iteration (hooks.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
         return grad_x, grad_weight, grad_bias, *(None,) * 4
@@ -148,8 +147,8 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward.
 
     Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. Its exchange
-    overlaps with the private channels' GEMMs and the weight gradient ``following``; overlap.py says how the
-    autograd engine orders them.
+    overlaps with the private channels' GEMMs and the weight gradient ``following``, ordered as in
+    tensor_parallel/functions.py.
     """
 
     shared_channels: int
@@ -167,8 +166,8 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
         if self.following is not None:
             self.following.use()  # what is left belongs to another graph
         if torch.is_grad_enabled():
-            weight = defer(weight, lambda: unfinished.pop()())
-            input_ = arrival(input_, exchange)
+            weight = gradient_from(lambda: unfinished.pop()(), weight)
+            input_ = gradient_from(exchange.wait, input_)
             if self.following is not None:
                 self.following.prepare(exchange)
         output = _PartialRowParallelLinear.apply(

@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Message
-from megatron.compression.tensor_parallel.overlap import placeholder
+from megatron.compression.tensor_parallel.functions import placeholder
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""

@@ -24,6 +24,7 @@ from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
+from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
@@ -31,7 +32,6 @@ from megatron.compression.tensor_parallel.layers import (
     CompressedSelfAttention,
     CompressedVocabParallelEmbedding,
 )
-from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 from megatron.compression.torch_native.attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,

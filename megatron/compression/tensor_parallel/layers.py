@@ -18,12 +18,12 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
 from megatron.compression.tensor_parallel.functions import (
+    DeferredWeightGradient,
     column_parallel_linear,
     gather,
     gather_columns,
     row_parallel_linear,
 )
-from megatron.compression.tensor_parallel.overlap import DeferredWeightGradient
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
