@@ -230,7 +230,7 @@ def refusals_worker(rank: int, world_size: int) -> None:
 
         from megatron.compression.errors import CompressionConfigError
         from megatron.compression.tensor_parallel import hooks
-        from megatron.compression.transformer_engine.exchanges import gathered_bytes
+        from megatron.compression.transformer_engine.hooks import gathered_bytes
 
         group = parallel_state.get_tensor_model_parallel_group()
         for name, value, flag in (
