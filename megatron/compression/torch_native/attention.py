@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -53,17 +54,14 @@ class SDPACoreAttention(MegatronModule):
     divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
 
     Args:
-        attn_mask_type: ``causal`` needs no mask tensor.
-        attention_dropout: probability; None takes the config's.
-        softmax_scale: None for 1 / sqrt(head dimension).
-        pg_collection: its ``cp`` are the ranks that share a sequence; None takes Megatron's own.
         unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their tensors').
-
-    Attributes:
-        context_group: the ranks that share a sequence; None: one.
-        context_site: counts and compresses what they gather, see ``gather_sequence``.
     Raises: InputError: a setting that this attention does not have; the message names the flag to change.
     """
+
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share a sequence; None: one."""
+    context_site: CommSite | None = None
+    """Counts and compresses what they gather, see ``gather_sequence``."""
 
     def __init__(
         self,
@@ -82,8 +80,6 @@ class SDPACoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.context_group = None
-        self.context_site: CommSite | None = None
         if config.context_parallel_size > 1:
             given = getattr(pg_collection, "cp", None)
             self.context_group = parallel_state.get_context_parallel_group() if given is None else given
@@ -109,12 +105,11 @@ class SDPACoreAttention(MegatronModule):
             key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups. Values may have
                 another head_dim.
             attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
-                allowed, or None. A mask given takes the place of the causal one. A row without any allowed
-                position gives finite numbers of no meaning (megatron-core: the mean of all values).
-            attn_mask_type: None for the one given at construction.
+                allowed, or None. A mask replaces the causal one. A row without any allowed position gives
+                finite numbers of no meaning (megatron-core: the mean of all values).
         Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim, in the query's dtype.
-        Raises: InputError: an argument that this attention does not take, or one that none of the kernels of
-        ``--attention-backend`` takes (flash takes no mask tensor on a GPU).
+        Raises: InputError: an argument that is not covered, or has no kernel of ``--attention-backend`` (flash
+        has none for a mask tensor on a GPU).
         """
         if packed_seq_params is not None:
             raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
@@ -140,14 +135,7 @@ class SDPACoreAttention(MegatronModule):
             contexts.append(self._attend(part, key[:seen], value[:seen], None, True))
         return torch.cat(contexts)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        causal: bool,
-    ) -> torch.Tensor:
+    def _attend(self, query, key, value, allowed: torch.Tensor | None, causal: bool) -> torch.Tensor:
         """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``.
 
         Causal queries that are fewer than the keys are those of the last positions.
@@ -190,7 +178,7 @@ class SDPACoreAttention(MegatronModule):
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look.
 
-    On a GPU torch's own mark of that order, by which flash needs no mask; other kernels get one of torch.
+    On a GPU torch's own mark of that order: flash needs no mask then, and torch makes one for other kernels.
     """
     if query.is_cuda:
         # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
@@ -203,42 +191,31 @@ def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
     backend, largest = config.attention_backend, "needs the largest score, which torch's kernels keep inside"
-    uncovered = "is not covered by the torch-native attention"
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-    choice = f"choose one of {', '.join(backend.name for backend in _KERNELS)}"
+    softmax, mask = config.softmax_type, attn_mask_type.name
+    uncovered = "is not covered by the torch-native attention"
+    names = ", ".join(known.name for known in _KERNELS)
     for refused, message in (
         (windowed, f"--window-size {config.window_size} {uncovered}; {USE_LOCAL}"),
-        (config.softmax_type != "vanilla", f"--softmax-type {config.softmax_type} {uncovered}; {USE_LOCAL}"),
+        (softmax != "vanilla", f"--softmax-type {softmax} {uncovered}; {USE_LOCAL}"),
         (config.qk_clip, f"--qk-clip {largest}; {USE_TE}"),
         (config.log_max_attention_logit, f"--log-max-attention-logit {largest}; {USE_TE}"),
-        (
-            backend not in _KERNELS,
-            f"--attention-backend {backend.name} is not the torch-native attention; {choice}",
-        ),
-        (
-            attn_mask_type not in _MASK_TYPES,
-            f"attention mask type {attn_mask_type.name} {uncovered}; {USE_TE}",
-        ),
+        (backend not in _KERNELS, f"--attention-backend {backend.name} {uncovered}; choose one of {names}"),
+        (attn_mask_type not in _MASK_TYPES, f"attention mask type {mask} {uncovered}; {USE_TE}"),
     ):
         if refused:
             raise InputError(message)
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates nothing.
-
-    Args:
-        inputs, outputs: features.
-    """
+    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates nothing."""
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__()
-        self.config = config
-        cpu = config.use_cpu_initialization
+        self.config, cpu = config, config.use_cpu_initialization
         device = "cpu" if cpu else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(
-            torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
-        )
+        weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
         # Each rank sees part of the sequence: finalize_model_grads sums these gradients over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization and cpu:

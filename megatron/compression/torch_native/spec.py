@@ -78,8 +78,8 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
     """Adapt the arguments of `--transformer-impl local` to the torch-native modules. Idempotent.
 
     Args:
-        args: after validation, before the datasets and the configs are built from it. `--spec local`, ours
-            or the user's, becomes no `--spec`: our layer spec is the local one.
+        args: after validation, before datasets and configs are built from it. `--spec local`, ours or the
+            user's, becomes no `--spec`: our layer spec is the local one.
         command_line: the arguments as given: what the user asked for is kept.
     Returns: One line for each value that changed or has no effect, for the log.
     """
@@ -97,9 +97,8 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
 def leave_out_causal_mask(args: Namespace) -> str | None:
     """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one.
 
-    The dataset's [b, 1, s, s] mask differs from the causal mask only with `--reset-attention-mask`. Both
-    local attentions make the causal mask themselves; without the tensor, torch's flash kernels can run and
-    tensor-parallel ranks need not be sent it.
+    The dataset's [b, 1, s, s] mask differs from the causal one only with `--reset-attention-mask`. Without it
+    torch's flash kernels can run, and it is not sent to tensor-parallel ranks.
     """
     unneeded = args.transformer_impl == "local" and not args.reset_attention_mask
     if not (unneeded and args.create_attention_mask_in_dataloader):
@@ -109,10 +108,7 @@ def leave_out_causal_mask(args: Namespace) -> str | None:
 
 
 def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
-    """Let RoPE fusion, Megatron's default, stand where our compiled RoPE can be the fused one.
-
-    Not on the CPU, where nothing is compiled.
-    """
+    """Keep RoPE fusion, Megatron's default, where our compiled RoPE can be the fused one: not on the CPU."""
     usable = (
         args.transformer_impl == "local"
         and args.position_embedding_type == "rope"
@@ -129,7 +125,7 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
 
 
 def _fuse_weight_gradients(args: Namespace) -> str | None:
-    """Let gradient accumulation fusion, Megatron's default, stand: without apex torch's GEMMs do it."""
+    """Keep gradient accumulation fusion, Megatron's default: without apex torch's GEMMs do it."""
     if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
         return None
     flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
@@ -156,8 +152,7 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
     Args:
         t: ``[s, b, heads, head_dim]``.
         freqs: fp32 angles ``[s, 1, 1, rotated]``, both halves alike; no gradient.
-        interleaved: pair neighbours in place of halves (``--rotary-interleaved``): megatron-core's unfused
-            path does that.
+        interleaved: pair neighbours instead of halves, by megatron-core's unfused path.
     """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
