@@ -108,8 +108,8 @@ class SDPACoreAttention(MegatronModule):
                 allowed, or None. A mask replaces the causal one. A row without any allowed position gives
                 finite numbers of no meaning (megatron-core: the mean of all values).
         Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim, in the query's dtype.
-        Raises: InputError: an argument that is not covered, or has no kernel of ``--attention-backend`` (flash
-        has none for a mask tensor on a GPU).
+        Raises: InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has
+        (flash has no mask tensor on a GPU).
         """
         if packed_seq_params is not None:
             raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
