@@ -77,10 +77,8 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         for number, (part, destination) in enumerate(parts):
             if number:
                 work.advance()
-            if bias is None:
-                torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
-            else:
-                torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
+            addend, beta = (destination, 0) if bias is None else (bias[shared:], scale)
+            torch.addmm(addend, part, private, beta=beta, alpha=scale, out=destination)
         if bias is None:
             output[:, :shared] = work.wait()
         else:

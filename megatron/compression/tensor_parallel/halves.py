@@ -47,13 +47,13 @@ class Block:
     module: Callable[..., tuple]
     norm: torch.nn.Module
     column: torch.nn.Module
-    """Its layer that takes the input, and sums the input's gradient."""
+    """Its layer of the input, which sums the input's gradient."""
     row: torch.nn.Module
     """Its layer that sums the output."""
     draw: Callable[[torch.Tensor], Linear | None] = lambda total: None
     """Draws the dropout of its output, of which it is given one; None: no dropout."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """What ``module`` is called with, apart from its input."""
+    """Of ``module``, besides its input."""
 
     def run(self, entered: "BlockInput", other: "BlockInput") -> "BlockOutput":
         """Compute, and start to sum the output.

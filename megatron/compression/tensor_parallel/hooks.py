@@ -36,7 +36,6 @@ from megatron.compression.torch_native.attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
-    traffic_of,
     why_not_covered,
 )
 
@@ -153,12 +152,10 @@ def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> 
     """The parts of the settings by site and layer that name nothing that these attached chunks send."""
     messages: list[tuple[str, int | str | None, str]] = []
     for chunk in chunks:
-        engine = {module for _, module in communicating(chunk)}
         for module in chunk.modules():
             site = getattr(module, "site", None)
             if isinstance(site, CommSite):
-                traffic = traffic_of(module) if module in engine else getattr(module, "traffic", ())
-                messages += [(site.name, site.layer, one) for one in traffic]
+                messages += [(site.name, site.layer, one) for one in getattr(module, "traffic", ())]
             of_tokens = getattr(getattr(module, "token_dispatcher", None), "dispatch", None)
             for site in of_tokens.values() if isinstance(of_tokens, dict) else ():
                 messages += [(site.name, site.layer, one) for one in (site.forward, site.backward)]

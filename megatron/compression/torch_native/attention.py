@@ -35,7 +35,7 @@ USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
 
 # Kernels that each --attention-backend allows. None is torch's own order (on Hopper cuDNN before flash),
-# which also spares the host the 30 microseconds a call that choosing takes.
+# which also saves the host 30 microseconds a call.
 _KERNELS = {
     AttnBackend.auto: None,
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -246,7 +246,7 @@ class LatentSelfAttention(MLASelfAttention):
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
         hidden, width = config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim
-        # In place of those that megatron-core has built: it takes its own classes alone.
+        # Instead of those that megatron-core has built: it accepts its own classes alone.
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = DuplicatedLinear(hidden, config.q_lora_rank, config)
         self.linear_kv_down_proj = DuplicatedLinear(hidden, width, config)

@@ -98,7 +98,7 @@ class TransformerEngineLayers:
         self._patched = False
 
     def attach(self, module: torch.nn.Module, name: str, layer: int | str | None) -> None:
-        """Give a layer, one of ``communicating``'s, its site of this name and layer (see ``CommSite``)."""
+        """Give one of ``communicating``'s layers its site (see ``CommSite``) and its traffic classes."""
         if not self._patched:
             patches.through_exchanges(self)
             patches.before_gradient_sync(self.weight_gradients.flush)
@@ -106,6 +106,8 @@ class TransformerEngineLayers:
             patches.on_magnitude_reduction(record)
             self._patched = True
         module.site = CommSite(name, module.tp_group, self.run, layer)
+        one_way = ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
+        module.traffic = ("tp.forward", "tp.backward") if module.sequence_parallel else one_way
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
@@ -249,13 +251,6 @@ def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
             continue
         if module.tp_size > 1 and getattr(module, "parallel_mode", None) is not None:
             yield path, module
-
-
-def traffic_of(module: torch.nn.Module) -> tuple[str, ...]:
-    """The traffic classes of the messages of a layer, one of ``communicating``'s."""
-    if module.sequence_parallel:
-        return "tp.forward", "tp.backward"
-    return ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
 
 
 def why_not_covered(module: torch.nn.Module) -> str | None:
