@@ -1,7 +1,7 @@
 """Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -122,8 +122,7 @@ class TensorParallel(Dimension):
             module.site = CommSite(name, module.tp_group, self.run, layer)
         for module in chunk.modules():
             _share_weight_gradient(module)
-        traffic = _BatchTraffic(chunk, self.run.ledger, self.broadcasts_batch)
-        chunk.register_forward_hook(traffic, with_kwargs=True)
+        _count_batches(chunk, self.run.ledger, self.broadcasts_batch)
 
 
 def _uncovered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -217,27 +216,27 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
     return None
 
 
-class _BatchTraffic:
-    """Counts what a model chunk's inputs and its loss cost, exact by design, as tp.other.
+def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
+    """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
     Tensor-parallel rank 0 broadcasts the batch to its group, in Megatron's loop. The vocabulary-parallel
     cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials).
     """
+    group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
+    if group is None or group.size() == 1:
+        return
+    ranks, context_ranks = group.size(), getattr(chunk.config, "context_parallel_size", 1)
+    record = partial(ledger.record_uncompressed, "tp.other", "exact")
 
-    def __init__(self, chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
-        self.ledger, self.broadcasts = ledger, broadcasts
-        self.group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
-        self.context_ranks = getattr(chunk.config, "context_parallel_size", 1)
-
-    def __call__(self, module, args, kwargs, output) -> None:
-        ranks = 1 if self.group is None else self.group.size()
+    def count(module, args, kwargs, output) -> None:
         labels, last = kwargs.get("labels"), getattr(module, "post_process", True)
-        if ranks == 1 or (last and labels is None):  # no training: generation has no batch either
+        if last and labels is None:  # no training: generation has no batch either
             return
-        if self.broadcasts and self.group.rank() == 0:
+        if broadcasts and group.rank() == 0:
             inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            sent = sum(one.nbytes for one in inputs) * self.context_ranks  # each rank keeps its part of it
-            self.ledger.record_uncompressed("tp.other", "exact", "broadcast", sent, ranks)
-        if labels is not None and last:
-            for _ in range(3):
-                self.ledger.record_uncompressed("tp.other", "exact", "all_reduce", 4 * labels.numel(), ranks)
+            sent = sum(one.nbytes for one in inputs) * context_ranks  # each rank keeps its part of it
+            record("broadcast", sent, ranks)
+        for _ in range(3 if last else 0):
+            record("all_reduce", 4 * labels.numel(), ranks)
+
+    chunk.register_forward_hook(count, with_kwargs=True)
