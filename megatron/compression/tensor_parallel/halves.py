@@ -195,10 +195,7 @@ class BlockInput:
     """
 
     def __init__(
-        self,
-        residual: "torch.Tensor | BlockInput",
-        block: Block | None,
-        last: BlockOutput | None = None,
+        self, residual: "torch.Tensor | BlockInput", block: Block | None, last: BlockOutput | None = None
     ) -> None:
         self.block, self.last, before = block, last, None
         if isinstance(residual, BlockInput):
@@ -247,7 +244,8 @@ class BlockInput:
             with torch.set_grad_enabled(self.y.requires_grad):
                 y = self.block.norm(leaf)
             self.y.data = y.detach()
-            self.backward.hold(leaf, y)
+            if y.requires_grad:
+                self.backward.leaf, self.backward.norm = leaf, get_gradient_edge(y)
             if self._gathers:
                 self.backward.column.start_gather(self.y)
 
@@ -271,21 +269,17 @@ class _InputBackward:
     ) -> None:
         self.parameters, self.column, self.before, self.last = parameters, column, before, last
         self.drop: Linear | None = None
-        self._leaf: torch.Tensor | None = None
-        self._norm: Any = None
+        self.leaf: torch.Tensor | None = None
+        self.norm: Any = None
+        """The graph of the norm from ``leaf`` to ``y``, without ``y`` itself."""
         self._grad_x: torch.Tensor | None = None
         self._found: tuple | None = None
-
-    def hold(self, leaf: torch.Tensor, y: torch.Tensor) -> None:
-        """Keep the graph of the norm, from ``leaf`` to ``y``, and not ``y`` itself."""
-        if y.requires_grad:
-            self._leaf, self._norm = leaf, get_gradient_edge(y)
 
     def start_gather(self) -> None:
         """With sequence parallelism: wait for the input's gradient and begin to gather the sum's.
 
         Called in the other half's backward before its last product, which the gather then overlaps with. The
-        gradient of ``x`` is known: one input has ``x`` as its residual, and its backward has been.
+        gradient of ``x`` is known: the backward of the one input whose residual is ``x`` has run.
         """
         if self.last is None or not self.last.has_backward or self._grad_x is None:
             return
@@ -305,14 +299,14 @@ class _InputBackward:
         if self.column is not None and self.column.gradient is not None:
             grad_y, self.column.gradient = self.column.gradient.wait(), None
         if grad_y is not None:
-            if self._norm is None:
+            if self.norm is None:
                 raise RuntimeError("interleaved halves have one backward a forward; drop retain_graph=True")
             trained = [one for one in self.parameters if one.requires_grad]
-            grad, *found = torch.autograd.grad(self._norm, [self._leaf, *trained], grad_y, allow_unused=True)
+            grad, *found = torch.autograd.grad(self.norm, [self.leaf, *trained], grad_y, allow_unused=True)
             left = iter(found)
             grad_parameters = [next(left) if one.requires_grad else None for one in self.parameters]
             grad = grad if grad_x is None else grad.add_(grad_x)
-        self._leaf = self._norm = None
+        self.leaf = self.norm = None
         if self.before is not None:
             self.before._grad_x = grad
         # These hold each other in cycles: what is large is freed now, not by the garbage collector.
