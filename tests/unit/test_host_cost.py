@@ -15,7 +15,7 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication import CommSite, Ledger, Policy, Rule, Run
 from tests.unit.test_overlap import leaves, mlp_loss
 
-OURS = str(Path(__file__).parents[2] / "megatron" / "compression")
+OURS = str(Path(__file__).parents[2] / "megatron" / "compression" / "communication")
 
 
 class Operations(TorchDispatchMode):
@@ -95,7 +95,7 @@ def test_an_all_reduce_enters_few_python_frames() -> None:
     finally:
         sys.setprofile(None)
         gc.enable()
-    assert 10 < len(frames) <= 25, frames
+    assert 10 < len(frames) <= 23, frames
 
 
 def test_an_all_reduce_is_little_more_than_its_codec_and_its_exchanges() -> None:

@@ -241,12 +241,7 @@ class HostMemory:
     process ends. All ranks make the same exchanges in the same order. If a rank dies the others' streams
     wait, until the launcher or NCCL's watchdog ends them.
 
-    Args:
-        group: ranks of one host.
-        streams: made of the memory's address and size.
-
-    Raises:
-        HostMemoryError: the same on every rank.
+    Raises: HostMemoryError: the same on every rank.
     """
 
     def __init__(
@@ -294,10 +289,8 @@ class HostMemory:
         return [word for word, _ in views]
 
     def exchange(self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any) -> Any:
-        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it.
+        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it, parts of ``kept``.
 
-        Args:
-            kept: what they are parts of.
         Returns: a handle, whose ``wait`` lets later work wait for it. What is sent must not change before.
         """
         streams, rank = self._streams, self.rank

@@ -43,7 +43,7 @@ class ErrorMeter:
         self._last: dict[SiteTraffic, int] = {}
 
     def due(self, site: str, traffic: str, iteration: int) -> bool:
-        """Whether to measure this message: the first of the site's traffic in the last of ``interval``."""
+        """Whether to measure this message: the first of its kind in the last of ``interval`` iterations."""
         if not self.interval or (iteration + 1) % self.interval:
             return False
         seen = self._last.get((site, traffic)) == iteration

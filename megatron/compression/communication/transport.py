@@ -118,12 +118,7 @@ class TorchTransport:
 
 
 class HostTransport(TorchTransport):
-    """Exchanges by copy engines, which leave the multiprocessors alone; see ``HostMemory``.
-
-    Args:
-        memory: the group's.
-        on_send: as for ``TorchTransport``; bytes are those of the same exchange over torch.distributed.
-    """
+    """Exchanges by copy engines through the group's ``HostMemory``; counted as over torch.distributed."""
 
     def __init__(self, memory: HostMemory, on_send: OnSend | None = None) -> None:
         super().__init__(memory.group, on_send)
@@ -161,13 +156,12 @@ def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
 class SymmetricTransport(TorchTransport):
     """Symmetric memory for the payloads of codecs that have a ``fused_config``; torch.distributed for others.
 
-    A collective runs on the current stream. It fills the device, so that a side stream would only make it and
-    a GEMM wait for each other.
+    A collective runs on the current stream, since it fills the device.
 
     Args:
         symmetric: ``taco_kernels.symmetric_memory.SymmetricGroup``.
-        on_send: as for ``TorchTransport``. Bytes are those stored in the peers' memory, flags (eight bytes a
-            tile) left out; operations are named after the exchanges that they replace.
+        on_send: bytes are those stored in the peers' memory without flags, eight bytes a tile; operations are
+            named after the exchanges that they replace.
     """
 
     overlaps = False
