@@ -49,7 +49,8 @@ def _check_all_compressed(run: ForkedRun) -> None:
         rows = [row for row in rank.ledger if row["traffic"] in ("tp.forward", "tp.backward")]
         assert rows and {row["kind"] for row in rows} == {"compressed"}
         sent, plain = (sum(row[size] for row in rows) for size in ("sent_bytes", "plain_bytes"))
-        assert 3.7 < plain / sent < 4, "8.125 bits for 32, and padding"
+        half = 5 / 3  # of five all-reduces four send half of the channels, the embedding's sends all
+        assert 3.7 < plain / sent / half < 4, "8.125 bits for 32, and padding"
 
 
 def _check_replicas(run: ForkedRun) -> None:
