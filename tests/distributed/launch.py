@@ -215,12 +215,6 @@ def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> St
     return started
 
 
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The rank processes under a torchrun launcher."""
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    return [child for child in children if "RANK" in child.environ()]
-
-
 def tiny_flags(*flags: str, **replaced: str) -> list[str]:
     """The command line of a tiny run.
 

@@ -1,12 +1,11 @@
 """Runs an entrypoint whose links are slow on purpose: every collective takes time in proportion to its bytes.
 
-    python slow_links.py pretrain_gpt.py [--slow-payloads | --fast-links] <its flags>
+    python slow_links.py pretrain_gpt.py [--slow-payloads] <its flags>
 
 The time is that of a clock of its own, which nothing else moves: what else this machine does changes no
 decision. Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1
 is slow: the others have to decide as it does. Each rank prints what it has decided. With --slow-payloads
-training finds another link than the timings did: payloads are slow there, and nothing else. With --fast-links
-every message takes as long, whatever its size.
+training finds another link than the timings did: payloads are slow there, and nothing else.
 """
 
 import json
@@ -105,12 +104,9 @@ def tell_decisions() -> None:
 def main() -> None:
     """Take the words of ours, then be the entrypoint."""
     entrypoint, *words = sys.argv[1:]
-    own = "--slow-payloads", "--fast-links"
-    payloads, fast = (word in words for word in own)
-    words = [word for word in words if word not in own]
-    if fast:
-        clock.tick = 0.06  # everything takes as long: few repetitions are timed
-    elif os.environ["RANK"] == "1":
+    payloads = "--slow-payloads" in words
+    words = [word for word in words if word != "--slow-payloads"]
+    if os.environ["RANK"] == "1":
         make_slow(payloads)
     tell_decisions()
     sys.argv = [entrypoint, *words]

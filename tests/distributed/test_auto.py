@@ -135,11 +135,9 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type all
 
 
 def test_experts_and_context_parallelism(tmp_path) -> None:
-    """EP 2 x CP 2: what was counted on for the choice is what an iteration saves; the check takes turns. A
-    resume goes on with it, without a measurement: its links are fast."""
+    """EP 2 x CP 2: what was counted on for the choice is what an iteration saves; the check takes turns."""
     iterations = 2 + 2 * 3 * 2 + 2
-    saved = ("--save", str(tmp_path), "--save-interval", str(iterations))
-    words = [*tiny_flags(*EXPERTS.split(), train_iters=str(iterations)), *saved]
+    words = tiny_flags(*EXPERTS.split(), train_iters=str(iterations))
     run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
     first, second = decisions(run)
     assert first == second and first["checked"]
@@ -162,21 +160,6 @@ def test_experts_and_context_parallelism(tmp_path) -> None:
                 "compressed": (iterations - 4) * layer,
             }
     assert "that the ledger does not know" not in run.output
-    more = ("--load", str(tmp_path), "--train-iters", str(iterations + 1), "--override-opt-param-scheduler")
-    resumed = pretrain(*words, *more, "--fast-links", ranks=2, directory=tmp_path, through=SLOW)
-    assert decisions(resumed) == [first, first] and "compares iterations" not in resumed.output
-    assert kinds(resumed, "ep.forward") == {"compressed": 2} and kinds(resumed, "cp.backward") == {
-        "compressed": 1
-    }
-
-
-def test_experts_on_a_fast_link_stay_uncompressed(tmp_path) -> None:
-    """The same where no message takes time."""
-    words = [*tiny_flags(*EXPERTS.split(), train_iters="1"), "--fast-links"]
-    run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
-    first, second = decisions(run)
-    assert first == second and [one["name"] for one in first["dimensions"][1:]] == ["none", "none"]
-    assert kinds(run, "ep.forward") == {"off": 2} and kinds(run, "cp.backward") == {"off": 1}
 
 
 def timing_worker(rank: int, world_size: int) -> list[float]:

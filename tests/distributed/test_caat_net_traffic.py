@@ -18,7 +18,6 @@ from tests.distributed.tiny_gpt import (
 )
 from tests.distributed.transport_audit import TransportAudit, total_of
 
-NEW_TOKENS = 5
 FP8, INT8 = "taco", "int8:scales=single"
 TRAFFIC_CASES = [(1.0, "none"), (0.5, "none"), (0.25, "none"), (0.5, FP8), (0.5, INT8)]
 

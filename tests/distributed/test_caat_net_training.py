@@ -124,15 +124,6 @@ def test_resume_is_bitwise(runs: Runs) -> None:
         assert resumed.parameters == rank.parameters
 
 
-def test_fraction_1_is_the_ordinary_run(runs: Runs) -> None:
-    """Bitwise: parameters and bytes."""
-    ordinary = runs.train(*TP2)
-    at_one = runs.train(*TP2, "--caat-net-sync-fraction", "1")
-    for plain, one in zip(ordinary.ranks, at_one.ranks, strict=True):
-        assert one.parameters == plain.parameters
-        assert one.ledger == plain.ledger
-
-
 def test_other_models_are_refused(runs: Runs) -> None:
     """A checkpoint loaded as another function of its weights: one line that says so."""
     run = runs.train(*TP2, "--load", str(runs.saved), check=False)

@@ -68,7 +68,6 @@ def collectives_worker(rank: int, world_size: int) -> dict:
                 outputs[f"{shape} {dtype} {format}"] = result.float().cpu().numpy().tobytes()
             assert torch.equal(x, before), "the input must be left as it is"
     _check_scatter_and_gather(rank, world_size, group)
-    outputs |= _check_every_codec(rank, world_size, group)
     _check_strided(rank, world_size, group)
     _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
@@ -97,37 +96,6 @@ def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
         assert torch.equal(into, shard)
     with pytest.raises(ValueError, match="must divide"):
         reduce_scatter(torch.ones(world_size + 1, 2), codec, TorchTransport(group))
-
-
-EVERY_CODEC = {
-    "identity": 1e-6,
-    "int8:scales=single": 0.02,
-    "int6": 0.05,
-    "int5/int6": 0.08,
-    "sdp4bit": 0.15,
-    "tah-quant": 0.2,
-    "int4:group=32,normalize=standardize": 0.2,
-}
-
-
-def _check_every_codec(rank: int, world_size: int, group) -> dict:
-    """All three collectives over codecs of every kind, those that see shapes among them, padded too."""
-    outputs = {}
-    for spec, bound in EVERY_CODEC.items():
-        codec = parse_codec(spec)
-        for rows in (world_size * 6, 5):
-            inputs = [_rank_tensor(r, (rows, 3, 64), torch.float32) for r in range(world_size)]
-            exact = torch.stack([x.double() for x in inputs]).sum(0)
-            x, transport = inputs[rank], TorchTransport(group)
-            total = all_reduce(x, codec, transport).wait()
-            assert _relative_error(total, exact) < 1.5 * bound, (spec, rows)
-            gathered = all_gather(x, codec, transport).wait()
-            assert _relative_error(gathered, torch.cat(inputs)) < bound, (spec, rows)
-            outputs[f"{spec} {rows}"] = total.cpu().numpy().tobytes() + gathered.cpu().numpy().tobytes()
-            if rows % world_size == 0:
-                shard = reduce_scatter(x, codec, transport).wait()
-                assert _relative_error(shard, exact[rank * 6 : (rank + 1) * 6]) < bound, spec
-    return outputs
 
 
 def _check_strided(rank: int, world_size: int, group) -> None:
@@ -176,11 +144,11 @@ def _check_several_communicators(rank: int, world_size: int, group) -> None:
     assert sends == plain_sends
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives(world_size: int) -> None:
     """Sums are right within the codec's bound, and all ranks end with the same bits."""
     by_rank = spawn(collectives_worker, world_size)
-    assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP) + 2 * len(EVERY_CODEC)
+    assert len(by_rank[0]) == 2 * len(SHAPES) * len(ONE_HOP)
     for other in by_rank[1:]:
         assert other == by_rank[0]
 

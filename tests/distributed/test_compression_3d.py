@@ -13,12 +13,11 @@ FLAGS = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-para
 SIX = ("tp.forward", "tp.backward", "dp.gradient", "dp.weight", "pp.forward", "pp.backward")
 
 
-def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
-    """Every channel compressed, the report's page for all three, and a resumed run equal to the last bit."""
-    saved, report = tmp_path / "saved", tmp_path / "report"
-    flags = tiny_flags(*FLAGS.split())
-    first = ("--save", str(saved), "--save-interval", "2", "--compression-report", str(report))
-    whole = pretrain(*flags, *first, ranks=8, directory=tmp_path)
+def test_every_channel_is_compressed(tmp_path: Path) -> None:
+    """In training, and in the report's page for all three."""
+    report = tmp_path / "report"
+    flags = tiny_flags(*FLAGS.split(), "--compression-report", str(report))
+    whole = pretrain(*flags, ranks=8, directory=tmp_path)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     check_channels(whole)
     check_replicas(whole, tied=True)
@@ -34,13 +33,6 @@ def test_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
     assert min(ratios["tensor parallel"], ratios["data parallel"], ratios["all"]) > 1.5, ratios
     page = (report / "report.md").read_text()
     assert all(f"| {channel} |" in page for channel in SIX)
-
-    shutil.rmtree(saved / "iter_0000004")
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = pretrain(*flags, "--load", str(saved), ranks=8, directory=tmp_path)
-    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
-    for before, after in zip(whole.ranks, resumed.ranks, strict=True):
-        assert before.parameters == after.parameters
 
 
 RECIPES = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16

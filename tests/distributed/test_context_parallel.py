@@ -1,7 +1,6 @@
 """Attention under context parallelism against the same attention on one process, and over codecs."""
 
 import math
-from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
@@ -170,24 +169,3 @@ def test_ranks_compute_what_one_process_does(world_size: int) -> None:
         _, ledger = found["bits"]["int8"]
         sent, plain = (sum(row[name] for row in ledger) for name in ("sent_bytes", "plain_bytes"))
         assert sent < 0.6 * plain
-
-
-def test_another_attention_is_refused() -> None:
-    """Compression is never silently left out: an attention that is not ours ends the set-up."""
-    from megatron.core.transformer.attention import Attention
-
-    from megatron.compression.context_parallel.config import ContextParallelConfig
-    from megatron.compression.context_parallel.hooks import ContextParallel
-    from megatron.compression.errors import CompressionConfigError
-
-    class Other(Attention):
-        def __init__(self) -> None:
-            torch.nn.Module.__init__(self)
-            self.config, self.core_attention = Namespace(context_parallel_size=2), torch.nn.Identity()
-
-        get_query_key_value_tensors = None
-
-    model = [torch.nn.ModuleDict({"layer": Other()})]
-    with pytest.raises(CompressionConfigError, match="cannot compress layer: Identity exchanges keys"):
-        ContextParallel(ContextParallelConfig(compression="int8"), run_of(None, "auto")).attach(model)
-    ContextParallel(ContextParallelConfig(), run_of(None, "auto")).attach(model)

@@ -18,7 +18,6 @@ EXPERTS = dict(
 PADDED = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
 SHARED = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
 GATHERED = dict(moe_token_dispatcher_type="allgather")
-NAMES = ("tensor", "expert_tensor", "expert")
 
 LAYOUTS = {
     "tensor 2, expert 2": ((2, 2, 2), SHARED),

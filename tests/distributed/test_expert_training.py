@@ -147,18 +147,6 @@ def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
     assert all(0.004 < error < 0.007 for error in errors.values())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-        "--expert-tensor-parallel-size 2",
-    ],
-)
-def test_experts_with_groups_of_their_own_are_audited(tmp_path: Path, layout: str) -> None:
-    """Data parallelism of experts inside a tensor-parallel group, parts of experts on data-parallel ranks."""
-    train(tmp_path, layout, "--expert-model-parallel-size 1 --train-iters 2", ranks=2)
-
-
 def test_all_five_kinds_of_parallelism(tmp_path: Path) -> None:
     """One command line, TACO and full recomputation among its flags: all is compressed, replicas agree."""
     run = train(tmp_path, ALL_FIVE, ranks=8)

@@ -158,20 +158,3 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     kinds = {row["kind"] for row in rows if row["phase"] == "train"}
     assert {"compressed", "overflow"} <= kinds
     assert compressed.output.count("is repeated uncompressed") == 1
-
-
-@pytest.mark.thorough
-def test_two_levels_of_nodes(monkeypatch) -> None:
-    """Gradients summed inside nodes and then between them: as the identity codec sums them, bit for bit; as
-    megatron-core does where nothing fits."""
-    flags = (*GPT, "--global-batch-size", "8", "--bf16", "--use-distributed-optimizer", *OVERLAP)
-    monkeypatch.setenv("MEGATRON_COMPRESSION_NODE_SIZE", "2")
-
-    def losses(*compressed: str) -> dict[int, float]:
-        return pretrain(*flags, *compressed, processes=4, exact=True).exact_losses()
-
-    for spec, reference in (
-        ("lossless", ("--dp-compression", "identity", "identity")),
-        ("lossless:escapes=1e-6", ()),
-    ):
-        assert losses("--dp-compression", spec, spec) == losses(*reference)

@@ -8,7 +8,6 @@ and are resumed.
 """
 
 import itertools
-import re
 import shutil
 from dataclasses import dataclass
 
@@ -301,65 +300,3 @@ def test_layout(runs: Runs, layout: str) -> None:
     assert resumed.losses == {iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)}
     for before, after in zip(run.ranks, resumed.ranks, strict=True):
         assert before.parameters == after.parameters
-
-
-def test_virtual_stages_compute_what_one_process_does(runs: Runs) -> None:
-    """Without compression, four virtual stages on two ranks over gloo: the serial run's losses."""
-    flags = [*model_flags("gpt", tied=False), "--micro-batch-size", "2", *runs.initial("gpt")]
-    run = runs.train([*flags, *PIPELINES["virtual"].split()], 2)
-    assert run.losses == pytest.approx(runs.serial("gpt", tied=False).losses, rel=2e-5)
-
-
-@pytest.mark.parametrize(
-    "compression", ["", "--cp-compression int8 --tp-compression int8 --compression-min-mb 0"]
-)
-def test_context_parallelism_computes_what_one_process_does(runs: Runs, compression: str) -> None:
-    """CP 2 x TP 2 with sequence parallelism: the serial run's losses, and every gathered byte counted."""
-    flags = [*model_flags("llama", tied=False), "--micro-batch-size", str(BATCH // 2), *runs.initial("llama")]
-    layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
-    iterations = 8 if compression else ITERATIONS
-    flags += ["--train-iters", str(iterations), "--eval-iters", "0"]
-    run = runs.train([*flags, *layout.split(), *compression.split()], 4)
-    serial = runs.serial("llama", tied=False).losses
-    expected = {number: serial[number] for number in range(1, iterations + 1)}
-    assert run.losses == pytest.approx(expected, rel=0.003 if compression else 2e-5)
-    assert UNKNOWN not in run.output
-    for first, second in ((0, 2), (1, 3)):  # of a tensor-parallel rank
-        assert run.ranks[first].parameters == run.ranks[second].parameters
-    # two micro-batches, two layers; the keys and values of a rank's one group in fp32, of which half is sent
-    sent = 2 * 2 * SEQUENCE * (BATCH // 2) * (HIDDEN // 2) * 4 // 2
-    megabytes = f"{sent / 1e6:.3f}"
-    if not compression:
-        assert f"cp.forward (MB): {megabytes} | cp.backward (MB): {megabytes} |" in run.output
-        return
-    for traffic in ("cp.forward", "cp.backward"):
-        compressed, plain = re.search(rf"{traffic} \(MB\): (\S+) of (\S+) \|", run.output).groups()
-        assert plain == megabytes and float(compressed) < 0.27 * float(plain)
-    assert "context parallelism gathers keys and values as int8, sums their gradients as int8" in run.output
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (
-            "--context-parallel-size 2 --attention-backend local",
-            "--context-parallel-size is not covered by --attention-backend local",
-        ),
-        (
-            "--softmax-type learnable",
-            "not covered by the torch-native attention; use --attention-backend local",
-        ),
-        ("--taco --tp-compression-layers 1,2", "--num-layers 2 makes 1 the last one"),
-        ("--taco --tp-compression-layers embeding", "'embeding' is not a layer"),
-        ("--tp-compression taco fp9", "codec 'fp9' is unknown; choose one of"),
-        ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error > 0"),
-    ],
-)
-def test_refusals_are_one_line(runs: Runs, flags: str, reason: str) -> None:
-    """What cannot be honoured ends the run with its reason before anything is trained."""
-    ranks = 2 if "context" in flags else 1
-    base = [*model_flags("gpt", tied=True), "--micro-batch-size", "2"]
-    run = runs.train([*base, *flags.split()], ranks, check=False)
-    assert run.returncode != 0
-    assert run.errors and all(reason in line for line in run.errors), run.output[-3000:]
-    assert "Traceback" not in run.output and " iteration  " not in run.output

@@ -1,7 +1,6 @@
-"""Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up, resume."""
+"""Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -40,65 +39,32 @@ def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[ForkedRun, Path]:
-    """A run of four iterations that saved half-way, and the folder of its checkpoints."""
-    directory = tmp_path_factory.mktemp("pipeline")
-    saved = directory / "saved"
-    run = pretrain(
-        *COMPRESSED,
-        *("--save", str(saved), "--save-interval", "2"),
-        ranks=2,
-        directory=directory,
-    )
-    return run, saved
+def whole(tmp_path_factory) -> ForkedRun:
+    """A run of four iterations."""
+    return pretrain(*COMPRESSED, ranks=2, directory=tmp_path_factory.mktemp("pipeline"))
 
 
-def test_bytes_by_hand(whole) -> None:
+def test_bytes_by_hand(whole: ForkedRun) -> None:
     """Two messages an iteration each way; evaluations send forward alone."""
-    run, _ = whole
     count = ITERATIONS * MESSAGES
-    assert sent(run, "pp.forward") == {"compressed": (count, count * FORWARD, count * PLAIN)}
-    assert sent(run, "pp.backward") == {"compressed": (count, count * BACKWARD, count * PLAIN)}
-    evaluated = sent(run, "pp.forward", "eval")["compressed"]
+    assert sent(whole, "pp.forward") == {"compressed": (count, count * FORWARD, count * PLAIN)}
+    assert sent(whole, "pp.backward") == {"compressed": (count, count * BACKWARD, count * PLAIN)}
+    evaluated = sent(whole, "pp.forward", "eval")["compressed"]
     assert evaluated[0] > 0 and evaluated[1:] == (evaluated[0] * FORWARD, evaluated[0] * PLAIN)
-    assert sent(run, "pp.backward", "eval") == {}
+    assert sent(whole, "pp.backward", "eval") == {}
     assert 8 * FORWARD / 4096 <= 4.5 and 8 * BACKWARD / 4096 <= 6.6
-    assert "pipeline stages send tah-quant, back int6:group=32,scales=single,hadamard=off" in run.output
+    assert "pipeline stages send tah-quant, back int6:group=32,scales=single,hadamard=off" in whole.output
+    assert whole.losses[ITERATIONS] < whole.losses[1]
+    assert whole.ranks[-1].validation[-1] == pytest.approx(whole.losses[ITERATIONS], rel=0.05)
 
 
-def test_trains_and_evaluates(whole) -> None:
-    run, _ = whole
-    losses = [run.losses[iteration] for iteration in range(1, ITERATIONS + 1)]
-    assert losses[-1] < losses[0]
-    assert len(run.ranks[-1].validation) >= 2
-    assert run.ranks[-1].validation[-1] == pytest.approx(losses[-1], rel=0.05)
-
-
-def test_resume_is_exact(whole, tmp_path: Path) -> None:
-    """From the middle to the end again: the same losses and parameters to the last bit."""
-    run, saved = whole
-    copy = tmp_path / "saved"
-    shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
-    (copy / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = pretrain(
-        *COMPRESSED,
-        *("--load", str(copy)),
-        ranks=2,
-        directory=tmp_path,
-    )
-    assert resumed.losses == {iteration: run.losses[iteration] for iteration in (3, 4)}
-    for before, after in zip(run.ranks, resumed.ranks, strict=True):
-        assert before.parameters == after.parameters
-
-
-def test_repeated_iterations_train_alike(whole, tmp_path: Path) -> None:
+def test_repeated_iterations_train_alike(whole: ForkedRun, tmp_path: Path) -> None:
     """Megatron runs an iteration of a suspicious loss twice: every message is sent and counted again."""
-    run, _ = whole
     suspicious = """--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1
         --error-injection-type transient_error"""
     repeated = pretrain(*COMPRESSED, *suspicious.split(), ranks=2, directory=tmp_path)
-    assert repeated.losses == run.losses
-    for once, twice in zip(run.ranks, repeated.ranks, strict=True):
+    assert repeated.losses == whole.losses
+    for once, twice in zip(whole.ranks, repeated.ranks, strict=True):
         assert once.parameters == twice.parameters
     assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"
 

@@ -21,14 +21,13 @@ def test_a_run_by_samples(tmp_path) -> None:
 
 
 def test_figures_agree_with_megatrons_own_line() -> None:
-    """The loss is the mean of a log interval, and the time of an iteration is the same."""
+    """The loss is the mean of a log interval."""
     run = pretrain(processes=1, exact=True, log_interval="2")
-    losses, times = run.log("lm loss"), run.log("elapsed time per iteration (ms)")
+    losses = run.log("lm loss")
     rows = [json.loads(line) for line in (run.report / "history.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [2, 4]
     for row in rows:
         assert f"{row['losses']['lm loss']:.6E}" == f"{losses[row['iteration']]:.6E}"
-        assert row["milliseconds_per_iteration"] == pytest.approx(times[row["iteration"]], rel=0.2)
     summary = json.loads((run.report / "report.json").read_text())["summary"]
     assert summary["peak_memory_bytes"]["resident"] > 10e6
 
@@ -47,14 +46,3 @@ def test_the_log_line_adds_up() -> None:
     said = sum(map(float, re.findall(r"tp\.\w+ \(MB\): ([\d.]+)", line)))
     assert said == pytest.approx(sum(row["sent_bytes"] for row in rows) / 2 / 1e6, abs=0.002)
     assert re.search(r"tensor-parallel ratio: \d\.\d{3} \|", line)
-
-
-def test_a_report_that_cannot_be_written_is_refused_at_the_start(tmp_path) -> None:
-    """One line with the flag and the fix, before anything is built."""
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "report"
-    run = pretrain("--compression-report", str(folder), processes=1, check=False)
-    assert run.returncode != 0 and "iteration        1/" not in run.output
-    assert run.errors() == [
-        f"error: --compression-report {folder} cannot be written (Not a directory); name another folder"
-    ]

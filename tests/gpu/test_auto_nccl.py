@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron.compression.auto.measurement import LIMIT
 from tests.distributed.spawn import spawn
 from tests.distributed.test_auto import timing_worker
 from tests.gpu.devices import DEVICES
@@ -48,6 +47,5 @@ def test_a_run_decides_and_goes_on(tmp_path, layout: str, dimensions: list[str])
     found = train(*words, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
     auto = found["settings"]["auto"]
     print("\n".join(auto["table"]))
-    assert 0 < auto["seconds"] < 2 * LIMIT
     assert auto["checked"] or not any(one["chosen"] for one in auto["dimensions"])
     assert [one["dimension"] for one in auto["dimensions"]] == dimensions

@@ -35,16 +35,6 @@ def test_kernels_against_the_reference(tokens, channels, dtype) -> None:
     assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()
 
 
-def test_channels_alike_in_fp32() -> None:
-    """515 tokens, whose sums are not exact: what is left of a constant channel must not reach its group."""
-    layout = channel_norm.ChannelNormLayout(515, 64, CodecConfig("int4", 32, "signed", hadamard=False))
-    x = torch.randn(515, 64, generator=torch.Generator().manual_seed(3))
-    x[:, :4] = torch.tensor([0.1, 37.7, -5.3, 1e4])
-    y = channel_norm.decode(channel_norm.encode(x.cuda(), layout), layout, torch.float32).cpu()
-    assert (y - x)[:, 4:].norm() < 0.1 * x[:, 4:].norm()
-    assert ((y - x)[:, :4].abs() <= 2**-8 * x[:, :4].abs()).all()
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_values_apart_in_a_channel_of_equal_ones_arrive(dtype) -> None:
     check_values_apart(channel_norm.encode, channel_norm.decode, dtype, "cuda")

@@ -1,17 +1,14 @@
 """Fast launches on a GPU: the bits of Triton's own launches, on the current device and stream, in graphs."""
 
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 
-from taco_kernels import bitmap_sparse, sdp4bit, tah_quant
-from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.taco import CodecConfig
-from tests.gpu.simulated_ranks import on_all_ranks, simulated_channels
+from tests.gpu.simulated_ranks import simulated_channels
 
 SETTINGS = [CodecConfig("int8"), CodecConfig("int6", 64, "single"), CodecConfig("fp8-e4m3", 32)]
 
@@ -31,119 +28,6 @@ def only_fast_launches():
 
     with mock.patch.object(Launch, "_through_triton", refuse):
         yield
-
-
-def same(call: Callable[[], list[torch.Tensor]]) -> None:
-    """By Triton, by what is a fast launch from the second call on, and by fast launches alone."""
-    from taco_kernels.common.fast_launch import plain_launches
-
-    with plain_launches():
-        expected = call()
-    results = [call()]
-    with only_fast_launches():
-        results.append(call())
-    for result in results:
-        for a, b in zip(result, expected, strict=True):
-            assert torch.equal(bits(a), bits(b))
-
-
-def views(numel: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
-    """Tensors that begin at a multiple of 16 bytes and elsewhere, and rows of a wider one."""
-    base = torch.randn(2 * numel + 64, generator=generator, device="cuda").to(dtype)
-    base[numel // 2] = float("nan")
-    tensors = [base[:numel], base[1 : numel + 1]]
-    if numel % 4 == 0:
-        tensors.append(base[3 : 3 + 2 * numel].view(4, numel // 2)[:, : numel // 4])
-    return tensors
-
-
-# Few: each is specialised on otherwise, and compiled anew.
-CODEC_CALLS = [
-    (0, 1, 1, torch.bfloat16),
-    (0, 4 * 1031, 3, torch.bfloat16),
-    (0, 2**18, 1, torch.float32),
-    (0, 100_003, 1, torch.bfloat16),
-    (1, 4 * 1031, 1, torch.bfloat16),
-    (1, 2**18, 3, torch.float32),
-    (2, 2**18, 1, torch.bfloat16),
-]
-
-
-@pytest.mark.parametrize(("setting", "numel", "chunks", "dtype"), CODEC_CALLS)
-def test_codec(setting: int, numel: int, chunks: int, dtype: torch.dtype) -> None:
-    """Every operation, aligned and not, contiguous and not, sizes of one group, odd ones, multiples of 16."""
-    from taco_kernels.taco import launch
-
-    config = SETTINGS[setting]
-    for x in views(numel, dtype, torch.Generator("cuda").manual_seed(0)):
-
-        def call(x=x) -> list[torch.Tensor]:
-            wires = launch.encode(x, config, chunks)
-            odd = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
-            piece = config.chunk_numel(x.numel(), chunks)
-            return [
-                wires,
-                launch.decode(wires, config, x.shape, x.dtype),
-                launch.decode(wires, config, x.shape, x.dtype, odd),
-                launch.decode_sum(wires, config, (piece,), torch.float32),
-                launch.decode_sum_encode(wires, config, piece),
-            ]
-
-        same(call)
-
-
-@pytest.mark.parametrize(("world_size", "numel", "chosen"), [(1, 4 * 1031, (0, 1)), (2, 2**17, (0, 2))])
-def test_collectives(world_size: int, numel: int, chosen: tuple[int, ...]) -> None:
-    """On two channels, whose addresses are arguments too; tensors at odd addresses, and rows."""
-    from taco_kernels.symmetric_memory import collectives
-    from taco_kernels.taco import launch
-
-    config = CodecConfig("int6")
-
-    def all_gather(x: torch.Tensor, channel) -> torch.Tensor:
-        return collectives.all_gather_encoded(channel, launch.encode(x, config), x.shape, x.dtype, config)
-
-    xs = views(numel, torch.bfloat16, torch.Generator("cuda").manual_seed(0))
-    operations = (
-        lambda x, channel: collectives.all_reduce(channel, x, config),
-        lambda x, channel: collectives.reduce_scatter(channel, x, config),
-        all_gather,
-    )
-    for _ in range(2):
-        channels = simulated_channels(world_size, programs=24)
-        for x in (xs[number].reshape(4, -1) if number < 2 else xs[number] for number in chosen):
-
-            def call(x=x, channels=channels) -> list[torch.Tensor]:
-                results = []
-                for operation in operations:
-                    results += on_all_ranks(channels, lambda _, channel, run=operation: run(x, channel))
-                return results
-
-            same(call)
-        channels[0].check()
-
-
-def test_the_other_codecs() -> None:
-    """SDP4Bit, TAH-Quant and bitmap-sparse values."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    config = tah_quant.TahConfig()
-    for numel in (4 * 1031, 2**16):
-        for x in views(numel, torch.bfloat16, generator)[:2]:
-            x = x.view(4, -1)
-
-            def call(x=x) -> list[torch.Tensor]:
-                results = []
-                for format in (GroupFormat(4, 128, True), GroupFormat(8, 128)):
-                    wires = sdp4bit.quantize(x, format)
-                    out = torch.empty(4, x.shape[1], device=x.device)
-                    results += [wires, sdp4bit.sum_dequantize(wires[None], format, out, 0.5)]
-                wire = tah_quant.encode(x, config)
-                results += [wire, tah_quant.decode(wire, config, x.shape, x.dtype)]
-                layout = bitmap_sparse.BitmapLayout(x.shape[1], 0.2, 16)
-                sent = bitmap_sparse.encode(x.float(), torch.ones(4, device=x.device), layout)
-                return [*results, sent, bitmap_sparse.decode_sum(sent, layout)]
-
-            same(call)
 
 
 @pytest.mark.parametrize("config", SETTINGS[:2])

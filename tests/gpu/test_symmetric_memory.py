@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random as python_random
 import tempfile
-import time
 
 import pytest
 import torch
@@ -58,45 +57,6 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
             lambda r, channel: collectives.all_gather_encoded(channel, wires[r], shape, dtype, config),
             [gathered] * world_size,
         )
-    channels[0].check()
-
-
-@pytest.mark.parametrize(
-    ("config", "config_out"),
-    [
-        (CodecConfig("int4", scales="single"), CodecConfig("int8", scales="single")),
-        (CodecConfig("fp8-e4m3"), CodecConfig("int5", scales="single")),
-        (CodecConfig("int6", scales="signed"), CodecConfig("int4", scales="signed")),
-    ],
-)
-def test_hops_of_an_all_reduce_may_differ(config, config_out) -> None:
-    """The second encode has a format of its own; rows of a wider tensor are read where they lie."""
-    from taco_kernels.symmetric_memory import collectives
-
-    xs = [torch.randn(512, 1280, device="cuda").bfloat16()[:, :1024] for _ in range(4)]
-    channels = ranks.simulated_channels(4, programs=24)
-    expected = ranks.expected_all_reduce(xs, config, config_out)
-    for result in ranks.on_all_ranks(
-        channels, lambda r, channel: collectives.all_reduce(channel, xs[r], config, config_out=config_out)
-    ):
-        assert torch.equal(bits(result), bits(expected))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_many_steps_have_the_bits_of_the_codec_kernels(world_size: int) -> None:
-    """From one step a program to ten."""
-    from taco_kernels.symmetric_memory import collectives
-
-    config, channels = CodecConfig("int6"), ranks.simulated_channels(world_size, programs=24)
-    base = [torch.randn(world_size * 240 * 8192, device="cuda").bfloat16() for _ in range(world_size)]
-    for tiles in (3, 24, 30, 240):
-        xs = [x[: world_size * tiles * 8192 - 1000] for x in base]
-        expected = ranks.expected_all_reduce(xs, config)
-        for _ in range(2):
-            for result in ranks.on_all_ranks(
-                channels, lambda r, channel, xs=xs: collectives.all_reduce(channel, xs[r], config)
-            ):
-                assert torch.equal(bits(result), bits(expected)), tiles
     channels[0].check()
 
 
@@ -172,14 +132,13 @@ def dead_rank_main(rank: int, store: str, outcome) -> None:
     dist.barrier()
     if rank == 1:
         os._exit(0)
-    began = time.monotonic()
     messages = []
     for call in (lambda: (group.all_reduce(x, config), torch.cuda.synchronize()), group.channel.check):
         try:
             call()
         except (RuntimeError, SymmetricMemoryError) as error:
             messages.append(str(error))
-    outcome.put((time.monotonic() - began, messages))
+    outcome.put(messages)
     outcome.close()
     outcome.join_thread()
     os._exit(0)  # the device is lost to this process
@@ -196,11 +155,10 @@ def test_a_rank_that_dies_does_not_hang_the_others() -> None:
         for process in processes:
             process.start()
         try:
-            seconds, messages = outcome.get(timeout=120)
+            messages = outcome.get(timeout=120)
         finally:
             for process in processes:
                 process.join(timeout=10)
                 if process.is_alive():
                     process.kill()
-    assert 1.5 < seconds < 30
     assert len(messages) == 2 and "waited 2 s for rank 1" in messages[1]

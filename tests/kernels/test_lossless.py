@@ -51,25 +51,6 @@ def test_sizes(dtype: torch.dtype, least: float) -> None:
         assert layout.payload_bytes <= dtype.itemsize * numel + 31 and layout.payload_bytes % 16 == 0
 
 
-def test_sums_run_in_order_and_round_once() -> None:
-    """A payload that overflowed counts for nothing in them."""
-    layout = layout_of(3000, torch.bfloat16, SHARE)
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(4, 2, 3000, generator=generator).to(torch.bfloat16)
-    payloads = torch.stack([lossless.encode(rows, layout) for rows in x])
-    exact = x[0].float()
-    for rows in x[1:]:
-        exact = exact + rows.float()
-    assert torch.equal(lossless.decode_sum(payloads, layout, torch.float32), exact)
-    assert torch.equal(lossless.decode_sum(payloads, layout, torch.bfloat16, 0.3), (exact * 0.3).bfloat16())
-    into = torch.empty(2, 3000)
-    assert lossless.decode_sum(payloads, layout, torch.bfloat16, out=into) is into
-    assert torch.equal(into, exact)
-    overflowed = lossless.encode(dict(cases(2, 3000, torch.bfloat16))["random bits"], layout)
-    total = lossless.decode_sum(torch.stack((payloads[0], overflowed)), layout, torch.bfloat16)
-    assert torch.equal(total, x[0])
-
-
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="takes bf16 and fp32"):
         layout_of(128, torch.float16, SHARE)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from taco_kernels.sdp4bit import (
-    GROUP_SIZES,
     GroupFormat,
     add_dequantized,
     quantize,
@@ -44,24 +43,6 @@ def test_round_trip(format: GroupFormat, numel: int) -> None:
     if numel:
         bound = 0.011 if format.bits == 8 else 0.19
         assert _relative(_decoded(wires, format, numel), x.view(6, numel)) < bound
-
-
-@pytest.mark.parametrize("size", [size for size in GROUP_SIZES if size < 1024])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_an_odd_number_of_groups(rows: int, bits: int, size: int) -> None:
-    """Of gradients and of 5,000 weights, also where groups are smaller than 128."""
-    generator = torch.Generator().manual_seed(size)
-    bound = 0.012 if bits == 8 else 0.2
-    for numel in (size, 3 * size - 5, 5000):
-        x, format = torch.randn(rows, numel, generator=generator), GroupFormat(bits, size, True)
-        wires = quantize(x, format)
-        assert _relative(_decoded(wires, format, numel), x) < bound
-        other = GroupFormat(bits, 128, True)
-        assert _relative(_decoded(sum_requantize(wires[None], format, numel, other), other, numel), x) < 0.3
-        plain, replica = GroupFormat(bits, size), torch.zeros(rows, numel)
-        changes = torch.cat([quantize_difference(row, torch.zeros(numel), plain) for row in x])
-        assert _relative(add_dequantized(changes, plain, replica), x) < bound
 
 
 def test_hadamard_tames_an_outlier() -> None:

@@ -22,7 +22,7 @@ from tests.kernels.interpreter import output_interpreted
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_collectives_have_the_bits_of_the_codec_kernels(world_size: int) -> None:
     """Over so many steps that every slot is used again, twice, with two ranks; odd sizes with three."""
     assert output_interpreted(__file__, str(world_size)).count("ok") == world_size  # lines may mix

@@ -3,53 +3,33 @@
 TRITON_INTERPRET must be set before triton is imported: the tests run this file as a program of its own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+
+from tests.kernels.interpreter import output_interpreted
 
 pytestmark = pytest.mark.slow
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
 EVERY_CASE = ("fp8-e4m3", "int6")  # others: each configuration is strided in one format and not in the next
 SMALL = ("fp8-e5m2", "int5")  # with transforms of 64 points and butterflies, as on sm_86
-ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def program() -> subprocess.CompletedProcess:
-    """One program for all formats: loading torch and triton takes longer than a format."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_kernels_reproduce_the_reference(program, format: str) -> None:
-    cases = {"fp8": 5, "int": 7}[format[:3]] * (2 if format in EVERY_CASE else 1)
-    assert f"{format}: {cases} cases" in program.stdout.splitlines(), program.stdout + program.stderr
+def test_kernels_reproduce_the_reference() -> None:
+    assert output_interpreted(__file__) == "50 cases"
 
 
 def main() -> None:
-    """All formats; the traceback of one that differs stands beside the results of the others."""
-    import traceback
-
+    """All formats; exits with a traceback on a difference."""
     from tests.kernels.interpreter import speed_up
 
     speed_up()
-    for format in FORMATS:
-        try:
-            check_format(format)
-        except Exception:
-            traceback.print_exc()
+    print(sum(check_format(format) for format in FORMATS), "cases")
 
 
-def check_format(format: str) -> None:
-    """Every kernel in a spread of configurations of one format."""
+def check_format(format: str) -> int:
+    """Every kernel in a spread of configurations of one format; their number."""
     import torch
 
     from taco_kernels.common.device import Device, device_number
@@ -138,7 +118,7 @@ def check_format(format: str) -> None:
             assert apart.grid_steps <= 1 and apart.codes < 0.01 and apart.padding, (config, other, apart)
             cases += 1
     assert 2 * together >= cases, "chunks of which a tile holds several"
-    print(f"{format}: {cases} cases")
+    return cases
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """scripts/accuracy: the simulation without codecs is the plain model, settings, runs and their table."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,11 @@ from torch import Tensor
 from megatron.compression.codecs import parse_codec
 from megatron.compression.context_parallel.gather import chunks_of
 from megatron.compression.huggingface.models import DenseModel
-from scripts.accuracy import layers, results, run
+from scripts.accuracy import layers, results
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.layers import attend
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
-from scripts.accuracy.settings import Setting, setting_of
+from scripts.accuracy.settings import setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
 
 pytestmark = pytest.mark.slow
@@ -69,26 +68,6 @@ def test_without_codecs_it_is_the_plain_model(name):
         torch.autograd.grad(losses.mean(), list(model.parameters())), gradients, strict=True
     ):
         assert torch.allclose(ours, exact, atol=1e-5 * float(exact.abs().max()) + 1e-9)
-
-
-def test_each_hop_has_its_own_codec(partials):
-    coarse, fine = "int4:scales=single", "int8:scales=single"
-    exact = partials.double().sum(0)
-    error = {}
-    for hops in (f"{fine}/{fine}", f"{fine}/{coarse}", f"{coarse}/{fine}", f"{coarse}/{coarse}"):
-        exchange = Exchange(Setting("s", hops))
-        error[hops] = float((exchange.reduce(partials, "forward") - exact).norm() / exact.norm())
-        assert torch.equal(exchange.reduce(partials, "backward"), partials.float().sum(0).bfloat16())
-    first, second = error[f"{coarse}/{fine}"], error[f"{fine}/{coarse}"]
-    assert error[f"{fine}/{fine}"] < 0.15 * first < 0.15 * second
-    assert error[f"{coarse}/{coarse}"] == pytest.approx(math.hypot(first, second), rel=0.1)
-    sliced = Exchange(Setting("s", f"{coarse}/{fine}", sequence_parallel=True))
-    scattered = sliced.reduce(partials, "forward")
-    assert float((scattered - exact).norm() / exact.norm()) == pytest.approx(first, rel=0.05)
-    whole = sliced.reduce(partials, "forward", whole=True)
-    assert torch.equal(whole, Exchange(Setting("s", f"{coarse}/{fine}")).reduce(partials, "forward"))
-    gathered = sliced.gather(partials[0], "forward")
-    assert 0 < float((gathered - partials[0]).norm() / partials[0].norm()) < 0.01
 
 
 def test_stages_send_messages_there_and_back():
@@ -155,38 +134,6 @@ def test_ranks_share_a_sequence():
     assert torch.allclose(torch.cat([keys, values], dim=2).view(48, 128), expected[0], atol=1e-5)
 
 
-def test_kinds_of_parallelism_are_joined():
-    three = setting_of("taco-sp+tah-quant-pp+sdp4bit-dp")
-    assert three.sequence_parallel and three.forward == three.backward == "taco"
-    assert three.stage_forward == "tah-quant" and three.gradients == "sdp4bit"
-    assert three.weights == "sdp4bit:intra=4,group=2048,hadamard=off"
-    assert three.bits == pytest.approx(sum(setting_of(name).bits for name in three.name.split("+")) / 3)
-    assert (setting_of("taco").bits, setting_of("none").bits, setting_of("none-tp2").world_size) == (
-        8.5,
-        16,
-        2,
-    )
-    assert setting_of("tensor-6bit").backward == setting_of("int6:outliers=on").forward == "int6:outliers=on"
-    assert setting_of("pipeline-6bit-pp").stage_backward.startswith("int6:")
-    apart = setting_of("int5/int6,,int5-sp")
-    assert (apart.forward, apart.backward, apart.sequence_parallel) == ("int5/int6", "int5", True)
-    assert setting_of("sdp4bit,,none-dp").weights == "none" == setting_of("none,,sdp4bit-dp").gradients
-    assert setting_of("taco+int8-pp", 2).world_size == 2
-    plain = setting_of("sdp4bit-ddp")
-    assert plain.unsharded and (plain.gradients, plain.weights) == ("sdp4bit", "none") and not three.unsharded
-    refused = {
-        "int7": "int7",
-        "int6+int8": "twice",
-        "int6+none-tp2": "twice",
-        "int6,,none-dp+none,,int8-dp": "twice",
-    }
-    refused |= dict.fromkeys(("tagc-dp", "tah-quant-dp", "tah-quant-cp", "int8-cp+int6"), "simulated")
-    refused |= {"lossless-dp": "no bit", "lossless": "no bit", "sdp4bit,,int8-ddp": "no weights are sent"}
-    for name, words in refused.items():
-        with pytest.raises(ValueError, match=words):
-            setting_of(name)
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> dict[str, str]:
     """Paths of a tiny text of repeated patterns, of 64 tokens."""
@@ -231,42 +178,6 @@ def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
     assert end["valid"] == runs[0]["valid"]
 
 
-def test_orders_are_permutations(tokens):
-    text = Corpus(tokens, 16, "cpu")
-    order = text.order(4, 2 * text.windows)
-    assert sorted(order[: text.windows]) == sorted(order[text.windows :]) == list(range(text.windows))
-    assert not np.array_equal(order, text.order(5, 2 * text.windows))
-
-
-def test_a_tiny_study_is_done_once_and_goes_on(tokens, tmp_path, monkeypatch, capsys):
-    """The uncompressed run, then the settings from its checkpoint; a second call does what is missing."""
-    config = ModelConfig(vocabulary=64, layers=1, hidden=32, heads=2, sequence=16, dtype=torch.float32)
-    monkeypatch.setattr(run, "sizes", lambda args: (config, Schedule(args.steps, 2, warmup=2)))
-    words = ["--work-dir", str(tmp_path), "--size", "tiny", "--steps", "8", "--deadline", "inf"]
-    words += ["--settings", "none-tp2", "taco", "int4"]
-
-    def ids(settings: int) -> list[str]:
-        args = run.parse(words[: len(words) - 3 + settings])
-        run.Worker(args, tokens).run_seed(1)
-        return [record["id"] for record in results.load([tmp_path / "results-1.jsonl"])]
-
-    assert ids(2) == ["scratch/none/1", "ending/none-tp2/1", "ending/taco/1"]
-    assert ids(2)[3:] == [] and ids(3)[3:] == ["ending/int4/1"]
-    assert capsys.readouterr().out.count("valid ") == 4, "nothing twice"
-    (tmp_path / "checkpoints" / "late-1.pt").unlink()
-    lines = (tmp_path / "results-1.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "results-1.jsonl").write_text("".join(lines[:-1]))
-    assert ids(3)[3:] == ["ending/int4/1"], "its checkpoint was made again"
-    again = (tmp_path / "results-1.jsonl").read_text().splitlines()
-    first, second = (json.loads(line) for line in (lines[-1], again[-1]))
-    assert first["valid"] == second["valid"]
-    late = run.parse([*words[:6], "--deadline", "0", "--settings", "int8"])
-    worker = run.Worker(late, tokens)
-    worker.seconds_per_step = 1.0
-    worker.run_seed(2)
-    assert not (tmp_path / "results-2.jsonl").exists()
-
-
 def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
     setting = setting_of(name)
     record = {"id": f"{kind}/{name}/{seed}", "setting": setting.as_dict(), "bits": setting.bits, "seed": seed}
@@ -287,13 +198,6 @@ def test_the_table_compares_runs_of_a_seed(tmp_path):
     published = Path(__file__).parents[2] / "docs" / "results" / "accuracy"
     for file in published.glob("*.json"):
         assert results.tables(results.load([file])).count("\n| ") > 1, file
-
-
-def test_standard_errors():
-    error = math.sqrt(14 / 3) / 2
-    interval = f"{3 - 3.1824 * error:+.2f} … {3 + 3.1824 * error:+.2f}"
-    assert results.estimate([1.0, 2.0, 3.0, 6.0]) == (f"+3.000 ± {error:.3f}", interval)
-    assert results.estimate([1.0]) == ("+1.000", "")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -56,15 +56,6 @@ def test_auto_is_timed_behind_its_check():
     assert bench.checked_in(options) == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
-def test_each_block_has_its_rules():
-    now = [0]
-    rules = bench.BlockRules({}, [{"tp.forward": 1}, {"tp.forward": 2, "tp.backward": 3}], 5, lambda: now[0])
-    found = []
-    for now[0] in (0, 4, 5, 9, 10):
-        found.append((rules.get("tp.forward"), rules.get("tp.backward", "off")))
-    assert found == [(1, "off"), (1, "off"), (2, 3), (2, 3), (2, 3)], "the last block goes on"
-
-
 def test_ranges_and_speed_ups_of_the_table():
     def line(milliseconds: float) -> dict:
         kinds = {"compressed": {"sent": 1e6, "plain": 4e6}, "exact": {"sent": 5e5, "plain": 5e5}}

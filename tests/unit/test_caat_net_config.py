@@ -40,13 +40,9 @@ def test_fractions_that_are_none(fraction) -> None:
         ({"num_experts": 8}, "--num-experts routes tokens"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-        ({"heterogeneous_layers_config_path": "layers.json"}, "--heterogeneous-layers-config-path"),
-        ({"use_kitchen": True}, "--use-kitchen"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
         ({"hidden_size": 1}, "shares none of 1 channels"),
@@ -64,7 +60,6 @@ def test_what_it_is_refused_with(megatron, reason) -> None:
     ("saved", "ours", "reason"),
     [
         ((0.5, 4), (0.5, 4), None),
-        ((1.0, 4), (1.0, 2), None),
         ((None, 4), (1.0, 2), None),  # written without the flag, by Megatron-LM itself
         ((0.5, 4), (0.5, 2), "CAAT-Net of 4 residual streams"),
         ((0.5, 4), (0.25, 4), "--caat-net-sync-fraction 0.5"),

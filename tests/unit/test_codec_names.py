@@ -12,9 +12,6 @@ from megatron.compression import CompressionConfigError, register_codec
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_codec
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.codecs.registry import Registry, field_docs, settings_of
-from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 
 @dataclass(frozen=True)
@@ -59,20 +56,14 @@ class Divides:
     ("spec", "canonical"),
     [
         ("int6", "int6"),
-        ("int6:group=128,scales=signed", "int6"),
         ("int6:scales=single,group=64", "int6:group=64,scales=single"),
-        ("int6:hadamard=on", "int6"),
         ("int4:group=32,normalize=standardize", "int4:group=32,normalize=standardize"),
         ("int4:normalize=standardize,hadamard=false", "int4:normalize=standardize"),
         ("taco", "taco"),
-        ("taco:", "taco"),
         ("taco:format=fp8-e5m2,group=256", "taco:format=fp8-e5m2,group=256"),
-        ("taco:hadamard=off", "taco:hadamard=off"),
         ("sdp4bit:intra=4,inter=4", "sdp4bit:intra=4"),
         ("tah-quant:ratio=0.5,tile=64", "tah-quant:ratio=0.5"),
         ("int5/int6", "int5/int6"),
-        ("int5:group=128/int6", "int5/int6"),
-        ("identity", "identity"),
         (f"{__name__}:HalfCodec", f"{__name__}:HalfCodec"),
         (f"{__name__}:HalfCodec:loud=on,level=3", f"{__name__}:HalfCodec:loud=on,level=3"),
     ],
@@ -100,23 +91,17 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("tensor-6bits", "; did you mean tensor-6bit?"),
         ("tagc", "tagc compresses gradients only; give it to --dp-compression"),
         ("", "codec '' is unknown"),
-        ("none", "codec 'none' is unknown"),
         ("int6:gruop=64", "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize"),
-        ("int6:bits=4", "int6: no setting 'bits'"),
         ("int6:group", "int6: no setting 'group'|no setting"),
         ("identity:x=1", "identity: no setting 'x'; choose among none"),
-        ("int6:group=many", "int6:group=many must be a whole number"),
         ("int6:group=48", "int6:group=48: group=48 is not supported; choose one of 32, 64, 128, 256"),
-        ("tah-quant:tile=3", "tah-quant:tile=3: tile=3 is not supported"),
         ("int6:hadamard=maybe", "int6:hadamard=maybe must be on or off"),
         ("int6:scales=dual", "scales=dual belongs to taco"),
         ("int6:normalize=standardize,hadamard=on", "drop hadamard=on"),
         ("taco:scales=signed", "scales=signed belongs to the int codecs"),
-        ("taco:format=fp9", "fp9"),
         ("sdp4bit:intra=5", "sdp4bit:intra=5: "),
         ("tah-quant:ratio=x", "tah-quant:ratio=x must be a number"),
         ("tah-quant:low=5", "tah-quant:low=5: "),
-        ("int6/", "codec '' is unknown"),
         ("int6/sdp4bit:group=64", "the two codecs cut a tensor differently"),
         (
             "int6:group=64:scales=single",
@@ -134,21 +119,6 @@ def test_what_is_unknown_is_refused(spec: str, message: str) -> None:
     with pytest.raises(CompressionConfigError, match=message) as error:
         parse_codec(spec)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["mycodec", "int6:gruop=1", "powersgd"])
-def test_python_refuses_what_the_command_line_does(name: str) -> None:
-    """A config made by hand trains with what it names, or not at all."""
-    for make in (
-        lambda: TensorParallelConfig(compression=name),
-        lambda: TensorParallelConfig(compression="taco", backward=name),
-        lambda: PipelineParallelConfig(compression=name),
-        lambda: PipelineParallelConfig(compression="int8", backward=name),
-        lambda: DataParallelConfig(compression=name),
-        lambda: DataParallelConfig(compression="sdp4bit", weights=name),
-    ):
-        with pytest.raises(CompressionConfigError, match=r"unknown; choose one of|no setting 'gruop'"):
-            make()
 
 
 def test_a_name_is_given_once() -> None:

@@ -70,13 +70,6 @@ def test_what_the_log_says_of_tagc(wire: str, how: str) -> None:
     assert "weights uncompressed; each rank leaves out 0.8 of its gradients of" in line and line.endswith(how)
 
 
-def test_neither_needs_activations() -> None:
-    """--validate-uncompressed does not concern what is sent in training alone."""
-    rules = DataParallelConfig(**ON).rules(None)
-    assert not any(rule.activations for rule in rules.values())
-    assert rules["dp.weight"].codec == parse_codec(WEIGHTS)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -134,12 +127,6 @@ def test_refused_flags_exist(name: str) -> None:
     """Under the name that Megatron gives them: another one would refuse nothing."""
     with pytest.raises(CompressionConfigError, match=f"--{name.replace('_', '-')} "):
         _check(ON, **{name: 2})
-
-
-@pytest.mark.parametrize("text", ["sdp4bit", "int5/int6", "taco:group=256", "tagc:layers=all,bits=8"])
-def test_names_parse_back(text: str) -> None:
-    made = parse_gradient_compressor(text)
-    assert made.name == text and parse_gradient_compressor(made.name) == made
 
 
 def test_one_of_another_package_has_its_module_for_a_name() -> None:

@@ -14,20 +14,18 @@ from megatron.compression.auto.estimate import (
     Group,
     main,
     parse_megatron,
-    speed_of,
 )
 from megatron.compression.auto.messages import MessageKind
 from megatron.compression.codecs import parse_codec
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
     --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000 --transformer-impl local"""
-EXPERTS = """--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
-    --expert-model-parallel-size"""
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Megatron's checks set variables."""
+    """Megatron's checks set variables, and other tests' entrypoints check more."""
+    monkeypatch.setattr("megatron.compression.patches.loop._after_validating", [])
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
@@ -66,15 +64,6 @@ def test_rows_are_recipes_and_what_auto_would_choose():
     assert "within 0 %: --tp-compression lossless --dp-compression lossless" in found.rows(0.0)[-1][0]
 
 
-def test_every_dimension_has_rows():
-    flags = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 64 "
-    found = made(16, "pcie", flags + EXPERTS + " 4")
-    texts = " ".join(text for text, *_ in found.rows(0.1))
-    for name in ("pipeline-6bit", "experts-8bit", "gradients-4bit", "--cp-compression int8"):
-        assert name in texts
-    assert "--tp-compression" not in texts
-
-
 def test_groups_lie_on_nodes_as_megatron_numbers_ranks():
     """Of 64 GPUs in nodes of 8 at TP 4, CP 2, PP 2: DP 4 with CP 2 has two ranks a node."""
     layout = "--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -101,14 +90,6 @@ def test_times_of_messages():
     sent = 0.75 * codec.message_bytes((2**20,), torch.bfloat16) / 100e9
     kernels = 3 * estimate.LAUNCH + 1e-6 * sum(estimate.KERNELS["int"])
     assert inside.compressed(message, codec, True) == pytest.approx(2 * (1e-5 + sent) + kernels, rel=1e-3)
-
-
-def test_experts_without_replicas_are_not_sent():
-    def held(gpus: int) -> int:
-        flags = f"--global-batch-size 64 {EXPERTS} 4 --ffn-hidden-size 8192"
-        return estimate.parameters(made(gpus, "pcie", flags).args)
-
-    assert held(8) - held(4) == 8 * 2 * 4096 * 8192 * 8 / 4
 
 
 def test_table_and_picture(tmp_path: Path, capsys):
@@ -141,10 +122,3 @@ def test_bad_input_is_one_line(words: str, line: str, capsys):
     assert main([*options.split(), "--", *BASE.split(), *flags.split()]) == 2
     said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
     assert len(said) == 1 and line in said[0]
-
-
-def test_a_link_by_name_or_by_numbers():
-    assert speed_of("pcie", "--intra") is SPEEDS["pcie"]
-    found = speed_of("50:10", "--inter")
-    assert found.bandwidth == 50e9 and found.latency == pytest.approx(1e-5)
-    assert speed_of("50", "--inter").latency == pytest.approx(5e-6)

@@ -70,12 +70,6 @@ def test_the_same_layout_restores_every_tensor() -> None:
             {"numel": 9},
             "other ranks, nodes, buckets or parameters: the memory of tagc starts",
         ),
-        (
-            "tagc",
-            "tagc",
-            {"nodes": 2},
-            "other ranks, nodes, buckets or parameters: the memory of tagc starts",
-        ),
         ("tagc", "tagc:bits=8", {}, "tagc:bits=8 saved its memory: the memory of tagc starts from zero"),
         (
             "tagc",

@@ -1,11 +1,8 @@
 """Blocks in turn: the order of a forward and a backward, and what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megatron.compression.communication import Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel import functions
@@ -23,61 +20,26 @@ CORE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_at
 WIDTH = 8
 
 
-class _Site(OneRankSite):
-    """Also with sequence parallelism, one exchange a collective."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        super().__init__(log, name)
-        self.group = SimpleNamespace(size=lambda: 1)
-
-    def compresses(self, nbytes: int, *traffic: str) -> bool:
-        return True
-
-    def _start(self, what: str, traffic: str, tensor: torch.Tensor) -> Work:
-        self.log.append(f"{self.name} {what} {traffic} start")
-
-        def finish() -> torch.Tensor:
-            self.log.append(f"{self.name} {what} {traffic} arrived")
-            return tensor.clone()
-
-        return Work(None, finish)
-
-    def message(self, traffic: str, operation: str, nbytes: int) -> SimpleNamespace:
-        if operation == "all_reduce":
-            return super().message(traffic, operation, nbytes)
-        what = {"reduce_scatter": "scatter", "all_gather": "gather"}[operation]
-        return SimpleNamespace(
-            start=lambda tensor: self._start(what, traffic, tensor),
-            encode=lambda tensor: tensor,
-            gather=lambda payload, shape, dtype: self._start("input", traffic, payload),
-            again=lambda traffic, nbytes: self.message(traffic, operation, nbytes),
-        )
-
-
 class _Linear(torch.nn.Module):
     """A tensor-parallel layer on one rank, by our functions."""
 
-    def __init__(self, function, weight: torch.nn.Parameter, site: _Site, sequence_parallel: bool) -> None:
+    def __init__(self, function, weight: torch.nn.Parameter, site: OneRankSite) -> None:
         super().__init__()
-        self.weight, self.function, self.site = weight, function, site
-        self.sequence_parallel, self.deferred = sequence_parallel, None
+        self.weight, self.function, self.site, self.deferred = weight, function, site, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.site.compresses(x.nbytes, "tp.forward", "tp.backward")
         bias = (None,) if self.function is column_parallel_linear else ()
-        return self.function(x, self.weight, *bias, self.site, self.sequence_parallel, self.deferred)
+        return self.function(x, self.weight, *bias, self.site, False, self.deferred)
 
 
 class _Mlp(torch.nn.Module):
     """fc1, a nonlinearity and fc2 as one half runs them; ``log`` gets what happens when."""
 
-    def __init__(
-        self, name: str, log: list[str], weights: "_Weights", sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, name: str, log: list[str], weights: "_Weights") -> None:
         super().__init__()
-        self.norm, site = weights.norm, _Site(log, name)
-        self.first = _Linear(column_parallel_linear, weights.first, site, sequence_parallel)
-        self.second = _Linear(row_parallel_linear, weights.second, site, sequence_parallel)
+        self.norm, site = weights.norm, OneRankSite(log, name)
+        self.first = _Linear(column_parallel_linear, weights.first, site)
+        self.second = _Linear(row_parallel_linear, weights.second, site)
         self.first.deferred = self.second.deferred = DeferredWeightGradient(self.second)
         self.name, self.log = name, log
 
@@ -108,12 +70,12 @@ def _inputs() -> list[torch.Tensor]:
     ]
 
 
-def _run(sequence_parallel: bool = False) -> tuple[list[str], list[str], list[torch.Tensor]]:
+def _run() -> tuple[list[str], list[str], list[torch.Tensor]]:
     """What is logged forward and backward, and gradients of inputs and weights."""
     log: list[str] = []
     inputs, weights = _inputs(), torch.nn.ModuleList(_Weights(seed) for seed in (1, 2))
     mlps = [
-        _Mlp(name + half, log, of_block, sequence_parallel)
+        _Mlp(name + half, log, of_block)
         for name, of_block in zip(("A", "MM"), weights, strict=True)
         for half in "12"
     ]
@@ -134,9 +96,8 @@ def _plain() -> list[torch.Tensor]:
     return [leaf.grad for leaf in [*inputs, *weights.parameters()]]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_are_those_of_plain_torch(sequence_parallel: bool) -> None:
-    for found, wanted in zip(_run(sequence_parallel)[2], _plain(), strict=True):
+def test_gradients_are_those_of_plain_torch() -> None:
+    for found, wanted in zip(_run()[2], _plain(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -188,43 +149,6 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     assert len(noted) == 8, "two weights a block and half"
 
 
-def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
-    """A block's sum is taken behind the other half's first product, so that its gather has the second one; in
-    the backward the gather of a gradient begins before the other half's last product."""
-    forward, backward, _ = _run(sequence_parallel=True)
-    assert [line for line in backward if "input" not in line] == [
-        "MM2 gather tp.backward start",
-        "MM2 gather tp.backward arrived",
-        "MM2 back",
-        "MM2 scatter tp.backward start",
-        "MM1 gather tp.backward start",
-        "MM1 gather tp.backward arrived",
-        "MM1 back",
-        "MM2 scatter tp.backward arrived",
-        "A2 gather tp.backward start",
-        "MM1 scatter tp.backward start",
-        "A2 gather tp.backward arrived",
-        "A2 back",
-        "MM1 scatter tp.backward arrived",
-        "A1 gather tp.backward start",
-        "A2 scatter tp.backward start",
-        "A1 gather tp.backward arrived",
-        "A1 back",
-        "A1 scatter tp.backward start",
-        "A2 scatter tp.backward arrived",
-        "A1 scatter tp.backward arrived",
-    ]
-    assert forward[forward.index("A2 computes") :][:7] == [
-        "A2 computes",
-        "A2 input tp.forward arrived",
-        "A1 scatter tp.forward arrived",
-        "MM1 input tp.forward start",
-        "A2 scatter tp.forward start",
-        "MM1 computes",
-        "MM1 input tp.forward arrived",
-    ]
-
-
 @pytest.mark.parametrize(
     ("megatron", "reason"),
     [
@@ -234,12 +158,8 @@ def test_with_sequence_parallelism_gathers_travel_behind_blocks_too() -> None:
         ),
         ({"num_experts": 8}, "--num-experts routes"),
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
-        ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp gathers"),
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},

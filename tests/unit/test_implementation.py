@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training.arguments import parse_args
 
 from megatron.compression.errors import InputError
 from megatron.compression.startup import implementation
@@ -105,18 +104,6 @@ def test_without_cuda_it_is_left_alone(machine) -> None:
     assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {none_here})"
     with pytest.raises(InputError, match=f"which {none_here}: use --transformer-impl local"):
         check_implementation(asked("transformer_engine"))
-
-
-@pytest.mark.parametrize("package", [WHOLE, BROKEN])
-def test_the_command_line_has_it(machine, monkeypatch, package) -> None:
-    """What a script gets that says nothing, and one that does."""
-    from megatron.compression.setup import add_arguments
-
-    engine = machine(package)
-    default = "local" if engine.missing else "transformer_engine"
-    for words, expected in (([], default), (["--transformer-impl", "local"], "local")):
-        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-        assert parse_args(add_arguments).transformer_impl == expected
 
 
 @pytest.mark.slow

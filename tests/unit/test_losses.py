@@ -1,6 +1,5 @@
 """scripts/losses.py: runs are made once, a stop loses none, the noise is there to see."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -38,19 +37,6 @@ def test_a_seed_is_planned_once() -> None:
     assert losses.plan(["none", "none"], [1, 2], 2) == [("none", 1), ("none", 2)]
 
 
-def test_runs_on_other_text_are_others(tmp_path: Path) -> None:
-    """The digest is of the tokens of every split."""
-    data = {split: str(tmp_path / split) for split in ("train", "valid", "test")}
-    for path in data.values():
-        Path(f"{path}.bin").write_bytes(b"tokens")
-    chosen = {"model": "tiny", "ranks": 2, "iterations": 5, "dimension": "tensor", "extra": []}
-    options = argparse.Namespace(on_gpus=False, **chosen)
-    before = losses.common_of(options, data)
-    assert losses.common_of(options, data) == before
-    Path(f"{data['test']}.bin").write_bytes(b"other")
-    assert losses.find([before], losses.common_of(options, data)) is None
-
-
 def test_the_table_shows_loss_and_traffic() -> None:
     """A class of traffic that only some settings have is zero elsewhere."""
     plain = {"sent": 2e6, "uncompressed": 2e6}
@@ -81,15 +67,6 @@ def test_the_time_limit_leaves_the_rest_for_the_next_start(tmp_path: Path, monke
     assert first.trained + again.trained == list(LOSSES) and len(results) == 4
     assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES)
     assert (tmp_path / "results.md").read_text().count("\n| ") == 4
-
-
-def test_another_setup_is_another_run(tmp_path: Path, monkeypatch) -> None:
-    """Results of fewer iterations are not taken for those of more."""
-    trainings = Trainings(monkeypatch)
-    losses.train_missing(_runs()[:1], trainings, tmp_path)
-    longer = {**_runs()[0], "iterations": 6}
-    assert losses.train_missing([longer], trainings, tmp_path)[0].items() >= longer.items()
-    assert len(trainings.trained) == 2
 
 
 def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Patches refuse unexpected symbols and wrap once."""
 
 import importlib
-import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,8 +9,8 @@ import pytest
 
 from megatron import host
 from megatron.compression import patches
-from megatron.compression.patches import PatchError, change_class, put, replace
-from tests.distributed.launch import REPO, environment
+from megatron.compression.patches import PatchError, change_class, replace
+from tests.distributed.launch import REPO
 
 
 class Owner:
@@ -55,14 +54,6 @@ def test_replace_refuses_what_another_patch_has_replaced() -> None:
     assert owner().double(3) == 7
 
 
-def test_put_takes_only_what_exists() -> None:
-    owner = SimpleNamespace(__name__="owner", value=1)
-    put(owner, "value", 2, "two is more")
-    assert owner.value == 2
-    with pytest.raises(PatchError, match=r"owner\.other does not exist"):
-        put(owner, "other", 2, "")
-
-
 class Louder(Owner):
     """Adds a method, and so can be put upon an instance of Owner."""
 
@@ -82,73 +73,6 @@ def test_patches_load_nothing_heavy() -> None:
     code = "import sys, megatron.compression.patches; print({'torch', 'megatron.core'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
     assert done.stdout.strip() == "set()"
-
-
-# Megatron's entry points, as an entrypoint that knows nothing of this project calls them. In a process of its
-# own: the patches stay.
-ENTRYPOINT = """
-import argparse, json, sys
-from megatron.compression import patches, startup
-startup.prepare()
-from megatron.training import arguments, one_logger_utils, training
-
-seen = {}
-def record(name, result=None):
-    seen.setdefault(name, 0)
-    seen[name] += 1
-    return result
-
-def ours(parser):
-    parser.add_argument("--ours", type=int, default=1)
-    return record("ours", parser)
-
-def theirs(parser):
-    parser.add_argument("--theirs", type=int, default=1)
-    return parser
-
-def ended(): record("ended")
-def before(container, kwargs):
-    record(f"before {container} {kwargs['model_provider']}")
-    kwargs["model_provider"] = "ours"
-
-for _ in range(2):  # said twice, done once
-    patches.with_extra_arguments(ours)
-    patches.on_training_end(ended)
-patches.around_pretrain(before)
-
-sys.argv = ["script.py", "--ours", "5", "--theirs", "6"]
-args = arguments.parse_args(theirs)
-seen["parsed"] = [args.ours, args.theirs]
-sys.argv = ["script.py"]
-seen["alone"] = arguments.parse_args().ours
-
-seen["parsed twice"] = seen["ours"]
-one_logger_utils.finish(); one_logger_utils.finish()
-
-import megatron.training
-def setup(*args, **kwargs):
-    raise KeyError("began")
-training.initialize_megatron = setup
-seen["same"] = megatron.training.pretrain is training.pretrain
-try:
-    megatron.training.pretrain("container", None, None, forward_step_func=None, model_provider="theirs")
-except KeyError:
-    seen["began"] = True
-print(json.dumps(seen))
-"""
-
-
-@pytest.mark.slow
-def test_an_entrypoint_that_knows_nothing_of_us() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENTRYPOINT],
-        **{"capture_output": True, "text": True, "cwd": REPO, "env": environment()},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["parsed"] == [5, 6] and seen["alone"] == 1 and seen["parsed twice"] == 2
-    assert seen["ended"] == 1
-    assert seen["same"] and seen["began"] and seen["before container theirs"] == 1
 
 
 def test_what_comes_behind_validation(monkeypatch) -> None:

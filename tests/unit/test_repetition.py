@@ -69,13 +69,6 @@ def test_a_repeated_pass_is_the_same(monkeypatch) -> None:
     assert loop.begun == 4 and loop.machine.checkpoint_requested
 
 
-@pytest.mark.parametrize("mode", [RerunMode.DISABLED, RerunMode.REPORT_DETERMINISM_STATS])
-def test_other_modes_are_left_alone(monkeypatch, mode: RerunMode) -> None:
-    loop = Loop(monkeypatch, mode)
-    assert [data for data, *_ in loop.step(1.0, 1.0)] == [0] * (1 if mode == RerunMode.DISABLED else 2)
-    assert not loop.begun
-
-
 def run_of() -> Run:
     ledger = Ledger()
     return Run(Policy({}, ledger, meter=ErrorMeter(0.1, 1)), ledger)

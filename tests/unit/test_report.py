@@ -2,7 +2,6 @@
 
 import builtins
 import json
-import time
 
 import pytest
 
@@ -11,7 +10,7 @@ from megatron.compression.report import check_report_directory, megatron_track
 from megatron.compression.report.__main__ import main
 from megatron.compression.report.figures import log_line, scalars
 from megatron.compression.report.history import History, load_report, read_history
-from megatron.compression.report.render import compare, different_settings, write_report
+from megatron.compression.report.render import compare, write_report
 
 PER_ITERATION = {
     "tp.forward": {"compressed": {"sent": 0.5e6, "plain": 1e6}},
@@ -117,16 +116,6 @@ def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
         check_report_directory(str(tmp_path / "history.jsonl"), resuming=False)
 
 
-def test_log_line_has_a_ratio_for_each_compressed_dimension() -> None:
-    """Totals and ratios of what was sent."""
-    pair = {"compressed": {"sent": 1e6, "plain": 4e6}}
-    classes = ("tp.forward", "dp.gradient", "pp.backward", "ep.forward")
-    line = log_line(1, 2, dict.fromkeys(classes, pair) | {"cp.forward": {"off": {"sent": 1.0, "plain": 1.0}}})
-    for dimension in ("tensor", "data", "pipeline", "expert"):
-        assert f" {dimension}-parallel ratio: 4.000 |" in line
-    assert "context-parallel" not in line
-
-
 def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) -> None:
     """At the start, in one line: below a file, or where nothing can be written."""
     file = tmp_path / "file"
@@ -170,26 +159,6 @@ def test_report_without_matplotlib(tmp_path, monkeypatch) -> None:
     assert "matplotlib is not installed" in line and "pip install" in line
     assert "matplotlib is not installed" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report.json").exists() and not list(tmp_path.glob("*.png"))
-
-
-def test_report_explains_its_words_and_its_figures(tmp_path) -> None:
-    """What stands in the tables, and only that; what is not counted; time and memory."""
-    report = _report() | {
-        "memory_by_rank": [{"allocated": 1e6}, {"allocated": 3e6}],
-        "bytes_of_a_report": 2048,
-    }
-    for row, milliseconds in zip(
-        (r for r in report["history"] if "bytes_per_iteration" in r), (900.0, 20.0), strict=True
-    ):
-        row["milliseconds_per_iteration"] = milliseconds
-    write_report(report, tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert "- tp.forward: tensor parallelism: activations." in text and "pp.forward" not in text
-    assert "guarded" not in text
-    assert "Not counted: this report's own all-reduce (2,048 bytes each log interval)" in text
-    assert "Time of an iteration: 20.0 ms (median)." in text, "without the first interval"
-    assert "Peak memory of torch's allocator: 3 MB (the largest of any rank)." in text
-    assert (tmp_path / "time.png").exists()
 
 
 def _two_runs(tmp_path):
@@ -240,19 +209,6 @@ def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
     for other in (tmp_path, baseline / "report.md"):
         assert main([str(other), str(run)]) == 2, "another JSON, a file"
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_comparison_of_runs_without_figures(tmp_path) -> None:
-    """What neither has is left out, what one lacks is a dash."""
-    for name in ("a", "b"):
-        write_report(_report(), tmp_path / name)
-    a, b = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("a", "b"))
-    del a["summary"]["dimensions"]["data parallel"]
-    rows = {name: figures for name, *figures in compare(a, b)}
-    assert not [name for name in rows if "time" in name or "memory" in name or "pipeline" in name]
-    assert rows["bytes sent, data parallel (MB)"] == ["-", "2.000", "-"]
-    old, new = {"settings": {"a": 1, "b": 2}}, {"settings": {"b": 3, "c": 4}}
-    assert different_settings(old, new) == ["a: 1 -> -", "b: 2 -> 3", "c: - -> 4"]
 
 
 def test_numbers_that_json_lacks(tmp_path) -> None:
@@ -307,18 +263,3 @@ def test_every_tracker_gets_every_scalar(track) -> None:
     assert tensorboard.calls == [("a", 1.0, 7), ("b", 2.0, 7)]
     assert wandb.calls == [({"a": 1.0, "b": 2.0}, 7)]
     track({"a": 1.0}, 7)
-
-
-def test_wandb_itself_takes_the_scalars(tmp_path, monkeypatch, track) -> None:
-    """Offline, where it is installed; Megatron has logged to the same step before."""
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.init(project="taco", dir=str(tmp_path))
-    wandb.log({"lm loss": 4.0}, 5)
-    track(scalars(PER_ITERATION), 5, wandb=wandb)
-    wandb.finish()
-    (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 120  # another process writes it
-    while not all(tag.encode() in stored.read_bytes() for tag in scalars(PER_ITERATION)):
-        assert time.monotonic() < deadline, "scalars are missing in the offline run"
-        time.sleep(0.2)

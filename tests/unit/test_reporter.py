@@ -1,7 +1,6 @@
 """The reporter over a run of one rank: means, times, what it says once, and that it never ends a run."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -86,17 +85,6 @@ def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
     assert list(by_name) == ["tp.forward", "dp.gradient"] and list(between) == ["dp.gradient"]
 
 
-def test_the_number_of_iterations_is_asked_for_late(capsys) -> None:
-    """``--train-samples``: None at the start, known when the first line is printed, or never."""
-    known = []
-    reporter = _reporter(log_interval=1, train_iters=lambda: known[0] if known else None)
-    reporter.on_training_log(1, {})
-    known.append(100)
-    reporter.on_training_log(2, {})
-    first, second = capsys.readouterr().out.splitlines()
-    assert re.search(r"communication +1 \|", first) and "communication        2/     100 |" in second
-
-
 def test_small_messages_are_named_once(capsys) -> None:
     """With the flag that leaves them uncompressed; not at all without a hint."""
     for hint in ("--compression-min-mb 8", None):
@@ -110,19 +98,6 @@ def test_small_messages_are_named_once(capsys) -> None:
         assert said == ([f"{text} go uncompressed"] if hint else [])
 
 
-def test_a_run_shorter_than_the_log_interval_says_so(tmp_path, capsys) -> None:
-    """Its report is there, and has no iteration in it."""
-    reporter = _reporter(tmp_path, log_interval=10)
-    reporter.on_training_log(1, _loss(4.0))
-    reporter.finish()
-    assert "--log-interval 10 is longer than the run" in capsys.readouterr().out
-    assert json.loads((tmp_path / "report.json").read_text())["history"] == []
-    longer = _reporter(tmp_path / "longer", log_interval=1)
-    longer.on_training_log(1, _loss(4.0))
-    longer.finish()
-    assert "longer than the run" not in capsys.readouterr().out
-
-
 def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path, capsys) -> None:
     """A file in its place: said once; the run goes on, and so does the log line."""
     reporter = _reporter(tmp_path / "report", log_interval=1)
@@ -134,27 +109,6 @@ def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path, capsys) -> None:
     assert printed.count("communication ") == 2
     assert printed.count("writing the report's history failed (") == 1
     assert printed.count("writing the report failed (") == 1
-
-
-def test_a_full_disk_loses_no_row(tmp_path, capsys, monkeypatch) -> None:
-    """What could not be written meanwhile is in the report at the end."""
-    reporter = _reporter(tmp_path, log_interval=1)
-    append = type(reporter.history).append
-
-    def full(history, row):
-        history._pending.append(row)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(type(reporter.history), "append", full)
-    reporter.on_training_log(1, _loss(3.0))
-    reporter.on_training_log(2, _loss(2.0))
-    monkeypatch.setattr(type(reporter.history), "append", append)
-    reporter.on_training_log(3, _loss(1.0))
-    reporter.finish()
-    assert capsys.readouterr().out.count("failed (No space left on device); training goes on") == 1
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [row["losses"]["lm loss"] for row in report["history"]] == [3.0, 2.0, 1.0]
-    assert report["memory_by_rank"][0] and report["summary"]["peak_memory_bytes"]
 
 
 def test_a_tracker_that_is_gone_does_not_end_the_run(capsys) -> None:

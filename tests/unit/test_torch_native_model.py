@@ -17,11 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-from megatron.training import arguments  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
 from megatron.compression import patches  # noqa: E402
-from megatron.compression.setup import add_arguments, gpt_layer_spec  # noqa: E402
+from megatron.compression.setup import gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.spec import (  # noqa: E402
     apply_native_defaults,
@@ -172,25 +171,6 @@ def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
         assert args.create_attention_mask_in_dataloader
 
 
-@pytest.mark.parametrize("spec", [[], ["--spec", "local"], ["--spec", "a.module", "a_spec"]])
-def test_attention_backend_local_needs_no_spec(spec, monkeypatch) -> None:
-    """Megatron's own validation, which fails without `--spec local`."""
-    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
-    flags += " --max-position-embeddings 8 --transformer-impl local --attention-backend local"
-    flags += " --tokenizer-type NullTokenizer --vocab-size 8 --mock-data"
-    monkeypatch.setattr("sys.argv", ["program", *flags.split(), *spec])
-    monkeypatch.setattr("megatron.compression.patches.loop._after_validating", [])  # another test's
-    if not spec:
-        with pytest.raises(TypeError):
-            arguments.validate_args(arguments.parse_args())
-    args = arguments.parse_args(add_arguments)
-    if spec[1:] != ["a.module", "a_spec"]:
-        arguments.validate_args(args)
-    apply_native_defaults(args, [])
-    assert args.spec == (["a.module", "a_spec"] if len(spec) == 3 else None)
-    assert args.attention_backend is AttnBackend.local
-
-
 def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     for has_cuda, changes, command_line, fused in (
@@ -217,12 +197,3 @@ def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) ->
         assert args.apply_rope_fusion is fused
         assert len(lines) == fused
         assert apply_native_defaults(args, command_line) == []
-
-
-@pytest.mark.parametrize(("kind", "lines"), [(None, 0), (["p2p"], 0), (["a2a"], 1)])
-def test_how_context_parallelism_communicates_is_said_to_be_ignored(kind, lines: int) -> None:
-    args = Namespace(transformer_impl="local", context_parallel_size=2, cp_comm_type=kind, spec=None)
-    vars(args).update(reset_attention_mask=True, gradient_accumulation_fusion=False, rotary_interleaved=False)
-    vars(args).update(position_embedding_type="none", create_attention_mask_in_dataloader=True)
-    said = apply_native_defaults(args, [])
-    assert len(said) == lines and all("--cp-comm-type a2a is ignored" in line for line in said)

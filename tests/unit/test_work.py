@@ -96,8 +96,3 @@ def test_joined_works_move_on_together() -> None:
     assert joined.exchanges == 1 and not joined.done
     assert joined.wait() == "all" and joined.done and all(work.done for work in works)
     assert log[-2:] == ["a2 waited", "b2 waited"]
-
-
-def test_nothing_joined_is_done() -> None:
-    assert join([]).done and join([], "x").wait() == "x"
-    assert join([Work.completed(), Work.completed()], "x").done

@@ -1,4 +1,4 @@
-"""Layer specs of a user's own, for ``--spec``: linears that are subclasses, and one that is not."""
+"""Layer specs of a user's own, for ``--spec``: a linear with another forward, one that is none."""
 
 import functools
 
@@ -6,25 +6,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     RowParallelLinear,
     reduce_from_tensor_model_parallel_region,
 )
-
-
-class NamedColumn(ColumnParallelLinear):
-    """Adds what does not concern the forward."""
-
-    def describe(self) -> str:
-        return "mine"
-
-
-class NamedRow(RowParallelLinear):
-    """Adds state of its own."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.calls = 0
 
 
 class ScaledRow(RowParallelLinear):
@@ -63,7 +47,5 @@ def _spec(**linears):
     return spec
 
 
-ordinary = _spec()
-named = _spec(linear_qkv=NamedColumn, linear_fc1=NamedColumn, linear_proj=NamedRow, linear_fc2=NamedRow)
 scaled = _spec(linear_fc2=ScaledRow)
 own = _spec(linear_fc2=OwnRow)

@@ -1,0 +1,102 @@
+"""Calls that launch kernels in advised settings, whose tensors lie on the host: by family and name."""
+
+from functools import partial
+
+import torch
+
+from taco_kernels.bitmap_sparse import BitmapLayout
+from taco_kernels.bitmap_sparse import launch as bitmap_sparse
+from taco_kernels.channel_norm import launch as channel_norm
+from taco_kernels.channel_norm.reference import ChannelNormLayout
+from taco_kernels.lossless import LosslessLayout
+from taco_kernels.lossless import launch as lossless
+from taco_kernels.sdp4bit import GroupFormat
+from taco_kernels.sdp4bit import launch as sdp4bit
+from taco_kernels.symmetric_memory import collectives
+from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
+from taco_kernels.taco import CodecConfig
+from taco_kernels.taco import launch as taco
+from taco_kernels.tah_quant import TahConfig
+from taco_kernels.tah_quant import launch as tah_quant
+
+LAUNCHERS = (taco, collectives, sdp4bit, tah_quant, bitmap_sparse, channel_norm, lossless)
+"""Modules that have the kernels."""
+NUMEL, BF16 = 2**16, torch.bfloat16
+TAIL = NUMEL + 100  # the last group not whole
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Of the wire's type, if no other."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def encode(config: CodecConfig, numel: int = NUMEL) -> None:
+    taco.encode(zeros(numel, dtype=BF16), config, 4)
+
+
+def decode(config: CodecConfig, numel: int = NUMEL) -> None:
+    wires = zeros(4, config.wire_bytes(config.chunk_numel(numel, 4)))
+    taco.decode(wires, config, (numel,), BF16)
+
+
+def decode_sum(config: CodecConfig) -> None:
+    taco.decode_sum(zeros(4, config.wire_bytes(NUMEL)), config, (NUMEL,), BF16)
+
+
+def collective(operation: str, config: CodecConfig) -> None:
+    """Of four ranks, whose addresses are not used."""
+    memory = zeros(channel_bytes(4, 8))
+    channel = Channel([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
+    getattr(collectives, operation)(channel, zeros(4, NUMEL // 4, dtype=BF16), config)
+
+
+def of_sdp4bit() -> None:
+    format = GroupFormat(8, 128, True)
+    sdp4bit.quantize(zeros(4, NUMEL, dtype=BF16), format)
+    wires = zeros(4, 4, format.wire_bytes(NUMEL))
+    sdp4bit.sum_requantize(wires, format, NUMEL, GroupFormat(4, 128, True))
+
+
+def of_tah_quant() -> None:
+    x, config = zeros(64, 4, 1024, dtype=BF16), TahConfig()
+    tah_quant.decode(tah_quant.encode(x, config), config, x.shape, BF16)
+
+
+def of_bitmap_sparse() -> None:
+    x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, 16)
+    bitmap_sparse.encode(x, x[:, 0], layout, x)
+    bitmap_sparse.decode_sum(zeros(4, layout.wire_bytes), layout)
+
+
+def of_channel_norm() -> None:
+    config = CodecConfig("int6", 64, "single", hadamard=False, outliers=True)
+    x, layout = zeros(64, 1024, dtype=BF16), ChannelNormLayout(64, 1024, config)
+    channel_norm.decode(channel_norm.encode(x, layout), layout, BF16)
+
+
+def of_lossless() -> None:
+    x, layout = zeros(4, TAIL, dtype=BF16), LosslessLayout(TAIL, BF16)
+    payloads = lossless.encode(x, layout)
+    lossless.decode(payloads, layout)
+    lossless.decode_sum(payloads[None], layout, BF16)
+
+
+OUTLIERS = CodecConfig("fp8-e4m3", outliers=True)
+SETTINGS = {
+    "taco decode_sum fp8-e4m3": partial(decode_sum, CodecConfig("fp8-e4m3")),
+    "taco encode fp8-e4m3 outliers tail": partial(encode, OUTLIERS, TAIL),
+    "taco encode fp8-e4m3 256": partial(encode, CodecConfig("fp8-e4m3", 256)),
+    "taco decode int6 64 signed": partial(decode, CodecConfig("int6", 64, "signed")),
+    "taco decode int6 signed outliers tail": partial(
+        decode, CodecConfig("int6", 128, "signed", outliers=True), TAIL
+    ),
+    "symmetric_memory all_reduce int8": partial(collective, "all_reduce", CodecConfig("int8")),
+    "symmetric_memory reduce_scatter int8 256 signed": partial(
+        collective, "reduce_scatter", CodecConfig("int8", 256, "signed")
+    ),
+    "sdp4bit": of_sdp4bit,
+    "tah_quant": of_tah_quant,
+    "bitmap_sparse": of_bitmap_sparse,
+    "channel_norm": of_channel_norm,
+    "lossless": of_lossless,
+}
