@@ -88,7 +88,7 @@ def gradients_of(
         inputs = batch(2 * copy + micro_batch, rank, BATCH)
         del inputs["labels"]
         last = micro_batch == micro_batches - 1
-        with contextlib.nullcontext() if last else wrapped.no_sync(), _watch_overlap(**watched):
+        with contextlib.nullcontext() if last else wrapped.no_sync():
             addend = _loss_of(wrapped(**inputs), stream)
             addend.backward()
         loss += float(addend)
