@@ -1,4 +1,4 @@
-"""Compressed communication for Megatron-LM: tensor, data, pipeline and context parallelism.
+"""Compressed communication for Megatron-LM: tensor, data, pipeline, expert and context parallelism.
 
 An overlay of the ``megatron`` namespace: ``megatron.compression`` joins the wheel's
 ``megatron.core`` and ``megatron.training``. What an entrypoint or a package of one's own needs is here;

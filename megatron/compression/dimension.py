@@ -120,7 +120,7 @@ def codec_of(spec: str | None, flag: str) -> Codec | None:
     name = spec.partition(":")[0]
     if name in GRADIENT_COMPRESSORS.names() and CODECS.entry(name) is None:
         raise CompressionConfigError(
-            f"{flag} {spec}: {name} compresses gradients of weights only; choose a codec"
+            f"{flag} {spec}: {name} compresses gradients of weights only: give it to --dp-compression"
         )
     with naming(flag):
         return parse_codec(spec)

@@ -55,7 +55,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises: InputError, with the flags that look like the unknown ones."""
-        known = [flag for action in self._actions for flag in action.option_strings]
+        shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        known = [flag for action in shown for flag in action.option_strings]
         unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
         if message.startswith("unrecognized") and unknown:
             near = difflib.get_close_matches(unknown[0], known, n=1)

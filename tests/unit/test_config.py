@@ -230,7 +230,7 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
         ({"mtp_num_layers": 1}, "drop one of the two"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
         ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --tp-compression"),
-        ({"num_layers": 2}, "--num-layers 2 makes 1 the last one"),
+        ({"num_layers": 2}, "with --num-layers 2 layers are 0 to 1"),
     ],
 )
 def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:

@@ -59,7 +59,7 @@ def test_sdp4bit_alone_means_both() -> None:
 def test_what_the_log_says() -> None:
     line = _check(ON).describe()
     assert f"weight changes {WEIGHTS}" in line
-    assert "gradients sdp4bit:inter=8 inside a node, sdp4bit:intra=4 between nodes" in line
+    assert "gradients sdp4bit, 8.25 bits a value inside a node, 4.25 between nodes" in line
 
 
 @pytest.mark.parametrize(

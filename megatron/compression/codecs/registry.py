@@ -89,8 +89,8 @@ class Registry:
         if found is None:
             near = difflib.get_close_matches(name, [*self.names(), *NAMED], n=1)
             raise CompressionConfigError(
-                f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, or MODULE:CLASS"
-                + (f"; did you mean {near[0]}?" if near else "")
+                f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, a recipe "
+                f"({', '.join(NAMED)}), or MODULE:CLASS" + (f"; did you mean {near[0]}?" if near else "")
             )
         cls, fixed = found
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):

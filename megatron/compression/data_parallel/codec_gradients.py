@@ -48,7 +48,10 @@ class CodecGradients(GradientCompressor):
         first, second = self.codec.hops
         if first == second:
             return f"gradients {self.name}"
-        return f"gradients {first.name} inside a node, {second.name} between nodes"
+        bits = (
+            f"{first.bits_per_value():.3g} bits a value inside a node, {second.bits_per_value():.3g} between"
+        )
+        return f"gradients {self.name}, {bits} nodes"
 
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:

@@ -52,7 +52,9 @@ def _markdown(report: dict, pictures: list[str], why_none: str | None) -> str:
         lines += ["", "## Error", "", *_errors(errors)]
     lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
     lines += ["", "## Words", "", *_words(report)]
-    lines += ["", "## Settings", "", "```json", to_json(report["settings"], indent=1), "```", ""]
+    settings = report["settings"].get("compression", {})
+    lines += ["", "## Settings of compression", "", "```json", to_json(settings, indent=1), "```", ""]
+    lines += [f"Megatron's arguments are in {REPORT_FILE}.", ""]
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism: sites, autograd functions, layers, and the layer spec."""
+"""Tensor parallelism: settings, hooks, layers with their autograd functions, interleaved halves."""

@@ -216,8 +216,8 @@ class TensorParallelConfig(DimensionConfig):
             last = max((layer for layer in layers if isinstance(layer, int)), default=0)
             if last >= args.num_layers:
                 raise CompressionConfigError(
-                    f"{flag} {text} names layer {last}, but --num-layers {args.num_layers} makes "
-                    f"{args.num_layers - 1} the last one (they count from 0)"
+                    f"{flag} {text} names layer {last}: with --num-layers {args.num_layers} layers are 0 to "
+                    f"{args.num_layers - 1}"
                 )
 
     def _check_experts(self, args: Namespace) -> None:
