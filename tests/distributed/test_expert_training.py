@@ -147,6 +147,7 @@ def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
     assert all(0.004 < error < 0.007 for error in errors.values())
 
 
+@pytest.mark.thorough
 def test_all_five_kinds_of_parallelism(tmp_path: Path) -> None:
     """One command line, TACO and full recomputation among its flags: all is compressed, replicas agree."""
     run = train(tmp_path, ALL_FIVE, ranks=8)

@@ -49,14 +49,6 @@ def assert_replicas_are_equal(checkpoint):
         assert torch.equal(first[name], second[name]), name
 
 
-def test_an_early_exit_ends_cleanly_and_writes_its_report():
-    run = pretrain("--exit-interval", "2", exact=True)
-    assert list(run.exact_losses()) == [1, 2]
-    assert (run.report / "report.json").exists()
-    assert "exiting program at iteration 2" in run.output
-    assert "Traceback" not in run.output
-
-
 def test_a_signal_saves_and_ends_the_run(tmp_path):
     """With workers of the data loaders, which have Megatron's handler of the signal too."""
     flags = (
