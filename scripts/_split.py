@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.compression import patches
 from megatron.compression.communication import Work
 from megatron.compression.communication.transport import new_groups
 from megatron.compression.communication.work import join
+from megatron.compression.patches import symbols
 
 LEAST_BYTES = 2**20
 """Of a tensor that is split."""
@@ -41,13 +41,13 @@ def install() -> None:
         ("reduce_scatter_tensor", split_reduce_scatter),
         ("all_to_all_single", split_all_to_all),
     ):
-        patches.replace(dist, name, ("group", "async_op"), wrap)
+        symbols.replace(dist, name, ("group", "async_op"), wrap)
     names = {"dist_all_gather_func": split_all_gather, "dist_reduce_scatter_func": split_reduce_scatter}
     for name, wrap in names.items():
         function = getattr(param_and_grad_buffer, name)
         why = "both sides of a comparison use as many communicators"
-        patches.put(param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why)
-    patches.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing)
+        symbols.put(param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why)
+    symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing)
 
 
 class _Collected:

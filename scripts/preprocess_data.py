@@ -54,9 +54,9 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    from megatron.compression import patches
+    from megatron.compression.patches import gaps
 
-    patches.build_gpt2_from_its_files()
+    gaps.build_gpt2_from_its_files()
     args.pad_vocab_size = False  # a dataset has no padded vocabulary
     try:
         tokenizer = build_tokenizer(args)

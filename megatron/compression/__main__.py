@@ -20,13 +20,13 @@ def main() -> None:
 
     from megatron.training import get_args
 
-    from megatron.compression import patches
+    from megatron.compression.patches import loop
     from megatron.compression.setup import add_arguments, enable
 
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
-    patches.with_extra_arguments(add_arguments)
-    patches.around_pretrain(lambda container, _: enable(get_args(), container.model))
+    loop.with_extra_arguments(add_arguments)
+    loop.around_pretrain(lambda container, _: enable(get_args(), container.model))
     with one_line_errors():
         runpy.run_path(script, run_name="__main__")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron.compression import patches, repetition
+from megatron.compression import repetition
 from megatron.compression.caat_net.hooks import CaatNet
 from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.ledger import Ledger
@@ -28,6 +28,7 @@ from megatron.compression.data_parallel.hooks import Gradients
 from megatron.compression.dimension import Dimension, naming_arguments, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.hooks import ExpertParallel
+from megatron.compression.patches import gaps
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 from megatron.compression.tensor_parallel.hooks import TensorParallel
 
@@ -203,7 +204,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
             "CompressionConfig.auto needs Megatron's arguments, which enable() gets; name the codecs instead"
         )
     repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
-    patches.make_torch_adam_resumable()
+    gaps.make_torch_adam_resumable()
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression

@@ -9,12 +9,12 @@ state, lossless codecs off, and its gradients are the exact ones.
 from argparse import Namespace
 from collections.abc import Callable
 
-from megatron.compression import patches
 from megatron.compression.communication.overflow import State, overflow
 from megatron.compression.communication.site import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.patches import loop
 
 LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
 """Steps without lossless codecs after a repeated one, twice as many after each further one in a row."""
@@ -73,7 +73,7 @@ def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[
         say(f"compression: lossless: the host waits before each message, since {reason}")
         return
     repetition = Repetition(run, say)
-    patches.repeat_passes(repetition.begin, repetition.end)
+    loop.repeat_passes(repetition.begin, repetition.end)
 
 
 def refuse_stages(config: CompressionConfig, reason: str) -> None:

@@ -16,13 +16,14 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
 
 from megatron import host
-from megatron.compression import flags, patches, repetition
+from megatron.compression import flags, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import STATE, Compression
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
+from megatron.compression.patches import gaps, loop, symbols
 from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.startup import checkpoints, checks  # noqa: F401  (they explain errors)
 from megatron.compression.startup.implementation import (
@@ -75,13 +76,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     if "--taco" in parser._option_string_actions:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
     end_with_one_line()
-    patches.change_class(parser, OneLineParser)
+    symbols.change_class(parser, OneLineParser)
     layers = "local" if transformer_engine().missing else "transformer_engine"
     # Megatron wants --spec local with --attention-backend local: apply_native_defaults removes it again.
     parser.set_defaults(transformer_impl=layers, spec=["local"], tokenizer_type="GPT2BPETokenizer")
     flags.add_flags(parser)
-    patches.build_gpt2_from_its_files()
-    patches.after_validating_arguments(checks.check_arguments, adapt_arguments)
+    gaps.build_gpt2_from_its_files()
+    loop.after_validating_arguments(checks.check_arguments, adapt_arguments)
     return parser
 
 
@@ -114,9 +115,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     checks.check_evaluation(args)
     checks.check_vocabulary(args, get_tokenizer().vocab_size)
     check_report_directory(config.report, args.load is not None)
-    patches.use_shipped_helpers()
-    patches.make_torch_adam_resumable()
-    patches.fuse_torch_adam()
+    gaps.use_shipped_helpers()
+    gaps.make_torch_adam_resumable()
+    gaps.fuse_torch_adam()
     compression = Compression(
         config,
         iteration=partial(current_iteration, args),
@@ -133,7 +134,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         automatic = Automatic(args, compression, flops, _log, settings.update)
     if model_config is None:
         attach_next = automatic.attach_next if automatic else compression.attach_model
-        patches.around_model_building(attach_next, compression.attach_wrapped)
+        loop.around_model_building(attach_next, compression.attach_wrapped)
     else:
         complete(model_config, args)
         attach_model = automatic.attach_model if automatic else compression.attach_model
@@ -187,15 +188,15 @@ def _follow(
         if automatic is not None:
             automatic.on_training_log(iteration)
 
-    patches.on_training_log(on_training_log)
+    loop.on_training_log(on_training_log)
 
     def before_evaluate(split: str) -> None:
         _log.show()  # a run that only evaluates
         reporter.before_evaluate(split)
 
-    patches.before_training(_log.show)
-    patches.around_evaluate(before_evaluate, reporter.after_evaluate)
-    patches.on_training_end(reporter.finish)
+    loop.before_training(_log.show)
+    loop.around_evaluate(before_evaluate, reporter.after_evaluate)
+    loop.on_training_end(reporter.finish)
 
     resumed = False
 
@@ -209,9 +210,9 @@ def _follow(
         for dimension in compression.dimensions.values():
             dimension.loaded(state_dict)
 
-    patches.around_checkpoint_state(compression.add_state)
-    patches.on_checkpoint_args(partial(check_checkpoint, args=args))
-    patches.on_checkpoint_read(on_resume)
+    loop.around_checkpoint_state(compression.add_state)
+    loop.on_checkpoint_args(partial(check_checkpoint, args=args))
+    loop.on_checkpoint_read(on_resume)
 
 
 def _groups(args: Namespace) -> dict:

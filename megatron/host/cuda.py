@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.utils._device import _device_constructors
 
-from megatron.compression.patches import around, put, replace
+from megatron.compression.patches.symbols import around, put, replace
 
 CPU = torch.device("cpu")
 

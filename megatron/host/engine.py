@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron.compression.patches import around, put
+from megatron.compression.patches.symbols import around, put
 from megatron.host import cuda
 
 # What every process of a CPU run would say: fused kernels are absent, and so is memory to pin.

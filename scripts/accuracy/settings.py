@@ -22,8 +22,6 @@ PAIRS = {
     "-dp": ("gradients", "weights"),
 }
 """By the end of a name: the two messages of a kind of parallelism."""
-_FLAT = (*PAIRS["-cp"], *PAIRS["-dp"])
-"""Messages that are simulated as rows of values, without tokens and channels."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Setting:
         for way, codec in self.codecs.items():
             if codec is not None and codec.lossless:
                 raise CompressionConfigError(f"{self.name}: {codec.name} changes no bit; leave it out")
-            if codec is not None and codec.sees_shape and way in _FLAT:
+            if codec is not None and codec.sees_shape and way in PAIRS["-cp"]:
                 raise CompressionConfigError(
                     f"{self.name}: {codec.name} sees messages' shapes, which are not simulated; give another"
                 )

@@ -77,9 +77,9 @@ def tell_decisions() -> None:
 
     Blocks are short.
     """
-    from megatron.compression import patches
     from megatron.compression.auto import measurement, plan
     from megatron.compression.auto.automatic import Automatic
+    from megatron.compression.patches import loop
 
     plan.BLOCK, plan.WARM_UP = 2, 1
     plan.time = measurement.time = clock
@@ -96,7 +96,7 @@ def tell_decisions() -> None:
         def tell() -> None:
             print(f"rank {dist.get_rank()} decided {json.dumps(asdict(self.plan))}", flush=True)
 
-        patches.on_training_end(tell)
+        loop.on_training_end(tell)
 
     Automatic._announce, Automatic.__init__ = announced, init
 

@@ -27,7 +27,6 @@ CODECS = {
     "sdp4bit, weights in int8": Setup(settings={"compression": "sdp4bit:intra=4", "weights": "int8"}),
     "int8, weights alone": Setup(settings={"weights": "int8"}),
     "two codecs, plain DDP": Setup(settings={"compression": "int5/int6"}, distributed_optimizer=False),
-    "sees shapes": Setup(settings={"compression": "tah-quant:low=4", "weights": "tah-quant"}),
 }
 
 

@@ -9,12 +9,7 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.data_parallel.codec_gradients import (
-    CodecGradientSync,
-    FlatRows,
-    flat_rows,
-    parse_gradient_compressor,
-)
+from megatron.compression.data_parallel.codec_gradients import CodecGradientSync, parse_gradient_compressor
 from megatron.compression.data_parallel.config import _REFUSED, DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 
@@ -139,19 +134,10 @@ def test_one_of_another_package_has_its_module_for_a_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["tah-quant", "int4:normalize=standardize,group=32"])
-@pytest.mark.parametrize("values", [5, 1024, 5000])
-def test_codecs_that_see_shapes_take_flat_rows(text: str, values: int) -> None:
-    """As tokens of 1,024 channels: what comes back is what such a codec makes of those."""
-    codec = flat_rows(parse_codec(text))
-    assert isinstance(codec, FlatRows) and flat_rows(parse_codec("int6")).sees_shape is False
-    x = torch.randn(3, values, generator=torch.Generator().manual_seed(values))
-    payloads = codec.encode(x)
-    assert payloads.shape == (3, codec.payload_bytes((values,)))
-    decoded = codec.decode(payloads, (values,), torch.float32)
-    padded = torch.nn.functional.pad(x, (0, -values % 1024)).view(3, -1, 1024)
-    inner = parse_codec(text)
-    expected = inner.decode(inner.encode(padded), padded.shape[1:], torch.float32).reshape(3, -1)
-    assert torch.equal(decoded, expected[:, :values])
+@pytest.mark.parametrize("field", ["compression", "weights"])
+def test_codecs_of_tokens_and_channels_are_refused(text: str, field: str) -> None:
+    with pytest.raises(CompressionConfigError, match="needs tokens and channels"):
+        DataParallelConfig(**{field: text})
 
 
 @pytest.mark.parametrize(("nodes", "local", "pieces"), [(2, 2, 8), (1, 4, 1), (4, 1, 1)])

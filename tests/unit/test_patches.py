@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron import host
-from megatron.compression import patches
-from megatron.compression.patches import PatchError, change_class, replace
+from megatron.compression.patches import communication, gaps, loop
+from megatron.compression.patches.symbols import PatchError, change_class, replace
 from tests.distributed.launch import REPO
 
 
@@ -70,7 +70,8 @@ def test_change_class_there_and_back() -> None:
 
 
 def test_patches_load_nothing_heavy() -> None:
-    code = "import sys, megatron.compression.patches; print({'torch', 'megatron.core'} & set(sys.modules))"
+    imports = "import sys; from megatron.compression.patches import communication, gaps, loop"
+    code = f"{imports}; print({{'torch', 'megatron.core'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
     assert done.stdout.strip() == "set()"
 
@@ -126,17 +127,17 @@ def test_megatron_core_has_every_symbol() -> None:
     ]
     before = [getattr(owner, name) for owner, name in owners]
     try:
-        patches.on_training_log(lambda iteration, losses: None)
-        patches.around_evaluate(lambda split: None, lambda losses: None)
-        patches.on_gradient_sync(lambda *args: None)
-        patches.on_parameter_sync(lambda *args: None)
-        patches.on_master_copy(lambda optimizer: False)
-        patches.around_checkpoint_state(lambda *args: None)
-        patches.on_checkpoint_read(lambda *args: None)
-        patches.through_pipeline_exchange(lambda *args, **kwargs: None)
-        patches.after_schedules(lambda: None)
-        patches.on_replicated_gradient_sync(lambda *args: None)
-        patches.on_tied_embedding_gradient_sync(lambda *args: None)
+        loop.on_training_log(lambda iteration, losses: None)
+        loop.around_evaluate(lambda split: None, lambda losses: None)
+        communication.on_gradient_sync(lambda *args: None)
+        communication.on_parameter_sync(lambda *args: None)
+        gaps.on_master_copy(lambda optimizer: False)
+        loop.around_checkpoint_state(lambda *args: None)
+        loop.on_checkpoint_read(lambda *args: None)
+        communication.through_pipeline_exchange(lambda *args, **kwargs: None)
+        communication.after_schedules(lambda: None)
+        communication.on_replicated_gradient_sync(lambda *args: None)
+        communication.on_tied_embedding_gradient_sync(lambda *args: None)
         for (owner, name), original in zip(owners, before, strict=True):
             assert getattr(owner, name) is not original
     finally:

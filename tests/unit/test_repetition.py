@@ -5,7 +5,7 @@ import torch
 from megatron.core import rerun_state_machine, tensor_parallel
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
 
-from megatron.compression import flags, patches, repetition
+from megatron.compression import flags, repetition
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
@@ -13,6 +13,7 @@ from megatron.compression.communication.overflow import State, encode, overflow
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.patches import loop
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401
 
@@ -33,7 +34,7 @@ class Loop:
         monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", self.machine)
         name = "should_run_forward_backward"
         monkeypatch.setattr(RerunStateMachine, name, getattr(RerunStateMachine, name))  # put back behind it
-        patches.repeat_passes(self._begin, lambda: self.answers.pop(0))
+        loop.repeat_passes(self._begin, lambda: self.answers.pop(0))
 
     def _begin(self) -> None:
         self.begun += 1

@@ -14,7 +14,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
-from megatron.compression import patches  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.norm import (  # noqa: E402
     RowRMSNorm,
@@ -215,7 +214,7 @@ def test_rotary_agrees_with_megatron_core(rotated) -> None:
 def test_rope_fusion_slot_of_transformer_engine_is_left_alone(monkeypatch) -> None:
     theirs = object()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", theirs)
-    assert not patches.fill_rope_slot(rotary)
+    assert not gaps.fill_rope_slot(rotary)
     assert rope_utils.fused_apply_rotary_pos_emb is theirs
 
 

@@ -19,7 +19,6 @@ from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
-from megatron.compression import patches  # noqa: E402
 from megatron.compression.setup import gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.spec import (  # noqa: E402
@@ -144,7 +143,7 @@ def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         config(apply_rope_fusion=True)
-    assert patches.fill_rope_slot(rotary) and patches.fill_rope_slot(rotary)
+    assert gaps.fill_rope_slot(rotary) and gaps.fill_rope_slot(rotary)
     wanted = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
     monkeypatch.delattr(rope_utils, "_apply_rotary_pos_emb_bshd")  # the unfused path cannot run
     losses = train(build(gpt_layer_spec, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)

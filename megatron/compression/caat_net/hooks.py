@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from megatron.compression import patches
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.caat_net.layers import (
     PartialRowParallelLinear,
@@ -21,6 +20,7 @@ from megatron.compression.caat_net.layers import (
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.patches import symbols
 from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_without_mark
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
@@ -60,7 +60,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
         if communicates and getattr(module, "site", None) is None:
             raise CompressionConfigError(f"--caat-net-sync-fraction does not cover {path}; drop the flag")
         if type(module) in _CLASSES:
-            patches.change_class(module, _CLASSES[type(module)])
+            symbols.change_class(module, _CLASSES[type(module)])
         if isinstance(module, PartialRowParallelLinear):
             module.shared_channels = config.shared_channels(module.output_size)
         if isinstance(module, ColumnParallelLinear):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from megatron.compression import patches
 from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
+from megatron.compression.patches import symbols
 
 Groups = Sequence[dist.ProcessGroup]
 NEGLIGIBLE = 4096
@@ -91,12 +91,12 @@ class BackendAudit:
             if original is not None:  # another version of torch
                 self._originals[name] = original
                 counting = self._counting(original, operation, position)
-                patches.put(dist.ProcessGroup, name, counting, "counts what is given to the backend")
+                symbols.put(dist.ProcessGroup, name, counting, "counts what is given to the backend")
 
     def stop(self) -> None:
         """Leave ``ProcessGroup`` as it was."""
         for name, original in self._originals.items():
-            patches.put(dist.ProcessGroup, name, original, "has been counted")
+            symbols.put(dist.ProcessGroup, name, original, "has been counted")
         if self._originals:
             self._known = self._in_ledger()
             self._known.subtract(self._before)

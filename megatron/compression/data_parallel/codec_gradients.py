@@ -5,14 +5,11 @@ sums, over its node, the shards of the ranks with its index on every node; then,
 With one node, or one rank a node, there is one exchange.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
-from megatron.compression.codecs.base import Shape
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work, join
@@ -23,8 +20,6 @@ ALIGNMENT = 4096
 """Pieces begin at multiples of this many values (every group size divides it), and are never smaller."""
 PIECES = 8
 """Pieces of a bucket where the exchange between nodes can overlap with the one inside the node."""
-CHANNELS = 1024
-"""Neighbours in a bucket that a codec which sees shapes gets as the channels of one token."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class CodecGradientSync(GradientSync):
         self.bucket = bucket
         topology = self.topology = bucket.topology
         self.shard_numel = -(-bucket.numel // topology.world_size)
-        intra, inter = flat_rows(codec).hops
+        intra, inter = codec.hops
         self.first = inter if topology.nodes > 1 and topology.local == 1 else intra
         self.last = inter if topology.nodes > 1 else intra
         size = -(-self.shard_numel // (PIECES if topology.two_hops else 1))
@@ -165,43 +160,3 @@ class CodecGradientSync(GradientSync):
             inside = flat[rank * size + begin : min(rank * size + end, bucket.numel)]
             inside.copy_(row[: inside.numel()])
         return flat
-
-
-@dataclass(frozen=True)
-class FlatRows(Codec):
-    """``codec`` over rows of any length, as tokens of 1024 channels, zero padded."""
-
-    codec: Codec
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
-
-    @property
-    def hops(self) -> tuple[Codec, Codec]:
-        first, second = self.codec.hops
-        return FlatRows(first), FlatRows(second)
-
-    def payload_bytes(self, shape: Shape) -> int:
-        return self.codec.payload_bytes(self._tokens(shape))
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(len(x), -1)
-        flat = F.pad(flat, (0, -flat.shape[1] % CHANNELS))
-        return self.codec.encode(flat.view(len(x), -1, CHANNELS))
-
-    def decode(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        tokens = self.codec.decode(payloads, self._tokens(shape), dtype)
-        values = tokens.reshape(len(payloads), -1)[:, : math.prod(shape)].reshape(-1, *shape)
-        return values if out is None else out.copy_(values)
-
-    @staticmethod
-    def _tokens(shape: Shape) -> tuple[int, int]:
-        return -(-math.prod(shape) // CHANNELS), CHANNELS
-
-
-def flat_rows(codec: Codec) -> Codec:
-    """The codec itself, or a ``FlatRows`` of one that sees shapes."""
-    return FlatRows(codec) if codec.sees_shape else codec

@@ -62,8 +62,11 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
-        codec_of(self.weights, "--dp-compression WEIGHTS")
-        _ = self.compressor
+        for codec in (getattr(self.compressor, "codec", None), self.weight_codec):
+            if codec is not None and codec.sees_shape:
+                raise CompressionConfigError(
+                    f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
+                )
 
     @property
     def specs(self) -> tuple[str | None, str | None]:

@@ -12,7 +12,6 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.transformer import MegatronModule
 
-from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
@@ -35,6 +34,7 @@ from megatron.compression.data_parallel.weights import (
     replicated_parts,
 )
 from megatron.compression.dimension import Dimension
+from megatron.compression.patches import communication, gaps, symbols
 from megatron.compression.replicated_parameters import cut_without_mark
 
 
@@ -164,11 +164,11 @@ class Gradients(Dimension):
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self.memory = GradientMemory(None, [], self._say)
         """Of the compressor, for checkpoints; that of the run's buckets once they are attached."""
-        patches.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
-        patches.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
-        patches.on_master_copy(copy_masters)
+        communication.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
+        communication.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
+        gaps.on_master_copy(copy_masters)
         record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
-        patches.on_replicated_gradient_sync(record, align_gradients)
+        communication.on_replicated_gradient_sync(record, align_gradients)
 
     def adopt(self, config: DataParallelConfig) -> None:
         super().adopt(config)
@@ -253,7 +253,7 @@ class Gradients(Dimension):
         if ranks.size() == 1:
             return
         topology = self.topology(ranks)
-        patches.change_class(group, CompressedBucketGroup)
+        symbols.change_class(group, CompressedBucketGroup)
         group.policy, group.topology, group.in_flight = self.policy, topology, in_flight
         group.tensor_ranks, group.ledger = tensor_ranks, self.ledger
         group.gradient_syncs, group.weights = [], []

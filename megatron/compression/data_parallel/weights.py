@@ -22,7 +22,6 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import Work
-from megatron.compression.data_parallel.codec_gradients import flat_rows
 from megatron.compression.data_parallel.compressor import ParameterSpan
 
 ATTRIBUTE = "compressed_weights"
@@ -63,7 +62,7 @@ class BucketWeights:
         """How the update of the last optimizer step is sent."""
         decision = self.policy.decide("dp.weight", self.nbytes)
         self.uncompressed_kind = "exact" if decision.codec is not None else decision.why
-        self._codec = None if decision.codec is None else flat_rows(decision.codec)
+        self._codec = decision.codec
         return decision
 
     def update(self, masters: Iterable[tuple[int, torch.Tensor]]) -> None:

@@ -12,7 +12,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression import patches
 from megatron.compression.communication.site import layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
@@ -24,6 +23,7 @@ from megatron.compression.expert_parallel.exchange import (
     TokenSite,
     Way,
 )
+from megatron.compression.patches import communication, symbols
 
 _CLASSES = {
     MoEAlltoAllTokenDispatcher: CompressedAlltoAllTokenDispatcher,
@@ -63,8 +63,8 @@ class ExpertParallel(Dimension):
         layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
         experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
         if experts:
-            patches.through_token_exchange(TOKEN_EXCHANGE)
-            patches.on_router_reduction(self._count_router)  # of two runs in one process the last one counts
+            communication.through_token_exchange(TOKEN_EXCHANGE)
+            communication.on_router_reduction(self._count_router)  # the last run's of two
         for path, module in experts.items():
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
@@ -74,7 +74,7 @@ class ExpertParallel(Dimension):
                 continue
             owner = next((one for one in layers if path.startswith(one + ".")), None)
             number = layers[owner].layer_number if owner is not None else None
-            patches.change_class(dispatcher, compressed)
+            symbols.change_class(dispatcher, compressed)
             for way in ("dispatch", "combine"):
                 sites = self._way(dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number))
                 setattr(dispatcher, way, sites)

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-from megatron.compression import patches
 from megatron.compression.communication.site import Run
 from megatron.compression.dimension import Dimension
+from megatron.compression.patches import communication
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 
@@ -17,8 +17,8 @@ class PipelineParallel(Dimension):
     def __init__(self, config: PipelineParallelConfig, run: Run, *more: Any) -> None:
         super().__init__(config, run, *more)
         self.exchange = PipelineExchange(run.policy, run.ledger)
-        patches.through_pipeline_exchange(self.exchange)
-        patches.after_schedules(self.exchange.finish)
-        patches.on_tied_embedding_gradient_sync(
+        communication.through_pipeline_exchange(self.exchange)
+        communication.after_schedules(self.exchange.finish)
+        communication.on_tied_embedding_gradient_sync(
             partial(run.ledger.record_uncompressed, "pp.other", "exact", "all_reduce")
         )

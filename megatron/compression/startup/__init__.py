@@ -18,14 +18,14 @@ def prepare() -> None:
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
-        from megatron.compression import patches
+        from megatron.compression.patches import gaps
         from megatron.compression.startup import implementation
 
         implementation.transformer_engine()
         host.install()
-        patches.use_shipped_helpers()
-        patches.make_torch_adam_resumable()
-        patches.fuse_torch_adam()
+        gaps.use_shipped_helpers()
+        gaps.make_torch_adam_resumable()
+        gaps.fuse_torch_adam()
 
 
 def find_megatron_core() -> tuple[str, Path] | None:

@@ -23,8 +23,9 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron.compression import patches, setup
+from megatron.compression import setup
 from megatron.compression.errors import InputError, came_through
+from megatron.compression.patches import loop
 
 SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
 
@@ -37,7 +38,7 @@ def parse_arguments(
     Raises: InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
     Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
     """
-    patches.after_validating_arguments(check_supported_data)
+    loop.after_validating_arguments(check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
 
 

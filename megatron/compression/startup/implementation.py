@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.compression import patches
 from megatron.compression.errors import InputError, first_line
+from megatron.compression.patches import symbols
 
 SET_UP = "scripts/setup.sh --with-transformer-engine"
 _FLAG = "--transformer-impl"
@@ -39,13 +39,13 @@ def transformer_engine() -> Engine:
     if importlib.util.find_spec("transformer_engine") is None:
         return Engine(missing="is not installed", fix=f"run {SET_UP}")
     if not torch.cuda.is_available():
-        patches.hide("transformer_engine", "its kernels need CUDA")
+        symbols.hide("transformer_engine", "its kernels need CUDA")
         return Engine(missing=_NO_CUDA)
     try:
         importlib.import_module("transformer_engine.pytorch")
         return Engine(version=importlib.import_module("transformer_engine").__version__)
     except Exception as error:  # OSError: a shared library; AssertionError: parts of two versions
-        patches.hide("transformer_engine", "it cannot be imported")
+        symbols.hide("transformer_engine", "it cannot be imported")
         said = f"{type(error).__name__}: {first_line(error)}"
         return Engine(missing=f"cannot be imported ({said})", fix=f"run {SET_UP}")
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
-from megatron.compression import patches
 from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.patches import symbols
 from megatron.compression.tensor_parallel.config import HALVES, check_halves
 from megatron.compression.tensor_parallel.halves import Block, Linear, interleave
 
@@ -163,7 +163,7 @@ def attach(chunk: torch.nn.Module) -> None:
                 f"{HALVES} covers layers of one self-attention and one dense MLP, but layer {path} "
                 f"{reason}; drop the flag"
             )
-    patches.change_class(decoder, HalvesBlock)
+    symbols.change_class(decoder, HalvesBlock)
 
 
 def _why_not_halved(layer: torch.nn.Module) -> str | None:

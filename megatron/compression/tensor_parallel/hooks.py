@@ -17,11 +17,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression import patches
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.patches import symbols
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
@@ -117,7 +117,7 @@ class TensorParallel(Dimension):
             if compressed is None:
                 continue
             if type(module) is not compressed:
-                patches.change_class(module, compressed)
+                symbols.change_class(module, compressed)
             name, layer = names(path)
             module.site = CommSite(name, module.tp_group, self.run, layer)
         for module in chunk.modules():

@@ -25,8 +25,8 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.compression import patches
 from megatron.compression.communication.collectives import WithBackward
+from megatron.compression.patches import gaps
 from megatron.compression.tensor_parallel.layers import CompressedRowParallelLinear
 from megatron.compression.torch_native.attention import LatentSelfAttention, SDPACoreAttention
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
@@ -118,7 +118,7 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
         and "--no-rope-fusion" not in command_line
     )
     # In the slot that a TransformerConfig checks when it is built. Packed sequences are not covered.
-    if not usable or not patches.fill_rope_slot(rotary) or args.apply_rope_fusion:
+    if not usable or not gaps.fill_rope_slot(rotary) or args.apply_rope_fusion:
         return None
     args.apply_rope_fusion = True
     return "RoPE runs compiled (--no-rope-fusion: megatron-core's unfused one)"

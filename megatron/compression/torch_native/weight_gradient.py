@@ -8,7 +8,7 @@ Where apex is installed its kernels do it. The protocol is that of megatron-core
 
 import torch
 
-from megatron.compression import patches
+from megatron.compression.patches import gaps
 
 try:
     import fused_weight_gradient_mlp_cuda as _apex
@@ -70,5 +70,5 @@ def fill_weight_gradient_slot() -> bool:
     Returns: Whether our function is in the slot.
     """
     if _apex is None:
-        patches.fill_weight_gradient_slot(add_product)
+        gaps.fill_weight_gradient_slot(add_product)
     return _apex is None

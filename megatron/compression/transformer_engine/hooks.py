@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from megatron.compression import patches
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Message, Run
+from megatron.compression.patches import communication
 
 _DEEPEST = 4
 """Nodes between a layer's output and its autograd function: an added bias, a view."""
@@ -100,10 +100,10 @@ class TransformerEngineLayers:
     def attach(self, module: torch.nn.Module, name: str, layer: int | str | None) -> None:
         """Give one of ``communicating``'s layers its site (see ``CommSite``) and its traffic classes."""
         if not self._patched:
-            patches.through_exchanges(self)
-            patches.before_gradient_sync(self.weight_gradients.flush)
+            communication.through_exchanges(self)
+            communication.before_gradient_sync(self.weight_gradients.flush)
             record = partial(self.run.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
-            patches.on_magnitude_reduction(record)
+            communication.on_magnitude_reduction(record)
             self._patched = True
         module.site = CommSite(name, module.tp_group, self.run, layer)
         one_way = ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
