@@ -26,11 +26,6 @@ SETTINGS_HELP = (
 _VARIABLES = "MEGATRON_COMPRESSION_"
 
 
-def runs_left(left: int, runs: int) -> str:
-    """The last line of scripts that train within a time limit."""
-    return f"{left} of {runs} runs are left: start again for them"
-
-
 @dataclass(frozen=True)
 class BenchSetting:
     """What a run compresses in one dimension."""
@@ -45,8 +40,7 @@ class BenchSetting:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the run."""
-        pairs = (word.split("=", 1) for word in self.flags if word.startswith(_VARIABLES))
-        return {name: value for name, value in pairs}
+        return dict(word.split("=", 1) for word in self.flags if word.startswith(_VARIABLES))
 
     def words(self, dimension: str) -> list[str]:
         """The flags of a run of pretrain_gpt.py."""
@@ -76,9 +70,7 @@ def parse_setting(text: str) -> BenchSetting:
 def gpu_count() -> int:
     """CUDA devices that a run would see, without loading CUDA into this process."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    )
+    return int(subprocess.check_output([sys.executable, "-c", code], text=True, stderr=subprocess.DEVNULL))
 
 
 def torchrun(

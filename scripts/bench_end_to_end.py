@@ -33,6 +33,7 @@ communicators (--communicators): the uncompressed collectives are split as paylo
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -97,15 +98,9 @@ CODECS = {
 
 
 def flags_of(options: Namespace) -> list:
-    """What every run is started with: the model, and how it is spread.
-
-    Raises:
-        ValueError: a layout that the shape does not have.
-    """
+    """What every run is started with: the model, and how it is spread. Raises: ValueError: not possible."""
     if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
-        raise ValueError(
-            f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b, and only there"
-        )
+        raise ValueError(f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b alone")
     shape = SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
     flags = [*MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
     if options.expert_parallel:
@@ -161,9 +156,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
             parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")
         sizes = {"expert": options.expert_parallel}
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
-    options.dimension, options.ranks = spread[0], 1
-    for size in sizes.values():
-        options.ranks *= size
+    options.dimension, options.ranks = spread[0], math.prod(sizes.values())
     if options.iterations <= WARM_UP:
         parser.error(f"--iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
     if spread == ["pipeline"] and options.communicators > 1:
@@ -180,13 +173,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
 
 
 def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
-    """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows.
-
-    Args:
-        options: as parsed, with ``extra`` and ``settings``.
-        flags: of every run: model and parallel sizes.
-        traffic: the ledger's classes whose megabytes become columns.
-    """
+    """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows."""
     rows: list[dict] = []
     for regime in options.regimes:
         for together in launches(options.dimension, options.settings):
@@ -316,17 +303,14 @@ def worker() -> None:
             import _split
 
             def before_building(chunks: list) -> list:
-                groups = [
-                    parallel_state.get_tensor_model_parallel_group(),
-                    parallel_state.get_data_parallel_group(with_context_parallel=True),
-                    parallel_state.get_expert_model_parallel_group(),
-                ]
+                tensor = parallel_state.get_tensor_model_parallel_group()
+                data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                groups = tensor, data, parallel_state.get_expert_model_parallel_group()
                 groups = {tuple(dist.get_process_group_ranks(one)): one for one in groups if one.size() > 1}
                 _split.split_over(groups.values(), order["communicators"])
                 return chunks
 
             _split.install()
-
             model_config.pre_wrap_hooks.insert(0, before_building)  # before auto times anything
 
     _launch.train(change)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import demo
 from _corpus import SPLITS
-from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, runs_left, torchrun
+from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, torchrun
 
 from megatron.compression.report.render import table as markdown
 
@@ -46,16 +46,13 @@ TRAINING = """--transformer-impl local
 MOST_TOKENS = 32768
 """Of a micro-batch."""
 PARALLEL = {
-    "tensor": ("--tensor-model-parallel-size {ranks} --micro-batch-size {batch}", 1),
-    "data": (
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size {batch}",
-        0,
-    ),
-    "pipeline": ("--pipeline-model-parallel-size {ranks} --micro-batch-size {batch}", 8),
+    "tensor": ("--tensor-model-parallel-size {ranks}", 1),
+    "data": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 0),
+    "pipeline": ("--pipeline-model-parallel-size {ranks}", 8),
     "expert": (
-        "--expert-model-parallel-size {ranks} --num-experts 8 --moe-router-topk 2 --disable-bias-linear"
-        " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
-        " --moe-aux-loss-coeff 0.01 --use-distributed-optimizer --micro-batch-size {batch}",
+        "--expert-model-parallel-size {ranks} --num-experts 8 --moe-router-topk 2 --disable-bias-linear "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 0.01 --use-distributed-optimizer",
         0,
     ),
 }
@@ -79,16 +76,11 @@ def parse_args() -> argparse.Namespace:
     add("--corpus-mb", type=float, help="text of all splits, 10^6 bytes (default: 90 on GPUs, 8 on CPUs)")
     add("--output", type=Path, help="folder for everything (default: runs/DIMENSION)")
     add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
-    add(
-        "--time-limit",
-        type=float,
-        default=math.inf,
-        help="seconds: start no run that would end later, by the longest so far",
-    )
+    limit = "seconds: start no run that would end later, by the longest so far"
+    add("--time-limit", type=float, default=math.inf, help=limit)
     options, options.extra = parser.parse_known_args()
-    options.dimension, options.ranks = next(
-        (name, ranks) for name in FLAGS if (ranks := getattr(options, f"{name}_parallel"))
-    )
+    options.dimension = next(name for name in FLAGS if getattr(options, f"{name}_parallel"))
+    options.ranks = getattr(options, f"{options.dimension}_parallel")
     try:
         options.settings = [parse_setting(text) for text in options.codecs]
     except ValueError as error:
@@ -138,7 +130,7 @@ def train_missing(
     present = [result for run in runs if (result := find(results, run)) is not None]
     (output / "results.md").write_text(table(present, runs[0]["setting"]))
     if left := len(runs) - len(present):
-        print(runs_left(left, len(runs)), flush=True)
+        print(f"{left} of {len(runs)} runs are left: start again for them", flush=True)
     return present
 
 
@@ -176,7 +168,8 @@ def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argpa
     batch = int(shape[shape.index("--global-batch-size") + 1])
     micro = batch // (parts or options.ranks)
     micro = min(micro, MOST_TOKENS // int(shape[shape.index("--seq-length") + 1]))
-    words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks, batch=micro).split()]
+    words = [*shape, *TRAINING.split(), *flags.format(ranks=options.ranks).split()]
+    words += ["--micro-batch-size", micro]
     words += ["--train-iters", iterations, "--eval-interval", max(1, iterations // 4)]
     words += ["--eval-iters", 16, "--log-interval", max(1, min(10, iterations // 4))]
     words += [word for split in SPLITS for word in (f"--{split}-data-path", data[split])]
@@ -223,12 +216,11 @@ def main() -> None:
     common, settings = common_of(options, data), {setting.text: setting for setting in options.settings}
     planned = plan(list(settings), options.seeds, options.noise_seed)
     runs = [{**common, "setting": text, "seed": seed} for text, seed in planned]
-    results = train_missing(
-        runs,
-        lambda run: train(settings[run["setting"]], run, data, options),
-        options.output,
-        options.time_limit,
-    )
+
+    def one(run: dict) -> dict:
+        return train(settings[run["setting"]], run, data, options)
+
+    results = train_missing(runs, one, options.output, options.time_limit)
     print("\n" + table(results, options.settings[0].text), end="")
 
 

@@ -40,9 +40,7 @@ def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float, unshard
 class DataParallel:
     """What trains a model's parameters from now on: gradients over the ranks, and the weights they hold.
 
-    Args:
-        setting: with a codec of gradients, of weights, or of both.
-        parameters: fp32; hold what the ranks compute with, but while the optimizer steps.
+    Parameters are fp32 and hold what the ranks compute with, but while the optimizer steps.
     """
 
     def __init__(self, setting: Setting, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import demo
-from _launch import ROOT, gpu_count, runs_left
+from _launch import ROOT, gpu_count
 
 from scripts.accuracy.results import BASE, load, tables
 
@@ -146,11 +146,7 @@ class Worker:
 
 
 def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Prepare the corpus, start the workers, print the table.
-
-    Raises:
-        SystemExit: a worker failed.
-    """
+    """Prepare the corpus, start the workers, print the table. Raises: SystemExit: a worker failed."""
     deadline, gpus = time.time() + 60 * args.minutes, gpu_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -167,7 +163,7 @@ def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
     print(tables(records))
     runs = {run for seed in range(args.seeds) for run in ids_of(args, seed)}
     if left := runs - {record["id"] for record in records}:
-        print(runs_left(len(left), len(runs)), flush=True)
+        print(f"{len(left)} of {len(runs)} runs are left: start again for them", flush=True)
     if any(statuses):
         raise SystemExit("error: a run failed; its error is above")
 

@@ -71,13 +71,7 @@ class Corpus:
 
 
 class Trainer:
-    """Holds the model and its optimizer; runs follow each other on them.
-
-    Args:
-        model: on its device.
-        corpus: what it learns.
-        schedule: how.
-    """
+    """Holds the model and its optimizer; runs follow each other on them."""
 
     def __init__(self, model: GPT, corpus: Corpus, schedule: Schedule) -> None:
         self.model, self.corpus, self.schedule = model, corpus, schedule
@@ -121,14 +115,11 @@ class Trainer:
         self.step = state["step"]
 
     def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
-        """Train ``steps`` steps under a setting and evaluate.
+        """Train ``steps`` steps under a setting and evaluate: losses of the steps, validation loss.
 
         Args:
             seed: of the order of the data.
             save: checkpoints to write, by the step at which they are taken.
-
-        Returns:
-            losses of the steps, validation loss.
         """
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))

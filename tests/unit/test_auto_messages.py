@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.compression.auto.messages import OVERLAP_LOSS, iteration_seconds, workload
+from megatron.compression.auto.messages import OVERLAP_LOSS, workload
 from tests.unit.megatron_args import experts, megatron
 
 
@@ -21,7 +21,7 @@ class TestIteration:
             exposed = forward.exposed(seconds) + backward.exposed(seconds)
             assert exposed == pytest.approx(measured, rel=off)
         times = dict.fromkeys(work.messages, 0.5301 / 136)
-        whole = iteration_seconds(work.computation, work.messages, times)
+        whole = work.seconds(times)
         assert whole == pytest.approx(0.7022, rel=0.06)
 
     def test_messages_of_each_dimension(self):

@@ -56,8 +56,7 @@ class Automatic:
         plan = self._decide(chunks)
         self.compression.adopt(decided_config(self.config, plan, self.args))
         chunks = self.compression.attach_model(chunks)
-        self._begin_check(plan)
-        self._announce(plan)
+        self._begin(plan)
         return chunks
 
     def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -102,23 +101,21 @@ class Automatic:
         self._tell(f"as decided before: {self.args.load}/{FILE} (remove it to measure anew)")
         return plan
 
-    def _begin_check(self, plan: RunPlan) -> None:
+    def _begin(self, plan: RunPlan) -> None:
+        """Log and keep the plan, and check it."""
         run, first = self.compression.run, self.compression.config.start_iteration or 0
         unchecked = [] if plan.checked else list(plan.recipes())
         self._check = Check(unchecked, first, run.policy.iteration, self._checked)
         run.policy.left_out = self._check.left_out
         if unchecked:  # else what the error meter encodes would be timed
             self._meter_interval, run.policy.meter.interval = run.policy.meter.interval, 0
-
-    def _announce(self, plan: RunPlan) -> None:
-        """Log the plan."""
         self._tell(
             f"decided in {plan.seconds:.1f} s within {plan.budget:g} % of loss, for an iteration of "
             f"{plan.iteration_ms:.4g} ms, {plan.computation_ms:.4g} of them computation"
         )
         for line in plan.table():
             self._say(f" {line}")
-        if self._check is not None and not self._check.done:
+        if unchecked:
             self._tell(f"compares iterations with and without, {self._check.iterations} in all")
         for line in self.compression.config.describe(self.args):
             self._say(f"compression: {line}")

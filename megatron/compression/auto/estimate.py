@@ -16,7 +16,7 @@ import io
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron.compression.auto.measurement import dimension_config
-from megatron.compression.auto.messages import MessageKind, iteration_seconds, workload
+from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, aligned, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
@@ -125,18 +125,15 @@ class Group:
         first, second = codec.hops
         if message.operation == "gradients":
             return self._gradients(values, dtype, codec, sharded)
+
+        def leg(way: str, hop: Codec, *coded: float) -> float:
+            return self.seconds(way, payload(hop, values, dtype)) + kernels(hop, *coded)
+
         if operation not in ("all_reduce", "reduce_scatter"):
             encoded = values / self.ranks if operation == "all_gather" else values
-            return self.seconds(operation, payload(second, values, dtype)) + kernels(
-                second, encoded, values, 0
-            )
-        scattered = self.seconds("all_to_all", payload(first, values, dtype)) + kernels(
-            first, values, 0, values
-        )
-        if operation == "reduce_scatter":
-            return scattered
-        gathered = self.seconds("all_gather", payload(second, values, dtype)) + kernels(second, 0, values, 0)
-        return scattered + gathered
+            return leg(operation, second, encoded, values, 0)
+        scattered = leg("all_to_all", first, values, 0, values)
+        return scattered + (leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0)
 
     def _gradients(self, values: int, dtype: torch.dtype, codec: Codec, sharded: bool) -> float:
         """A sum inside the node and then one between nodes, each with its own codec of the pair."""
@@ -209,7 +206,7 @@ class Estimate:
             else:
                 times[message] = group.compressed(message, codec, sharded)
                 host += HOST_MESSAGE * message.count
-        return iteration_seconds(self.work.computation, self.work.messages, times), host
+        return self.work.seconds(times), host
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
         """Of the table.
@@ -241,9 +238,8 @@ class Estimate:
 
 def flag(dimension: str, recipe: Recipe) -> str:
     """What to type for a recipe."""
-    return (
-        f"{FLAGS[dimension]} {recipe.named or ' '.join(filter(None, (recipe.compression, recipe.backward)))}"
-    )
+    specs = filter(None, (recipe.compression, recipe.backward))
+    return f"{FLAGS[dimension]} {recipe.named or ' '.join(specs)}"
 
 
 def parameters(args: Namespace) -> int:
@@ -303,25 +299,19 @@ def speed_of(text: str, option: str) -> Speed:
     return found
 
 
-def grown(args: Namespace) -> Iterator[Namespace]:
-    """The layout with twice as many data-parallel ranks and so on, each with its micro-batches."""
-    while args.world_size <= MOST_GPUS:
-        yield args
-        args = copy(args)
-        args.world_size, args.data_parallel_size = 2 * args.world_size, 2 * args.data_parallel_size
-        args.global_batch_size *= 2
-
-
 def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
-    """Write the picture: times as fast as uncompressed against GPUs."""
+    """Write the picture: times as fast as uncompressed against GPUs, as data parallelism doubles."""
     from matplotlib.figure import Figure
 
     curves: dict[str, list[tuple[int, float]]] = {}
-    for layout in grown(args):
-        estimate = Estimate(layout, cluster, 1e12 * options.gemm_tflops)
+    args = copy(args)
+    while args.world_size <= MOST_GPUS:
+        estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
         for name, seconds, _ in estimate.rows(options.loss_budget, named=True)[1:]:
             name = name.partition(": ")[0]
-            curves.setdefault(name, []).append((layout.world_size, estimate.uncompressed / seconds[0]))
+            curves.setdefault(name, []).append((args.world_size, estimate.uncompressed / seconds[0]))
+        args.world_size, args.data_parallel_size = 2 * args.world_size, 2 * args.data_parallel_size
+        args.global_batch_size *= 2  # each rank keeps its micro-batches
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, points in curves.items():
@@ -376,9 +366,8 @@ def report(options: Namespace, words: Sequence[str]) -> None:
         speed_up = f"{estimate.uncompressed / seconds:.2f}"
         cells.append([name, f"{1e3 * seconds:.4g}", speed_up, f"{1e3 * host:.4g}", cost])
     print("\n".join(aligned(cells)))
-    print(
-        f"computation {1e3 * estimate.work.computation:.4g} ms; a slow host's time decides where it is longer"
-    )
+    computation = 1e3 * estimate.work.computation
+    print(f"computation {computation:.4g} ms; a slow host's time decides where it is longer")
     if options.plot:
         draw(options, args, cluster)
 

@@ -21,8 +21,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 
-from megatron.compression.auto.messages import MessageKind, activations, iteration_seconds, workload
-from megatron.compression.auto.plan import LEAST_GAIN, TRIED, DimensionPlan, RunPlan, choose, within
+from megatron.compression.auto.messages import MessageKind, activations, workload
+from megatron.compression.auto.plan import (
+    LEAST_GAIN,
+    TRIED,
+    DimensionPlan,
+    RunPlan,
+    choose,
+    device_of_rank,
+    largest,
+    within,
+)
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.policy import Policy, Rule
@@ -50,31 +59,23 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-
-    def largest(self, *values: float) -> list[float]:
-        """The largest of each over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
+        self.device = device_of_rank()
 
     def elapsed(self) -> float:
         """Seconds since it was made."""
-        return self.largest(time.perf_counter() - self._began)[0]
+        return largest(time.perf_counter() - self._began)[0]
 
     def seconds(self, work: Callable[[], object]) -> float:
         """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up
         (kernels are compiled, communicators are made)."""
         work()
         self._synchronize()
-        (once,) = self.largest(self._time(work, 1))
+        (once,) = largest(self._time(work, 1))
         if once > 0.5:
             return once
         repeats = max(1, min(50, round(TRIAL_SECONDS / max(once, 1e-9))))
         trials = TRIALS if once < 0.05 else 2
-        return self.largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0]
+        return largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0]
 
     def _time(self, work: Callable[[], object], repeats: int) -> float:
         began = time.perf_counter()
@@ -86,12 +87,6 @@ class Stopwatch:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def gemm_rate(watch: Stopwatch, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
-    """FLOP/s of ``[rows, inner] @ [inner, columns]`` on the slowest rank."""
-    left, right = _normal((rows, inner), dtype, watch.device), _normal((inner, columns), dtype, watch.device)
-    return 2 * rows * columns * inner / watch.seconds(lambda: left @ right)
 
 
 class Sender:
@@ -116,8 +111,7 @@ class Sender:
     def prepare(self, messages: Sequence[MessageKind], lossy: bool) -> list[str]:
         """Decide how payloads travel, as the hooks of layers would; lines for the log. Collective.
 
-        Args:
-            lossy: whether codecs that change bits may be chosen; lossless has no fused kernels.
+        ``lossy``: codecs that change bits may be chosen; lossless has no fused kernels.
         """
         lines = []
         for group, one in {_group(one): one for one in messages}.items():
@@ -131,15 +125,9 @@ class Sender:
 
         Made by all ranks together: a data-parallel codec makes the process groups of its topology.
         """
-        if message.operation == "exchange":
-            return self._exchange(message, rule)
-        if message.operation == "gradients":
-            return self._gradients(message, rule)
-        if message.operation == "weights":
-            return self._weights(message, rule)
-        if message.operation in _TOKENS:
-            return self._tokens(message, rule)
-        return self._collective(message, rule)
+        ways = {"exchange": self._exchange, "gradients": self._gradients, "weights": self._weights}
+        ways |= dict.fromkeys(_TOKENS, self._tokens)
+        return ways.get(message.operation, self._collective)(message, rule)
 
     def describe(self, message: MessageKind, seconds: float) -> str:
         """``16.0 MiB all_reduce 0.35 ms, 48 GB/s``: the link as measured, uncompressed."""
@@ -235,12 +223,7 @@ class Sender:
         if rule is None:
             return lambda: _ring(x, group)
         codec = rule.codec
-
-        def send() -> None:
-            received = _ring(codec.encode(x[None]), group)
-            codec.decode(received, x.shape, x.dtype)
-
-        return send
+        return lambda: codec.decode(_ring(codec.encode(x[None]), group), x.shape, x.dtype)
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -253,12 +236,8 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     ranks = dist.get_process_group_ranks(group)
     received, rank = torch.empty_like(tensor), group.rank()
     following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
-    for work in dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, following, group),
-            dist.P2POp(dist.irecv, received, previous, group),
-        ]
-    ):
+    sends = dist.P2POp(dist.isend, tensor, following, group)
+    for work in dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, received, previous, group)]):
         work.wait()
     return received
 
@@ -300,24 +279,25 @@ class Measurement:
         if getattr(args, "tp_comm_overlap", False):
             hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
         self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
-        (parameters,) = self.watch.largest(_replicated(chunks))
+        experts = parallel_state.get_expert_data_parallel_world_size() > 1  # else they have no replica
+        every = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        sent = sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
+        (parameters,) = largest(sent)
         tokens, samples, channels = activations(args)
         columns = args.ffn_hidden_size // args.tensor_model_parallel_size
-        rate = gemm_rate(self.watch, tokens * samples, columns, channels, args.params_dtype)
+        left = _normal((tokens * samples, channels), args.params_dtype, self.watch.device)
+        right = _normal((channels, columns), args.params_dtype, self.watch.device)
+        rate = 2 * left.numel() * columns / self.watch.seconds(lambda: left @ right)
         self.work = workload(args, int(parameters), flops, rate)
         sharded, topology = args.use_distributed_optimizer, compression.gradients.topology
         self._sender = Sender(self._transports, topology, sharded, self.watch.device)
         self._times: dict[MessageKind, float] = {}
 
     def decide(self, budget: float) -> RunPlan:
-        """Time everything and choose.
-
-        Args:
-            budget: percent of loss, over all dimensions.
-        """
+        """Time everything and choose within a budget (percent of loss, over all dimensions)."""
         for message in self.work.messages:
             self._times[message] = self.watch.seconds(self._sender.sends(message))
-        whole = iteration_seconds(self.work.computation, self.work.messages, self._times)
+        whole = self.work.seconds(self._times)
         used = [name for name in RECIPES if self._messages(name) or self._unseen(name)]
         possible: dict[str, dict[Recipe, dict[str, Rule]]] = {}
         why: dict[str, str] = {}
@@ -344,8 +324,8 @@ class Measurement:
             plans.append(DimensionPlan(dimension, link, dimension in chosen, name, gain, loss, reason))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        computation = self.work.computation
-        return RunPlan(tuple(plans), budget, 1e3 * whole, 1e3 * computation, self.watch.elapsed())
+        milliseconds = 1e3 * whole, 1e3 * self.work.computation
+        return RunPlan(tuple(plans), budget, *milliseconds, self.watch.elapsed())
 
     def _messages(self, dimension: str) -> list[MessageKind]:
         return [message for message in self.work.messages if message.dimension == dimension]
@@ -414,13 +394,6 @@ class Measurement:
             return "not timed"
         message = max(self._messages(dimension), key=lambda one: one.exposed(self._times[one]))
         return self._sender.describe(message, self._times[message])
-
-
-def _replicated(chunks: list[torch.nn.Module]) -> int:
-    """Parameters of this rank that data parallelism sends: experts may have no replica."""
-    experts = parallel_state.get_expert_data_parallel_world_size() > 1
-    every = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-    return sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
 
 
 def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, args: Namespace) -> Any:

@@ -7,7 +7,7 @@ iteration goes") this gives 494 ms where 499 were measured in pcie, 25 where 22.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,30 +63,16 @@ class MessageKind:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def sent_as(self, sharded: bool) -> str:
-        """The ledger's name of the collective that sends it uncompressed.
-
-        Args:
-            sharded: the distributed optimizer is used.
-        """
+        """The ledger's name of the collective that sends it uncompressed; ``sharded``: with the distributed
+        optimizer."""
         if self.operation == "gradients":
             return "reduce_scatter" if sharded else "all_reduce"
         return _SENT_AS.get(self.operation, self.operation)
 
     def exposed(self, seconds: float) -> float:
-        """Seconds by which these messages lengthen an iteration.
-
-        Args:
-            seconds: that one of them takes by itself.
-        """
+        """Seconds by which these messages lengthen an iteration; one of them takes ``seconds`` by itself."""
         waited = max(self.count * (seconds - self.overlap), self.exposed_count * seconds, 0.0)
         return waited + OVERLAP_LOSS * (self.count * seconds - waited)
-
-
-def iteration_seconds(
-    computation: float, messages: Iterable[MessageKind], times: Mapping[MessageKind, float]
-) -> float:
-    """An iteration whose messages take ``times`` (seconds one by one)."""
-    return computation + sum(message.exposed(times[message]) for message in messages)
 
 
 @dataclass(frozen=True)
@@ -96,6 +82,10 @@ class Workload:
     computation: float
     """Seconds without communication, pipeline bubbles included."""
     messages: tuple[MessageKind, ...]
+
+    def seconds(self, times: Mapping[MessageKind, float]) -> float:
+        """An iteration whose messages take ``times`` (seconds one by one)."""
+        return self.computation + sum(message.exposed(times[message]) for message in self.messages)
 
 
 def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -> Workload:
@@ -178,9 +168,7 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
 
     def message(traffic: str, operation: str, dtype: torch.dtype, overlap: float) -> MessageKind:
         sent = (values,), dtype, count, overlap / count
-        last = (
-            min(count, bucket / values) if overlap else 0.0
-        )  # nothing is computed while the last bucket is sent
+        last = min(count, bucket / values) if overlap else 0.0  # nothing is computed while it is sent
         return MessageKind("data_parallel", traffic, operation, *sent, last)
 
     overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
@@ -305,12 +293,10 @@ def _context_parallel(args: Namespace, micro: float) -> list[MessageKind]:
     shape = args.seq_length, args.micro_batch_size, kept
     count = -(-args.num_layers // args.pipeline_model_parallel_size) * micro
     again = 2 if _recomputes(args, "core_attn") else 1
+    sent = shape, args.params_dtype
     return [
-        MessageKind("context_parallel", f"cp.{way}", operation, shape, args.params_dtype, many)
-        for way, operation, many in (
-            ("forward", "all_gather", count * again),
-            ("backward", "reduce_scatter", count),
-        )
+        MessageKind("context_parallel", "cp.forward", "all_gather", *sent, count * again),
+        MessageKind("context_parallel", "cp.backward", "reduce_scatter", *sent, count),
     ]
 
 

@@ -83,17 +83,11 @@ class RunPlan:
         return plan
 
     def after_check(self, useless: Mapping[str, str]) -> "RunPlan":
-        """The plan after the run's own check.
-
-        Args:
-            useless: by dimension that does not gain, why.
-        """
+        """The plan after the run's own check, which gives by dimension that does not gain why."""
         off = {"chosen": False, "name": "none", "gain": 0.0, "loss": 0.0}
-        after = (
-            replace(one, **off, why=useless[one.dimension]) if one.dimension in useless else one
-            for one in self.dimensions
-        )
-        return replace(self, dimensions=tuple(after), checked=True)
+        why = {name: {**off, "why": text} for name, text in useless.items()}
+        after = tuple(replace(one, **why.get(one.dimension, {})) for one in self.dimensions)
+        return replace(self, dimensions=after, checked=True)
 
     def table(self) -> list[str]:
         """Lines for the log and the report."""
@@ -151,13 +145,13 @@ def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[s
     for dimension, by_recipe in gains.items():
         good = [(dimension, one, gain) for one, gain in by_recipe.items() if gain >= TRIED]
         options.append([(dimension, None, 0.0), *good])
-    found = []
-    for combination in product(*options):
-        loss = sum(one.loss for _, one, _ in combination if one is not None)
-        if loss <= budget + 1e-9:
-            found.append((sum(gain for _, _, gain in combination), loss, combination))
-    most = max(gain for gain, _, _ in found)
-    _, _, best = min((one for one in found if one[0] >= most - ALIKE), key=lambda one: (one[1], -one[0]))
+    found = [
+        (sum(one.loss for _, one, _ in ways if one is not None), -sum(gain for _, _, gain in ways), ways)
+        for ways in product(*options)
+    ]
+    found = [one for one in found if one[0] <= budget + 1e-9]
+    fastest = min(gain for _, gain, _ in found)
+    _, _, best = min((one for one in found if one[1] <= fastest + ALIKE), key=lambda one: one[:2])
     return {dimension: one for dimension, one, _ in best if one is not None}
 
 
@@ -236,14 +230,27 @@ class Check:
 
     def _decide(self) -> None:
         found = [statistics.median(times) if times else math.nan for times in self._times.values()]
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        medians = torch.tensor(found, dtype=torch.float64, device=device)
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        seconds = dict(zip(self._times, medians.tolist(), strict=True))
+        seconds = dict(zip(self._times, largest(*found), strict=True))
         gains = {name: 1 - seconds[None] / seconds[name] for name in self._dimensions}
         gains = {name: gain for name, gain in gains.items() if not math.isnan(gain)}
         self.off = {name for name, gain in gains.items() if gain < LEAST_GAIN}
         self._decided(gains)
+
+
+def device_of_rank() -> torch.device:
+    """On which this rank's collectives run."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def largest(*values: float) -> list[float]:
+    """The largest of each over all ranks. Collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device_of_rank())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
 
 
 def _belongs(traffic: str, dimension: str) -> bool:
@@ -257,17 +264,13 @@ _SAME = (
     *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("ddp_bucket_size", "tp_comm_overlap", "padded_vocab_size", "num_experts"),
-)
-"""Arguments of Megatron that a plan holds for."""
-_EXPERTS = (
+    *("ddp_bucket_size", "tp_comm_overlap", "padded_vocab_size", "num_experts", "num_attention_heads"),
+    *("num_query_groups", "kv_channels", "multi_latent_attention"),
     *("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_topk", "moe_router_dtype"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_layer_freq", "moe_latent_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
 )
-"""And where there are experts."""
-_CONTEXT = ("num_attention_heads", "num_query_groups", "kv_channels", "multi_latent_attention")
-"""And where ranks share a sequence."""
+"""Arguments of Megatron that a plan holds for."""
 
 
 def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -276,12 +279,9 @@ def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     Args:
         settings: of compression, as the flags have them, less what does not change results.
     """
-    experts = _EXPERTS if args.num_experts is not None else ()
-    context = _CONTEXT if args.context_parallel_size > 1 else ()
-    kept = {name: getattr(args, name, None) for name in (*_SAME, *experts, *context)}
+    kept = {name: getattr(args, name, None) for name in _SAME}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    plain = json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str))
-    return dict(plain)
+    return dict(json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str)))
 
 
 def read(folder: str | None, wanted: dict[str, Any], say: Callable[[str], None]) -> RunPlan | None:

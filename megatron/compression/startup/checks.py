@@ -42,7 +42,7 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Check what validated arguments name, before anything is built (`patches.loop.after_validating_arguments`).
+    """Check what validated arguments name, before anything is built.
 
     Raises: InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not
         there; a folder that cannot be written.
