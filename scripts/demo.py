@@ -55,7 +55,7 @@ def prepare_data(
         words = [sys.executable, ROOT / "scripts" / "preprocess_data.py", "--append-eod"]
         words += ["--input", directory / f"{split}.jsonl", "--output-prefix", directory / split]
         words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer]
-        subprocess.run(list(map(str, words)), check=True)
+        subprocess.run(words, check=True)
     return paths
 
 
@@ -118,11 +118,10 @@ def main() -> None:
         run = summary[name]
         losses = f"{run['first_loss']:.4f} -> {run['last_loss']:.4f}"
         print(f"{name:10} {losses:>21} {run['validation_loss']:16.4f} {run['tp_bytes_per_iteration']:24,.0f}")
-    print(f"\ntensor-parallel bytes: {summary['ratio']:.3f}x fewer with --taco", end="")
-    print(f"; validation loss {summary['validation_loss_difference']:+.2%}")
-    words = [sys.executable, "-m", "megatron.compression.report"]
-    words += [str(options.output / name / "report") for name in flags]
-    words += ["--output", str(options.output / "comparison")]
+    ratio, difference = summary["ratio"], summary["validation_loss_difference"]
+    print(f"\ntensor-parallel bytes: {ratio:.3f}x fewer with --taco; validation loss {difference:+.2%}")
+    words = [sys.executable, "-m", "megatron.compression.report", "--output", options.output / "comparison"]
+    words += [options.output / name / "report" for name in flags]
     subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     print(f"{options.output / 'summary.json'}; reports: {options.output}/{{baseline,taco}}/report/report.md")
     print(f"both runs side by side: {options.output / 'comparison' / 'comparison.md'}")

@@ -49,8 +49,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
     """What turns (path, number, bytes) of a line into token ids by key; and the vocabulary's size.
 
-    Raises:
-        InputError: the tokenizer cannot be built.
+    Raises: InputError: the tokenizer cannot be built.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -94,11 +93,7 @@ def _work(lines: Sequence[tuple]) -> list[list[list[int]]]:
 
 
 def documents_of(encode: Callable, lines: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
-    """The token ids of each line, in order.
-
-    Raises:
-        InputError: of a line, or because a worker was killed.
-    """
+    """The token ids of each line, in order. Raises: InputError: of a line; a worker was killed."""
     if workers < 2:
         yield from map(encode, lines)
         return

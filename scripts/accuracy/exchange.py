@@ -30,10 +30,7 @@ class Exchange:
     def reduce(self, partials: torch.Tensor, direction: str, whole: bool = False) -> torch.Tensor:
         """[W, T, h] of the ranks -> their sum [T, h]: an all-reduce, or a reduce-scatter's shards together.
 
-        Args:
-            partials: rank w's partial sum at [w].
-            direction: forward or backward.
-            whole: an all-reduce also with sequence parallelism.
+        ``whole``: an all-reduce also with sequence parallelism.
         """
         codec, shape, dtype = self.codecs[direction], partials.shape[1:], partials.dtype
         if codec is None or (self.setting.sequence_parallel and not whole):

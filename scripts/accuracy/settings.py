@@ -91,11 +91,7 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
     flags (``-ddp``: without the distributed optimizer). ``SPEC,,SPEC`` has a second one of what goes back, or
     of data-parallel weights; without it these are sent as the flags would.
 
-    Args:
-        ranks: of tensor parallelism.
-
-    Raises:
-        CompressionConfigError: not a spec, one kind of parallelism twice, or what is not simulated.
+    Raises: CompressionConfigError: not a spec, one kind of parallelism twice, or what is not simulated.
     """
     kinds: set[str] = set()
     fields: dict = {"name": name, "world_size": ranks}

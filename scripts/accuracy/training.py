@@ -86,22 +86,16 @@ class Trainer:
         self._new_optimizer()
 
     def _new_optimizer(self) -> None:
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() == 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.schedule.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        parameters = list(self.model.parameters())
+        decay = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.schedule.weight_decay}
+        groups = [decay, {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and step; the file appears whole."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-        }
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        state = {"model": model, "optimizer": optimizer, "step": self.step}
         temporary = path.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.rename(path)

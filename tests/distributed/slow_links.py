@@ -83,11 +83,11 @@ def tell_decisions() -> None:
 
     plan.BLOCK, plan.WARM_UP = 2, 1
     plan.time = measurement.time = clock
-    announce, created = Automatic._announce, Automatic.__init__
+    begin, created = Automatic._begin, Automatic.__init__
 
-    def announced(self, decided):
+    def begun(self, decided):
         global training
-        announce(self, decided)
+        begin(self, decided)
         training = True
 
     def init(self, *args, **kwargs):
@@ -98,7 +98,7 @@ def tell_decisions() -> None:
 
         loop.on_training_end(tell)
 
-    Automatic._announce, Automatic.__init__ = announced, init
+    Automatic._begin, Automatic.__init__ = begun, init
 
 
 def main() -> None:

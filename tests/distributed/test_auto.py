@@ -173,6 +173,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
 
     from megatron.compression.auto.measurement import Sender, Stopwatch
     from megatron.compression.auto.messages import MessageKind
+    from megatron.compression.auto.plan import largest
     from megatron.compression.codecs.recipes import RECIPES
     from megatron.compression.codecs.registry import settings_of
     from megatron.compression.communication.topology import find_topology
@@ -229,7 +230,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
                         assert (
                             result.shape == plain.shape and (recipe is None) == (error == 0) and error < 0.1
                         )
-                    found += watch.largest(float(rank))
+                    found += largest(float(rank))
             assert sender.describe(message, 1.0).endswith("GB/s")
         found.append(watch.seconds(lambda: None))
         parallel_state.destroy_model_parallel()

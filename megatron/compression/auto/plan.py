@@ -239,11 +239,9 @@ class Check:
 
 def device_of_rank() -> torch.device:
     """On which this rank's collectives run."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def largest(*values: float) -> list[float]:
