@@ -150,10 +150,10 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if options.expert_parallel:
         if max(sizes.values()) > 1:
             parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
-        names = ("sequence_parallel", "micro_batches", "no_overlap", "fp32_gradients")
-        if given := [name for name in names if getattr(options, name)]:
-            flag = given[0].replace("_", "-")
-            parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")
+        for name in ("sequence_parallel", "micro_batches", "no_overlap", "fp32_gradients"):
+            if getattr(options, name):
+                flag = name.replace("_", "-")
+                parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")
         sizes = {"expert": options.expert_parallel}
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension, options.ranks = spread[0], math.prod(sizes.values())
@@ -253,15 +253,13 @@ def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
 def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
     """Markdown; speed-ups against the first setting of each regime, of medians and of the extremes."""
     columns = ["regime", "codec", "ms (least - most)", "speed-up (range)"]
-    columns += [*(f"{name} MB" for name in traffic), "loss"]
-    lines = [columns]
+    lines = [[*columns, *(f"{name} MB" for name in traffic), "loss"]]
     for row in rows:
         base = next(other for other in rows if other["regime"] == row["regime"])
         speed_up = base["milliseconds"] / row["milliseconds"]
         least, most = base["least"] / row["most"], base["most"] / row["least"]
-        cells = [row["regime"], row["codec"]]
-        cells.append(f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})")
-        cells.append(f"{speed_up:.2f} ({least:.2f} - {most:.2f})")
+        times = f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
+        cells = [row["regime"], row["codec"], times, f"{speed_up:.2f} ({least:.2f} - {most:.2f})"]
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
     text = "\n".join(markdown(*lines))

@@ -110,8 +110,6 @@ def train_missing(
         runs: what decides each run; JSON-ready.
         train: one training; what it returns is kept with the run. Raises RuntimeError if it fails.
         output: folder of results.json, and of the table results.md.
-        time_limit: seconds: start no run that would end later, by the longest so far.
-
     Raises: SystemExit: a training failed.
     """
     output.mkdir(parents=True, exist_ok=True)

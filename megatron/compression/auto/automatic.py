@@ -43,8 +43,7 @@ class Automatic:
         self._check: Check | None = None
         self._meter_interval = 0
         self._built: list[torch.nn.Module] = []
-        settings = self.config.asdict()
-        settings = {key: value for key, value in settings.items() if key not in SAME_RESULTS}
+        settings = {key: one for key, one in self.config.asdict().items() if key not in SAME_RESULTS}
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings["loss_budget"] = self._budget
         self._made_for = plans.circumstances(args, settings)
@@ -90,8 +89,7 @@ class Automatic:
 
     def _kept(self) -> RunPlan | None:
         """What an earlier part of this run has decided."""
-        plan = plans.read(self.args.load, self._made_for, self._tell)
-        if plan is None:
+        if (plan := plans.read(self.args.load, self._made_for, self._tell)) is None:
             return None
         try:
             decided_config(self.config, plan, self.args)

@@ -90,13 +90,7 @@ class Stopwatch:
 
 
 class Sender:
-    """Makes what sends one message of a run.
-
-    Args:
-        transports: the run's; see ``prepare``.
-        topology: of the data-parallel group.
-        sharded: the distributed optimizer is used.
-    """
+    """Makes what sends one message of a run; ``sharded``: with the distributed optimizer."""
 
     def __init__(
         self,
@@ -260,13 +254,7 @@ def _group(message: MessageKind) -> dist.ProcessGroup:
 
 
 class Measurement:
-    """One measurement of a run. Collective over all ranks.
-
-    Args:
-        args: Megatron's, validated.
-        flops: of an iteration over all ranks.
-        chunks: of this rank's pipeline stage.
-    """
+    """One measurement of a run, whose iteration has ``flops`` over all ranks. Collective over all ranks."""
 
     def __init__(
         self, args: Namespace, compression: Compression, flops: float, chunks: list[torch.nn.Module]

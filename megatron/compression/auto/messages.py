@@ -151,11 +151,8 @@ def _tensor_parallel(
 
 
 def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list[MessageKind]:
-    """Buckets, which may overlap with the last micro-batch's backward and the next one's forward pass.
-
-    Args:
-        micro_batch: seconds of a micro-batch, forward and backward.
-    """
+    """Buckets, which may overlap with the last micro-batch's backward and the next one's forward pass; a
+    micro-batch takes ``micro_batch`` seconds, forward and backward."""
     ranks = args.data_parallel_size * args.context_parallel_size
     if ranks == 1 or not parameters:
         return []
@@ -220,10 +217,8 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
     """Four legs a layer: tokens to their experts and back, and their gradients. A router that drops none is
     taken to spread them evenly; probabilities and counts are left out.
 
-    They overlap with nothing but shared experts that run together with the dispatcher.
-
-    Args:
-        micro: micro-batches, a pipeline's bubbles included.
+    They overlap with nothing but shared experts that run together with the dispatcher. ``micro`` counts a
+    pipeline's bubbles in, here and for context parallelism.
     """
     layers = _expert_layers(args)
     if not layers or args.moe_token_dispatcher_type == "flex" or args.overlap_moe_expert_parallel_comm:
@@ -277,11 +272,7 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
 
 
 def _context_parallel(args: Namespace, micro: float) -> list[MessageKind]:
-    """Keys and values of a layer are gathered, their gradients summed; they overlap with nothing.
-
-    Args:
-        micro: micro-batches, a pipeline's bubbles included.
-    """
+    """Keys and values of a layer are gathered, their gradients summed; they overlap with nothing."""
     if args.context_parallel_size == 1 or args.transformer_impl != "local":
         return []  # Transformer Engine's ring cannot be timed: the config's check says so
     heads = args.num_attention_heads

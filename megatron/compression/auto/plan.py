@@ -48,11 +48,6 @@ class DimensionPlan:
     """Percent of validation loss that it costs."""
     why: str
 
-    def row(self) -> list[str]:
-        """Cells of the table."""
-        gain, loss = (f"{100 * self.gain:.1f} %", f"+{self.loss:.3g} %") if self.chosen else ("-", "-")
-        return [self.dimension.replace("_", " "), self.link, self.name, gain, loss, self.why]
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -93,8 +88,11 @@ class RunPlan:
         """Lines for the log and the report."""
         if not self.dimensions:
             return ["ranks send each other nothing: there is nothing to compress"]
-        columns = ["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]
-        return aligned([columns, *(one.row() for one in self.dimensions)])
+        rows = [["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]]
+        for one in self.dimensions:
+            numbers = (f"{100 * one.gain:.1f} %", f"+{one.loss:.3g} %") if one.chosen else ("-", "-")
+            rows.append([one.dimension.replace("_", " "), one.link, one.name, *numbers, one.why])
+        return aligned(rows)
 
 
 def _typed(cls: type, values: Mapping[str, Any]) -> Any:
