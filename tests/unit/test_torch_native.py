@@ -14,7 +14,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
-from megatron.compression.patches import gaps
+from megatron.compression.patches import gaps  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.norm import (  # noqa: E402
     RowRMSNorm,
