@@ -5,19 +5,20 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from taco_kernels.common.device import AS_IF
 
-TILE, REPEATS = 4096, 20
+REPEATS = 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLUMNS = {"MiB": "g", "dtype": "", "codec": "", "operation": "", "us": ".1f", "GB/s": ".0f"}
 COLUMNS |= {"of copy": ".2f", "bits": ".3f", "error": ".4f"}
 """Of ``timed_rows``, with formats. The last two: bits a value on the wire, relative L2 error."""
+Operation = Callable[..., torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -30,7 +31,7 @@ class Case(NamedTuple):
     buffers: int
     moved: int
     """Bytes that a call reads and writes."""
-    bits: float
+    bits: float | None = None
     error: float | None = None
 
 
@@ -59,57 +60,49 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _results = [call() for call in calls]  # all at once: none reuses the memory of another
-    begin, times = time.perf_counter(), []
+    begin = time.perf_counter()
     while time.perf_counter() - begin < 0.02:
         graph.replay()
         torch.cuda.synchronize()
+    return median(graph.replay) / len(calls)
+
+
+def median(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Median microseconds of ``call`` on the device, each after ``before``."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
     for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before()
         start.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+        times.append(start.elapsed_time(end) * 1e3)
     return sorted(times)[REPEATS // 2]
 
 
-@triton.jit
-def copy_kernel(source, target, count, T: tl.constexpr):
-    """target = source, T elements a program."""
-    place = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count)
-
-
-def copy_rate(numel: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Microseconds and GB/s (bytes read and written) of the faster of torch's copy and a kernel's.
-
-    Of 1 GiB the driver's is slower than kernels that read and write as much.
-    """
-    pairs = [
-        (torch.randn(numel, device="cuda").to(dtype), torch.empty(numel, device="cuda", dtype=dtype))
-        for _ in range(buffers_for(2 * numel * dtype.itemsize))
-    ]
-    grid = (triton.cdiv(numel, TILE),)
-    us = min(
-        microseconds([lambda a=a, b=b: b.copy_(a) for a, b in pairs]),
-        microseconds([lambda a=a, b=b: copy_kernel[grid](a, b, numel, T=TILE) for a, b in pairs]),
-    )
-    return us, 2 * numel * dtype.itemsize / us / 1e3
+def case(codec: str, operation: str, call: Operation, make: Callable[[], tuple], *figures: float) -> Case:
+    """``call(*make())``, which reads these tensors and writes its result; ``figures``: Case.bits, .error."""
+    first = make()
+    moved = sum(tensor.nbytes for tensor in (*first, call(*first)))
+    sets = [first, *[make() for _ in range(buffers_for(moved) - 1)]]
+    return Case(codec, operation, lambda i: call(*sets[i]), len(sets), moved, *figures)
 
 
 def timed_rows(mib: float, name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]) -> Iterator[dict]:
-    """Rows of a size: a copy of so many MiB, and each of ``cases(numel, dtype)``."""
-    dtype = DTYPES[name]
+    """Rows of a size: a copy of so many MiB, and each of ``cases(numel, dtype)``.
+
+    The copy changes signs: the driver's own is slower at 1 GiB than kernels that read and write as much.
+    """
+    dtype, rate = DTYPES[name], 0.0
     numel = int(mib * 2**20) // dtype.itemsize
-    base = {"MiB": mib, "dtype": name}
-    us, rate = copy_rate(numel, dtype)
-    yield base | {"operation": "copy", "us": us, "GB/s": rate, "of copy": 1.0}
-    for case in cases(numel, dtype):
-        us = microseconds([partial(case.call, i) for i in range(case.buffers)])
-        speed = case.moved / us / 1e3
-        row = base | {"codec": case.codec, "operation": case.operation, "us": us, "GB/s": speed}
-        row |= {"of copy": speed / rate, "bits": case.bits}
-        yield row | ({} if case.error is None else {"error": case.error})
+    copy = case("-", "copy", torch.neg, lambda: (torch.randn(numel, device="cuda").to(dtype),))
+    for one in chain([copy], cases(numel, dtype)):
+        us = microseconds([partial(one.call, i) for i in range(one.buffers)])
+        speed = one.moved / us / 1e3
+        rate = rate or speed
+        row = {"MiB": mib, "dtype": name, "codec": one.codec, "operation": one.operation, "us": us}
+        yield row | {"GB/s": speed, "of copy": speed / rate, "bits": one.bits, "error": one.error}
 
 
 def report(rows: list[dict], columns: dict[str, str]) -> None:
@@ -122,5 +115,5 @@ def report(rows: list[dict], columns: dict[str, str]) -> None:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
-        cells = [format(row[key], spec) if key in row else "-" for key, spec in columns.items()]
+        cells = ["-" if row.get(key) is None else format(row[key], spec) for key, spec in columns.items()]
         print("| " + " | ".join(cells) + " |")

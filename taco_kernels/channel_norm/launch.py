@@ -22,7 +22,7 @@ from taco_kernels.taco.outlier_kernels import (
     split_outliers,
     store_lists,
 )
-from taco_kernels.taco.spec import make_flags, spec_of
+from taco_kernels.taco.spec import make_flags, make_spec
 from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, store_tile
 
 EQUAL = tl.constexpr(reference.EQUAL)
@@ -192,7 +192,7 @@ def _constants(operation: str, layout: ChannelNormLayout, x: torch.Tensor) -> tu
     config, device, tuning = layout.config, device_for(x), TUNING[operation]
     if config.outliers:
         tuning = tuning._replace(registers=128)
-    spec = spec_of(config, device, tuning)
+    spec = make_spec(config, tuning.tile, device)
     groups = layout.numel // config.group_size
     check_groups(groups)
     constants = dict(FLAGS=make_flags(False, False, tuning.stages), C=spec, **tuning.options)

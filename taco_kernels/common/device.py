@@ -48,12 +48,12 @@ class Device(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether tensor cores take operands from registers alone, and a program has 99 KiB of shared memory.
+        """Whether kernels are to need little: operands in registers, and 99 KiB of shared memory a program.
 
-        So it is before Hopper (sm_80 has 163 KiB, sm_86 and sm_89 have 99) and on sm_120. The tensor cores of
-        sm_90 and sm_100 read a matrix from shared memory, 227 KiB.
+        So it is but on sm_90, whose tensor cores read a matrix from shared memory, 227 KiB, and whose tiles
+        were measured; and under the interpreter.
         """
-        return self.capability[0] not in (0, 9, 10)
+        return self.capability[0] not in (0, 9)
 
     @property
     def point(self) -> int:

@@ -11,9 +11,7 @@ Everything goes through Triton where that would not do: under the interpreter, i
 on other than CUDA devices, in debug mode, and while launch hooks or instrumentation (profilers) are on.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -31,36 +29,7 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _runtime, _compilation, _run = knobs.runtime, knobs.compilation, JITFunction.run
 _enter_hook, _exit_hook = _runtime.launch_enter_hook, _runtime.launch_exit_hook
 _plain = False
-
-
-class _Compiled(NamedTuple):
-    """What a launch needs of a CompiledKernel."""
-
-    launch: object
-    """C function of the kernel's signature."""
-    function: int
-    """CUfunction."""
-    cooperative: bool
-    dependent: bool
-    """Programmatic dependent launch."""
-    metadata: tuple
-    fixed: tuple
-    """The fixed arguments, tensors as addresses."""
-    constants: tuple
-    """Values of the constexpr parameters, which the C function expects and ignores."""
-    kernel: object
-    """The CompiledKernel, kept alive."""
-
-
-@contextmanager
-def plain_launches() -> Iterator[None]:
-    """Within it every launch goes through Triton; for tests and benchmarks."""
-    global _plain
-    before, _plain = _plain, True
-    try:
-        yield
-    finally:
-        _plain = before
+"""Whether every launch goes through Triton; for tests."""
 
 
 def supported() -> bool:
@@ -105,7 +74,7 @@ class Launch:
         self.kernel, self.grid, self.fixed, self.constants = kernel, tuple(grid), fixed, constants
         self._grid = (*self.grid, 1, 1)[:3]
         self._plain = not (_SUPPORTED and isinstance(kernel, JITFunction))
-        self._compiled: dict[tuple, _Compiled] = {}
+        self._compiled: dict[tuple, tuple] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], late: tuple[int, ...] = ()) -> None:
         """Start the kernel on the current device and stream.
@@ -134,24 +103,8 @@ class Launch:
         if found is None or self.kernel.pre_run_hooks or _watched():
             self._through_triton(key, tensors, late)
             return
-        launch, function, cooperative, dependent, metadata, fixed, constants, _ = found
-        launch(
-            *self._grid,
-            _current_stream(device),
-            function,
-            cooperative,
-            dependent,
-            None,  # scratch memory, of which the kernel needs none
-            None,
-            metadata,
-            None,  # the hooks' argument, and the hooks
-            None,
-            None,
-            *addresses,
-            *fixed,
-            *late,
-            *constants,
-        )
+        launch, options, fixed, constants, _ = found
+        launch(*self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants)
 
     def _through_triton(self, key: tuple, tensors: Sequence[torch.Tensor], late: tuple[int, ...]) -> None:
         """Launch as usual, and keep the kernel that was chosen if the next call may use it."""
@@ -166,16 +119,12 @@ class Launch:
         if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
             self._plain = True
             return
-        self._compiled[key] = _Compiled(
-            run.launch,
-            chosen.function,
-            run.launch_cooperative_grid,
-            run.launch_pdl,
-            chosen.packed_metadata,
-            tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed),
-            constants,
-            chosen,
-        )
+        options = chosen.function, run.launch_cooperative_grid, run.launch_pdl
+        # no scratch memory, twice; after the metadata the hooks' argument, and the hooks
+        options += None, None, chosen.packed_metadata, None, None, None
+        fixed = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed)
+        # the C function expects constants and ignores them; the chosen kernel is kept alive
+        self._compiled[key] = run.launch, options, fixed, constants, chosen
 
     def _check(self, kernel: JITFunction, tensors: int, late: tuple[int, ...]) -> tuple:
         """The constexpr arguments in order; raises TypeError as ``__call__`` says."""

@@ -140,19 +140,17 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
 @triton.jit
 def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
     """Store uint8[R, P] as groups first... of a plane of P bytes a group; nothing beyond the last group."""
-    flat = tl.arange(0, C.R * P)
-    left = (groups - first) * P
+    inside = tl.arange(0, C.R * P) < (groups - first) * P
     at = unit_pointers(plane, first, P, tl.uint8, C)
-    tl.store(at, tl.reshape(value, [C.R * P]), mask=flat < left)
+    tl.store(at, tl.reshape(value, [C.R * P]), mask=inside)
 
 
 @triton.jit
 def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
     """uint8[R, P]: groups first... of a plane of P bytes a group; zeros beyond the last group."""
-    flat = tl.arange(0, C.R * P)
-    left = (groups - first) * P
+    inside = tl.arange(0, C.R * P) < (groups - first) * P
     at = unit_pointers(plane, first, P, tl.uint8, C)
-    return tl.reshape(tl.load(at, mask=flat < left, other=0), [C.R, P])
+    return tl.reshape(tl.load(at, mask=inside, other=0), [C.R, P])
 
 
 @triton.jit
@@ -176,23 +174,13 @@ def joined(low, high, J: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def spread_to_nibbles(plane, BITS: tl.constexpr, C: tl.constexpr):
-    """uint8[R, G / 16, 8] from a plane of 4, 2 or 1 bits.
-
-    Byte j's bits from 0 on belong to element j of 16, its bits from 4 on to element 8 + j.
-    """
+def unpack(plane, BITS: tl.constexpr, C: tl.constexpr):
+    """Inverse of pack: uint8[R, G]."""
     c = tl.reshape(plane, [C.R, C.G // 16, 2 * BITS])
     if BITS < 2:
         c = joined(c, c >> 1, 2, C)
     if BITS < 4:
         c = joined(c, c >> 2, 4, C)
-    return c
-
-
-@triton.jit
-def unpack(plane, BITS: tl.constexpr, C: tl.constexpr):
-    """Inverse of pack: uint8[R, G]."""
-    c = spread_to_nibbles(plane, BITS, C)
     return tl.reshape(joined(c, c >> 4, 8, C) & (2**BITS - 1), [C.R, C.G])
 
 

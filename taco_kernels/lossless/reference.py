@@ -250,7 +250,7 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     exponent = base - codes.view(-1)
     near = torch.where(value == ZERO, 0, base[escaped] - near)
     exponent[escaped] = torch.where(far.bool(), value, near)
-    exponent = _in_order_of_values(exponent)
+    exponent = _in_order_of_codes(exponent)
     high = _middle_swapped(payload[places.high : places.low]).int()
     upper = ((high & 0x80) << 8) | ((exponent & 0xFF) << 7) | (high & 0x7F)
     signed = (upper - ((upper & 0x8000) << 1))[: layout.numel]
@@ -261,12 +261,8 @@ def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
 
 
 def _in_order_of_codes(x: torch.Tensor) -> torch.Tensor:
-    """Of every eight values the 1st, 5th, 3rd, 7th, 2nd, 6th, 4th, 8th."""
+    """Of every eight values the 1st, 5th, 3rd, 7th, 2nd, 6th, 4th, 8th; its own inverse."""
     return x.view(-1, 2, 2, 2).permute(0, 3, 2, 1).reshape(-1)
-
-
-_in_order_of_values = _in_order_of_codes
-"""The inverse."""
 
 
 def _middle_swapped(high: torch.Tensor) -> torch.Tensor:

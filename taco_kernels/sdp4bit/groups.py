@@ -193,17 +193,11 @@ def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: 
 
 
 @triton.jit
-def butterfly(h, STRIDE: tl.constexpr, B: tl.constexpr):
-    """One stage: sums and differences of the values of h[N, 32] that are STRIDE apart."""
-    pairs = tl.permute(tl.reshape(h, [B.N, BLOCK // (2 * STRIDE), 2, STRIDE]), [0, 1, 3, 2])
-    low, high = tl.split(pairs)
-    pairs = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
-    return tl.reshape(pairs, [B.N, BLOCK])
-
-
-@triton.jit
 def rotated_blocks(h, B: tl.constexpr):
     """WHT of h fp32[N, 32], without normalisation, in the order of additions of ``reference.hadamard``."""
     for stage in tl.static_range(5):
-        h = butterfly(h, 2**stage, B)
+        pairs = tl.reshape(h, [B.N, BLOCK // 2 // 2**stage, 2, 2**stage])
+        low, high = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+        pairs = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+        h = tl.reshape(pairs, [B.N, BLOCK])
     return h

@@ -306,19 +306,19 @@ def sum_dequantize(
     if out.numel() == 0:
         return out
     tuning, blocks = _tiled("sum_dequantize", format, out.dtype, device_for(wires))
-    for begin in range(0, rows, MOST_ROWS):
-        part = out[begin : begin + MOST_ROWS]
-        start(
-            sum_kernel,
-            (ceil_div(numel, blocks.N.value * HADAMARD_POINTS), len(part)),
-            (wires[:, begin:] if begin else wires, part),
-            (numel, format.groups(numel), float(scale), wires.stride(0), wires.stride(1), out.stride(0)),
-            S=senders,
-            TAIL=numel % HADAMARD_POINTS != 0,
-            B=blocks,
-            **tuning.options,
-        )
+    sizes = numel, format.groups(numel), float(scale)
+    tiles = ceil_div(numel, blocks.N.value * HADAMARD_POINTS)
+    _start_rows(sum_kernel, tiles, wires, out, sizes, tuning, TAIL=numel % HADAMARD_POINTS != 0, B=blocks)
     return out
+
+
+def _start_rows(kernel, tiles: int, wires, out, sizes: tuple, tuning: Tuning, **constants: object) -> None:
+    """Start ``kernel`` for wires [S, rows, bytes] and out [rows, ..], ``tiles`` programs a row."""
+    for begin in range(0, len(out), MOST_ROWS):
+        part = out[begin : begin + MOST_ROWS]
+        tensors = wires[:, begin:] if begin else wires, part
+        fixed = *sizes, wires.stride(0), wires.stride(1), out.stride(0)
+        start(kernel, (tiles, len(part)), tensors, fixed, S=len(wires), **constants, **tuning.options)
 
 
 def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
@@ -334,18 +334,11 @@ def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target:
     device = device_for(wires)
     tuning, source = _tiled("sum_requantize", format, target, device)
     result = make_tile(target, source.N.value * HADAMARD_POINTS, device.interpret)
-    for begin in range(0, rows, MOST_ROWS):
-        part = out[begin : begin + MOST_ROWS]
-        start(
-            requantize_kernel,
-            (ceil_div(target.groups(numel), result.R.value), len(part)),
-            (wires[:, begin:] if begin else wires, part),
-            (format.groups(numel), target.groups(numel), wires.stride(0), wires.stride(1), out.stride(0)),
-            S=senders,
-            B=source,
-            D=result,
-            **tuning.options,
-        )
+    sizes, tiles = (
+        (format.groups(numel), target.groups(numel)),
+        ceil_div(target.groups(numel), result.R.value),
+    )
+    _start_rows(requantize_kernel, tiles, wires, out, sizes, tuning, B=source, D=result)
     return out
 
 

@@ -7,7 +7,6 @@ were taken in different orders would wait for ever.
 
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,39 +54,36 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
     return hosts_reason(group) or peer_access_reason(group)
 
 
+def _gathered(value: object, group: dist.ProcessGroup) -> list:
+    """Every rank's value. Collective."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def hosts_reason(group: dist.ProcessGroup) -> str | None:
     """Why the ranks are not on one host with a device of one kind each, or None. Collective."""
     if group.size() > collectives.MAX_WORLD_SIZE:
         return f"the group has {group.size()} ranks, more than {collectives.MAX_WORLD_SIZE}"
-    views = [None] * group.size()
-    dist.all_gather_object(views, _view(), group=group)
+    views = _gathered(_view(), group)
     for rank, view in enumerate(views):
         if view["problem"]:
             return f"rank {rank}: {view['problem']}"
-    if len({view["host"] for view in views}) > 1:
+    hosts, uuids, kinds = ({view[key] for view in views} for key in ("host", "uuid", "kind"))
+    if len(hosts) > 1:
         return "the ranks are on several hosts"
-    if len({view["uuid"] for view in views}) < len(views):
+    if len(uuids) < len(views):
         return "two ranks use the same device"
-    if len({view["kind"] for view in views}) > 1:
-        return f"the ranks' devices differ: {', '.join(sorted({view['kind'] for view in views}))}"
-    return None
+    return f"the ranks' devices differ: {', '.join(sorted(kinds))}" if len(kinds) > 1 else None
 
 
 def peer_access_reason(group: dist.ProcessGroup) -> str | None:
     """Which devices of a host have no access to each other's memory, or None. Collective."""
-    views = [None] * group.size()
-    dist.all_gather_object(views, _view()["uuid"], group=group)
+    uuids, own = _gathered(_view()["uuid"], group), torch.cuda.current_device()
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    own = torch.cuda.current_device()
-    without = [
-        rank
-        for rank, uuid in enumerate(views)
-        if rank != group.rank()
-        and uuid in visible
-        and not torch.cuda.can_device_access_peer(own, visible[uuid])
-    ]
-    dist.all_gather_object(views, without, group=group)
-    for rank, others in enumerate(views):
+    peers = {rank: visible[uuid] for rank, uuid in enumerate(uuids) if visible.get(uuid, own) != own}
+    without = [rank for rank, peer in peers.items() if not torch.cuda.can_device_access_peer(own, peer)]
+    for rank, others in enumerate(_gathered(without, group)):
         if others:
             return f"the device of rank {rank} has no peer access to that of rank {others[0]}"
     return None
@@ -103,22 +99,12 @@ def _view() -> dict:
     if (properties.major, properties.minor) < (8, 0):
         return {"problem": f"{properties.name} is older than sm_80"}
     boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return {
         "problem": None,
-        "host": host,
+        "host": boot.read_text().strip() if boot.exists() else socket.gethostname(),
         "uuid": str(properties.uuid),
         "kind": f"{properties.name} with {properties.multi_processor_count} multiprocessors",
     }
-
-
-def _raise_together(problem: str | None, group: dist.ProcessGroup) -> None:
-    """Raise SymmetricMemoryError on every rank if one has a problem. Collective."""
-    problems = [None] * group.size()
-    dist.all_gather_object(problems, problem, group=group)
-    for rank, one in enumerate(problems):
-        if one is not None:
-            raise SymmetricMemoryError(f"rank {rank} cannot share its memory: {one}")
 
 
 class SymmetricGroup:
@@ -132,7 +118,7 @@ class SymmetricGroup:
     on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
 
     Args:
-        group: ranks on one host; see ``unavailable_reason``.
+        group: ranks of which ``unavailable_reason`` knows nothing.
         programs: programs a kernel may use, the same on all ranks; by default what fills the device.
         timeout: seconds that a kernel waits for a peer before it traps, which ends this process's use of the
             device; the next call raises SymmetricMemoryError with the peer's rank. Unless given, the group's
@@ -145,8 +131,6 @@ class SymmetricGroup:
     def __init__(
         self, group: dist.ProcessGroup, programs: int | None = None, timeout: float | None = None
     ) -> None:
-        if reason := unavailable_reason(group):
-            raise SymmetricMemoryError(f"no symmetric memory: {reason}")
         # Multicast is not used, and setting it up can fail where plain peer access works.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symm_mem
@@ -160,7 +144,9 @@ class SymmetricGroup:
             handle = symm_mem.rendezvous(self._memory, group)
         except RuntimeError as error:  # a container may forbid to map a peer's memory
             problem = str(error).splitlines()[0]
-        _raise_together(problem, group)
+        for rank, one in enumerate(_gathered(problem, group)):
+            if one is not None:
+                raise SymmetricMemoryError(f"rank {rank} cannot share its memory: {one}")
         self._memory.zero_()
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
@@ -194,22 +180,7 @@ class SymmetricGroup:
         """See ``collectives.all_gather_encoded``, whose arguments follow the channel."""
         return collectives.all_gather_encoded(self._in_order(), *args, **kwargs)
 
-    def all_reduce_stores(
-        self, x: torch.Tensor, config: CodecConfig, config_out: CodecConfig | None = None
-    ) -> dict[str, int]:
-        """Bytes that a rank stores in its peers' memory in this call, by the exchange that they stand for."""
-        piece = config.chunk_numel(x.numel(), self.world_size)
-        hops = {"all_to_all": config, "all_gather": config_out or config}
-        return {name: self._stored(piece, hop) for name, hop in hops.items()}
-
-    def reduce_scatter_stores(self, x: torch.Tensor, config: CodecConfig) -> dict[str, int]:
-        """See ``all_reduce_stores``."""
-        return {"all_to_all": self._stored(x.numel() // self.world_size, config)}
-
-    def all_gather_stores(self, shape: Sequence[int], config: CodecConfig) -> dict[str, int]:
-        """See ``all_reduce_stores``; ``shape`` is one rank's."""
-        return {"all_gather": self._stored(torch.Size(shape).numel(), config)}
-
-    def _stored(self, numel: int, config: CodecConfig) -> int:
+    def stored_bytes(self, numel: int, config: CodecConfig) -> int:
+        """Bytes that a rank stores in its peers' memory in an exchange of ``numel`` values with each."""
         tile = tile_of(config, device_number(self.device.index))
         return (self.world_size - 1) * ceil_div(numel, tile) * tile_bytes(config, tile)

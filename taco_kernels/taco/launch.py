@@ -4,7 +4,8 @@ Sums are taken in the Hadamard domain, in the order of the senders.
 """
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common import addressable, ceil_div, fast_launch
-from taco_kernels.common.device import Device, as_tensor, device_number
+from taco_kernels.common.device import as_tensor, device_number
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 from taco_kernels.taco.outlier_kernels import (
@@ -24,7 +25,7 @@ from taco_kernels.taco.outlier_kernels import (
     store_lists,
     sum_lists,
 )
-from taco_kernels.taco.spec import make_flags, spec_of, tuning_for, tuning_in
+from taco_kernels.taco.spec import make_flags, make_spec, tuning_for, tuning_in
 from taco_kernels.taco.wire import (
     decode_groups,
     encode_groups,
@@ -205,53 +206,29 @@ def check_groups(groups: int) -> None:
 
 def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
     """reference.encode as one kernel."""
-    wide = x.dtype == torch.float32
-    plan = _plan_encode(config, x.numel(), layout_of(x), chunks, x.get_device(), wide)
+    plan = _plan("encode", config, x.numel(), layout_of(x), (chunks,), x.dtype, 0, x.get_device())
     out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
     if plan.launch is not None:
         plan.launch((x if plan.walkable else x.contiguous(), out))
     return out
 
 
-@lru_cache(PLANS)
-def _plan_encode(
-    config: CodecConfig, numel: int, layout: Layout, chunks: int, index: int, wide: bool
-) -> Plan:
-    stride = config.wire_bytes(config.chunk_numel(numel, chunks))
-    launch, walkable = _prepare("encode", config, numel, layout, chunks, stride, index, wide=wide)
-    return Plan(launch, walkable, (chunks, stride))
-
-
-def decode(
+def _decoded(
+    operation: str,
     wires: torch.Tensor,
     config: CodecConfig,
-    shape: tuple[int, ...] | torch.Size,
+    shape: Sequence[int],
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """reference.decode as one kernel."""
-    return _decoded("decode", wires, config, shape, dtype, out)
-
-
-def decode_sum(
-    wires: torch.Tensor,
-    config: CodecConfig,
-    shape: tuple[int, ...] | torch.Size,
-    dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """reference.decode_sum as one kernel."""
-    return _decoded("decode_sum", wires, config, shape, dtype, out)
-
-
-def _decoded(operation, wires, config, shape, dtype, out) -> torch.Tensor:
+    """reference.decode or reference.decode_sum as one kernel."""
     numel, wires = math.prod(shape), addressable(wires)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=wires.device)
     elif out.numel() != numel:
         raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
     like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
-    plan = _plan_decode(operation, config, numel, layout_of(out), *like)
+    plan = _plan(operation, config, numel, layout_of(out), *like)
     if plan.launch is not None:
         into = out if plan.walkable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         plan.launch((wires, into))
@@ -260,66 +237,51 @@ def _decoded(operation, wires, config, shape, dtype, out) -> torch.Tensor:
     return out
 
 
+decode, decode_sum = partial(_decoded, "decode"), partial(_decoded, "decode_sum")
+
+
 @lru_cache(PLANS)
-def _plan_decode(
+def _plan(
     operation: str, config: CodecConfig, numel: int, layout: Layout,
     shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
 ) -> Plan:  # fmt: skip
-    senders, chunks = (0, shape[0]) if operation == "decode" else (shape[0], 1)
-    check_wires(shape, dtype, config, config.chunk_numel(numel, max(chunks, 1)))
-    if numel and not shape[0]:
-        raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
-    return Plan(*_prepare(operation, config, numel, layout, chunks, stride, index, senders))
+    """The launch between a tensor of ``layout`` and wires of ``shape``, ``dtype`` and ``stride`` bytes a row.
 
-
-def _prepare(
-    operation: str, config: CodecConfig, numel: int, layout: Layout, chunks: int, stride: int, index: int,
-    senders: int = 0, wide: bool = False,
-) -> tuple[fast_launch.Launch | None, bool]:  # fmt: skip
-    """The launch between a tensor and chunks of ``stride`` bytes; whether the kernel walks ``layout``.
-
-    Args:
-        senders: of the sum; 0 for other operations.
-        wide: the tensor is fp32, whose values take twice the registers: no limit on them.
+    To encode, ``shape`` is the number of chunks and ``dtype`` the tensor's.
     """
+    senders, chunks = (shape[0], 1) if operation == "decode_sum" else (0, shape[0])
+    chunk = config.chunk_numel(numel, chunks if operation == "encode" else max(chunks, 1))
+    if operation == "encode":
+        stride = config.wire_bytes(chunk)
+    else:
+        check_wires(shape, dtype, config, chunk)
+        if numel and not shape[0]:
+            raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
     rows = rows_of(layout, config.group_size)
     walkable = rows is not None
     rows = rows or rows_of(None, config.group_size)
     if numel == 0:
-        return None, walkable
-    groups, row = config.chunk_numel(numel, chunks) // config.group_size, 0
+        return Plan(None, walkable, (chunks, stride))
+    groups, row = chunk // config.group_size, 0
     check_groups(groups * chunks)
     device = device_number(index)
-    if _in_one_tile(operation, config, device, groups, chunks, numel, stride):
-        groups, chunks, row = groups * chunks, 1, groups
+    whole = (
+        chunks > 1 and not config.outliers and (numel, stride) == (chunks * chunk, config.wire_bytes(chunk))
+    )
+    if whole and 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile:
+        groups, chunks, row = groups * chunks, 1, groups  # tiles hold several whole chunks, such as tokens
     tuning = tuning_in(operation, config, device, groups, chunks)
-    tuning = tuning._replace(registers=None) if wide else tuning
-    spec = spec_of(config, device, tuning, row)
+    if operation == "encode" and dtype == torch.float32:  # takes twice the registers: no limit on them
+        tuning = tuning._replace(registers=None)
+    spec = make_spec(config, tuning.tile, device, row=row)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
-    constants = dict(FLAGS=flags, C=spec, **tuning.options) | (dict(W=senders) if senders else {})
     launch = fast_launch.Launch(
         {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}[operation],
         device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning),
         (numel, groups, *([] if senders else [chunks]), stride, *rows[:4]),
-        constants,
+        dict(FLAGS=flags, C=spec, **tuning.options) | (dict(W=senders) if senders else {}),
     )
-    return launch, walkable
-
-
-def _in_one_tile(
-    operation: str, config: CodecConfig, device: Device, groups: int, chunks: int, numel: int, stride: int
-) -> bool:
-    """Whether tiles hold several whole chunks, such as tokens, as if they were one chunk.
-
-    Args:
-        groups: of a chunk.
-        numel: values of all chunks, without what they are padded with.
-        stride: bytes from one chunk of the wire to the next.
-    """
-    chunk = groups * config.group_size
-    if chunks == 1 or config.outliers or numel != chunks * chunk or stride != config.wire_bytes(chunk):
-        return False
-    return 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile
+    return Plan(launch, walkable, (shape[0], stride))
 
 
 def decode_sum_encode(
@@ -349,11 +311,11 @@ def _plan_decode_sum_encode(
     check_groups(groups)
     device = device_number(index)
     tuning = tuning_for("decode_sum_encode", config, device)
-    spec = spec_of(config, device, tuning)
+    spec = make_spec(config, tuning.tile, device)
     launch = fast_launch.Launch(
         decode_sum_encode_kernel,
         (ceil_div(groups, spec.R.value),),
         (groups, stride),
-        dict(W=shape[0], C=spec, D=spec_of(config_out, device, tuning), **tuning.options),
+        dict(W=shape[0], C=spec, D=make_spec(config_out, tuning.tile, device), **tuning.options),
     )
     return Plan(launch, wire=wire)

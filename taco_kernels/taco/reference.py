@@ -55,6 +55,7 @@ from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 EPSILON = 1e-6
 ALPHA_MIN, ALPHA_MAX = 1e-3, 1e3
 S_MIN = 1e-12
+UP, NEAREST = 0xFFFF, 0x8000
 SIXTEENTHS = 2.0**19
 """fp32 with this much added is a multiple of 1 / 16."""
 
@@ -118,14 +119,9 @@ def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     return quadratic_values(values, config.bend) if config.bend else values
 
 
-def round_up_bf16(x: torch.Tensor) -> torch.Tensor:
-    """Smallest bf16 that is not below x (x fp32, finite and >= 0)."""
-    return ((x.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32).bfloat16()
-
-
-def nearest_bf16(x: torch.Tensor) -> torch.Tensor:
-    """The nearest bf16, of two the larger (x fp32, finite and >= 0)."""
-    return ((x.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32).bfloat16()
+def to_bf16(x: torch.Tensor, rounding: int = UP) -> torch.Tensor:
+    """The smallest bf16 that is not below x, or the NEAREST, of two the larger (x fp32, finite and >= 0)."""
+    return ((x.view(torch.int32) + rounding) >> 16 << 16).view(torch.float32).bfloat16()
 
 
 def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
@@ -139,14 +135,14 @@ def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torc
         near = torch.minimum(high, low).masked_fill(bad, 0.0)
         if config.bend:
             far_end, near_end = quadratic_ends(config.bits, config.bend)
-            step = nearest_bf16(torch.maximum(amax * (1 / far_end), near * (1 / near_end)))
+            step = to_bf16(torch.maximum(amax * (1 / far_end), near * (1 / near_end)), NEAREST)
         else:
-            step = round_up_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near / qmax))
+            step = to_bf16(torch.maximum(amax * 2.0 ** (1 - config.bits), near / qmax))
         step = torch.where(high > low, -step, step)
         inverse = step.float().reciprocal()
         scales = [step]
     elif config.scales == "single":
-        step = round_up_bf16(amax / qmax)
+        step = to_bf16(amax / qmax)
         inverse = step.float().reciprocal()
         scales = [step]
     else:

@@ -81,18 +81,16 @@ class Spec(Constants):
 
 
 @lru_cache
-def make_spec(
-    config: CodecConfig, groups_per_tile: int, device: Device, merged: bool = False, row: int = 0
-) -> Spec:
-    """Constants for ``config``; cached, as launches hash and compare them.
+def make_spec(config: CodecConfig, tile: int, device: Device, merged: bool = False, row: int = 0) -> Spec:
+    """Constants for tiles of ``tile`` values; cached, as launches hash and compare them.
 
     ``merged``, ``row``: see Spec.MERGED and Spec.ROW.
     """
-    G, merged = config.group_size, merged and config.scales == "dual"
+    G, R, merged = config.group_size, tile // config.group_size, merged and config.scales == "dual"
     ends = reference.quadratic_ends(config.bits, config.bend)
     return Spec.of(
-        R=groups_per_tile,
-        USED=groups_per_tile // row * row if row else groups_per_tile,
+        R=R,
+        USED=R // row * row if row else R,
         G=G,
         POINT=min(G, device.point),
         BLOCKS=max(1, G // device.point),
@@ -122,11 +120,6 @@ def make_spec(
     )
 
 
-def spec_of(config: CodecConfig, device: Device, tuning: Tuning, row: int = 0) -> Spec:
-    """Constants of a kernel that is run so."""
-    return make_spec(config, tuning.tile // config.group_size, device, row=row)
-
-
 @lru_cache
 def make_flags(strided: bool, tail: bool, stages: int) -> Flags:
     """Flags of a launch, cached."""
@@ -146,7 +139,7 @@ MOST_RANKS = 16
 
 
 def tuning_of(operation: str, config: CodecConfig) -> Tuning:
-    """TUNING with what single configurations need."""
+    """TUNING with what single configurations need, measured on sm_90."""
     tuning = TUNING[operation]
     if operation == "encode" and config.format == "int5":
         tuning = tuning._replace(stages=3)
@@ -164,54 +157,24 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
 
 
 def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
-    """``tuning_of`` within what the device has; compiled for it, not timed."""
-    tuning = tuning_of(operation, config)
-    if device.small and operation != "decode_sum_encode":
-        tuning = _tuning_of_small(operation, config, device)
-    elif operation == "decode_sum_encode" and device.capability[0] != 9:
-        if config.outliers:
-            warps, registers = (2, 128) if config.group_size >= 128 else (4, 96)
-            tuning = tuning._replace(tile=2048, warps=warps, registers=registers)
-        elif config.bits == 8:
-            software = config.is_float and not device.hardware_fp8
-            tuning = tuning._replace(registers=112 if software else 96)
-    elif device.capability[0] == 10:
-        tuning = _tuning_of_blackwell(tuning, operation, config)
-    return tuning
-
-
-def _tuning_of_small(operation: str, config: CodecConfig, device: Device) -> Tuning:
-    """Of devices that are ``Device.small``: three programs of 8192 values, if memory and registers do."""
+    """``tuning_of`` on sm_90; elsewhere one conservative table, compiled, not timed."""
+    measured = tuning_of(operation, config)
+    if not device.small:
+        return measured
     if operation == "decode_sum":
         return Tuning(4096, 4, 2, 2)
+    if operation == "decode_sum_encode":
+        if config.outliers:
+            warps, registers = (2, 128) if config.group_size >= 128 else (4, 96)
+            return measured._replace(tile=2048, warps=warps, registers=registers)
+        return measured._replace(registers=112 if config.is_float else 96)
     if operation == "encode" and config.outliers:
         # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes
         # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
-        crowded = config.is_float and (config.group_size < 128 or not device.hardware_fp8)
-        return Tuning(4096, 4, 1, 2) if crowded else Tuning(4096, 4, 1, 3, 168)
+        return Tuning(4096, 4, 1, 2) if config.is_float else Tuning(4096, 4, 1, 3, 168)
     if operation == "encode" and not config.hadamard:
-        return Tuning(4096, 4, 3, tuning_of(operation, config).programs)
+        return Tuning(4096, 4, 3, measured.programs)
     return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
-
-
-def _tuning_of_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
-    """Of sm_100: smaller tiles where sums or their lists spill."""
-    if operation == "encode":
-        if config.outliers and config.hadamard and config.group_size >= 128:
-            return tuning._replace(warps=8, programs=1)
-        if config.outliers and not config.hadamard:
-            return tuning._replace(tile=LEAST_TILE)
-        least = config.outliers or not config.hadamard or config.group_size == 64
-        return tuning._replace(tile=4096) if least else tuning
-    return _compiled_on_blackwell(tuning, operation, config)
-
-
-def _compiled_on_blackwell(tuning: Tuning, operation: str, config: CodecConfig) -> Tuning:
-    """Of sm_100: Triton 3.6 fails on codes of 4 to 6 bits that make 128 rows of 32 or 64 values."""
-    rows = tuning.tile // config.group_size
-    if operation == "decode" and config.bits < 8 and config.group_size <= 64 and rows == 128:
-        return tuning._replace(tile=tuning.tile // 2)
-    return tuning
 
 
 def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
@@ -226,4 +189,6 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)
         tuning = tuning._replace(tile=tile, programs=programs, registers=None)
-    return _compiled_on_blackwell(tuning, operation, config) if device.capability[0] == 10 else tuning
+    if device.capability[0] == 10 and operation == "decode" and tuning.tile == 128 * config.group_size:
+        tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 fails on 4 to 6 bits in 128 rows
+    return tuning

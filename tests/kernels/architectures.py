@@ -83,8 +83,7 @@ def device_of(architecture: int) -> Device:
 def _forget() -> None:
     """Launches that were prepared for another device."""
     fast_launch._launches.clear()
-    plans = taco._plan_encode, taco._plan_decode, taco._plan_decode_sum_encode
-    for cached in (*plans, collectives._constants):
+    for cached in (taco._plan, taco._plan_decode_sum_encode, collectives._constants):
         cached.cache_clear()
 
 

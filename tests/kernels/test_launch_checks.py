@@ -46,7 +46,8 @@ def test_symmetric_memory_has_no_lists() -> None:
     from taco_kernels.symmetric_memory import collectives
 
     with pytest.raises(ValueError, match="outliers: collectives over symmetric memory send no lists"):
-        collectives._check_no_lists(CodecConfig("int6", scales="single", outliers=True))
+        config = CodecConfig("int6", scales="single", outliers=True)
+        collectives._plan(None, collectives.all_reduce_kernel, config, config, 128, 128, torch.float32, None)
 
 
 def test_kernels_as_on_another_architecture() -> None:

@@ -76,9 +76,12 @@ def check_format(format: str) -> int:
             # chunks of which a tile holds several, the last tile not all of them
             width = (1 + number % 3) * max(group_size, 256 if number % 2 else 128)
             short = torch.randn(9, width, generator=torch.Generator().manual_seed(number)).to(dtype)
-            rows, groups = reference.encode(short, config, 9), width // group_size
-            like = config, launch.device_number(-1), groups, 9, short.numel(), rows.shape[1]
-            together += launch._in_one_tile("encode", *like) and launch._in_one_tile("decode", *like)
+            rows, like = reference.encode(short, config, 9), (config, short.numel(), None)
+            wires = (9,), dtype, 0
+            encoding = launch._plan("encode", *like, *wires, -1).launch.constants["C"]
+            wires = rows.shape, torch.uint8, rows.shape[1]
+            decoding = launch._plan("decode", *like, *wires, -1).launch.constants["C"]
+            together += encoding.ROW.value > 0 and decoding.ROW.value > 0
             apart = difference(rows, launch.encode(short, config, 9), config)
             assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
             again = launch.decode(rows, config, short.shape, dtype)

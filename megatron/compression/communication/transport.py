@@ -182,12 +182,13 @@ class SymmetricTransport(TorchTransport):
         first, second = (hop.fused_config for hop in codec.hops)
         second = None if second == first else second
         out = self.symmetric.all_reduce(x, first, out=out, config_out=second)
-        return self._completed(out, self.symmetric.all_reduce_stores(x, first, second))
+        piece = first.chunk_numel(x.numel(), self.world_size)
+        return self._completed(out, piece, all_to_all=first, all_gather=second or first)
 
     def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``reduce_scatter``."""
         out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
-        return self._completed(out, self.symmetric.reduce_scatter_stores(x, codec.fused_config))
+        return self._completed(out, x.numel() // self.world_size, all_to_all=codec.fused_config)
 
     def fused_all_gather(
         self,
@@ -201,12 +202,13 @@ class SymmetricTransport(TorchTransport):
         if out is None:
             out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
         self.symmetric.all_gather_encoded(payload, shape, dtype, codec.fused_config, out=out)
-        return self._completed(out, self.symmetric.all_gather_stores(shape, codec.fused_config))
+        return self._completed(out, torch.Size(shape).numel(), all_gather=codec.fused_config)
 
-    def _completed(self, out: torch.Tensor, stores: dict[str, int]) -> Work:
+    def _completed(self, out: torch.Tensor, numel: int, **exchanges) -> Work:
+        """``out``, after what each exchange of ``numel`` values by its config has stored is reported."""
         if self.on_send is not None:
-            for operation, sent in stores.items():
-                self.on_send(operation, sent)
+            for operation, config in exchanges.items():
+                self.on_send(operation, self.symmetric.stored_bytes(numel, config))
         return Work.completed(out)
 
 
