@@ -9,11 +9,7 @@ from taco_kernels.common import addressable, ceil_div, check_tensor, fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
 from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_of
-from taco_kernels.symmetric_memory.kernels import (
-    all_gather_kernel,
-    all_reduce_kernel,
-    reduce_scatter_kernel,
-)
+from taco_kernels.symmetric_memory.kernels import all_gather_kernel, all_reduce_kernel, reduce_scatter_kernel
 from taco_kernels.taco import launch
 from taco_kernels.taco.layout import CodecConfig, check_same_groups
 from taco_kernels.taco.spec import make_flags, make_spec
@@ -121,14 +117,8 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     )
     tiles = ceil_div(groups * size, tile_of(config, own))
     programs = ceil_div(tiles, ceil_div(tiles, channel.programs))  # as few as need no more steps
-    end = (
-        channel.table,
-        channel.steps,
-        channel.memory,
-        channel.rank,
-        channel.error_address,
-        channel.timeout_ns,
-    )
+    end = channel.table, channel.steps, channel.memory, channel.rank
+    end += channel.error_address, channel.timeout_ns
     fixed = to_wire, from_wire, *end, numel, piece, piece, groups, *rows[:4]
     return launch.Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 

@@ -26,13 +26,7 @@ from taco_kernels.taco.outlier_kernels import (
     sum_lists,
 )
 from taco_kernels.taco.spec import make_flags, make_spec, tuning_for, tuning_in
-from taco_kernels.taco.wire import (
-    decode_groups,
-    encode_groups,
-    load_tile,
-    store_tile,
-    sum_senders,
-)
+from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, store_tile, sum_senders
 
 
 @triton.jit
