@@ -119,9 +119,9 @@ class Launch:
         if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
             self._plain = True
             return
-        options = chosen.function, run.launch_cooperative_grid, run.launch_pdl
         # no scratch memory, twice; after the metadata the hooks' argument, and the hooks
-        options += None, None, chosen.packed_metadata, None, None, None
+        others = None, None, chosen.packed_metadata, None, None, None
+        options = chosen.function, run.launch_cooperative_grid, run.launch_pdl, *others
         fixed = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed)
         # the C function expects constants and ignores them; the chosen kernel is kept alive
         self._compiled[key] = run.launch, options, fixed, constants, chosen

@@ -118,8 +118,8 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     tiles = ceil_div(groups * size, tile_of(config, own))
     programs = ceil_div(tiles, ceil_div(tiles, channel.programs))  # as few as need no more steps
     end = channel.table, channel.steps, channel.memory, channel.rank
-    end += channel.error_address, channel.timeout_ns
-    fixed = to_wire, from_wire, *end, numel, piece, piece, groups, *rows[:4]
+    waiting = channel.error_address, channel.timeout_ns
+    fixed = to_wire, from_wire, *end, *waiting, numel, piece, piece, groups, *rows[:4]
     return launch.Plan(fast_launch.Launch(kernel, (programs,), fixed, constants), walkable)
 
 

@@ -180,6 +180,7 @@ class SymmetricTransport(TorchTransport):
     def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``all_reduce``."""
         first, second = (hop.fused_config for hop in codec.hops)
+        assert first is not None, "fuses() is asked before"
         second = None if second == first else second
         out = self.symmetric.all_reduce(x, first, out=out, config_out=second)
         piece = first.chunk_numel(x.numel(), self.world_size)
