@@ -22,22 +22,18 @@ def _groups(rank: int) -> dict[str, dist.ProcessGroup]:
 
 def _everything(group: dist.ProcessGroup, ledger: Ledger, traffic: str) -> None:
     """Each operation that Megatron or we use, once, and counted."""
-    x = torch.ones(VALUES)
-    both = torch.empty(2 * VALUES)
+    x, both = torch.ones(VALUES), torch.empty(2 * VALUES)
     dist.all_reduce(x, group=group)
-    ledger.record_uncompressed(traffic, "off", "all_reduce", SIZE, 2)
     HELD_BY_NAME(both, x, group=group)
-    ledger.record_uncompressed(traffic, "off", "all_gather", 2 * SIZE, 2)
     dist._all_gather_base(both, x, group=group)
-    ledger.record_uncompressed(traffic, "off", "all_gather", 2 * SIZE, 2)
-    dist.reduce_scatter_tensor(x, both, group=group, async_op=True).wait()
-    ledger.record_uncompressed(traffic, "off", "reduce_scatter", 2 * SIZE, 2)
     with dist._coalescing_manager(group, async_ops=True) as work:
         HELD_BY_NAME(both, x, group=group)
     work.wait()
-    ledger.record_uncompressed(traffic, "off", "all_gather", 2 * SIZE, 2)
+    dist.reduce_scatter_tensor(x, both, group=group, async_op=True).wait()
     dist.all_to_all_single(torch.empty_like(both), both, group=group)
-    ledger.record_uncompressed(traffic, "off", "all_to_all", 2 * SIZE, 2)
+    ledger.record_uncompressed(traffic, "off", "all_reduce", SIZE, 2)
+    for operation in (*["all_gather"] * 3, "reduce_scatter", "all_to_all"):
+        ledger.record_uncompressed(traffic, "off", operation, 2 * SIZE, 2)
     dist.broadcast(x, src=dist.get_global_rank(group, 0), group=group)
     if group.rank() == 0:
         ledger.record_uncompressed(traffic, "exact", "broadcast", SIZE, 2)
@@ -100,10 +96,39 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
         ledger.record_uncompressed("dp.gradient", "excluded", "all_reduce", SIZE, 2)
 
     audited("unequal", unequal)
-    if rank % 2 == 0:
-        audited("on half of the ranks", lambda: dist.all_reduce(torch.ones(VALUES), group=data))
-    else:
-        audited("on half of the ranks", lambda: None)
+    audited(
+        "on half of the ranks",
+        lambda: None if rank % 2 else dist.all_reduce(torch.ones(VALUES), group=data),
+    )
+    lines["shared"] = _shared_ranks(tensor)
+    lines["lazy"] = _lazy()
+    return lines
+
+
+def _shared_ranks(part: dist.ProcessGroup) -> list[str]:
+    """Experts share ranks with data parallelism: the bytes of one may be counted under the other."""
+    ledger = Ledger()
+    groups = {"data parallel": [dist.group.WORLD], "expert parallel": [part]}
+    with BackendAudit(ledger, lambda: groups) as audit:
+        dist.all_reduce(torch.ones(VALUES), group=part)
+        ledger.record_uncompressed("dp.gradient", "off", "all_reduce", SIZE, 2)
+        dist.all_reduce(torch.ones(2 * VALUES), group=part)
+    return audit.finish()
+
+
+def _lazy() -> list[str]:
+    """What sets a run up, an evaluation before its first iteration, and what follows are not counted."""
+    model, big = torch.nn.Linear(2, 2), torch.ones(VALUES)
+    audit = BackendAudit(Ledger(), lambda: {"tensor parallel": [dist.group.WORLD]})
+    audit.start_with_first_forward([model])
+    dist.all_reduce(big)
+    model.eval()(torch.ones(2))
+    dist.all_reduce(big)
+    model.train()(torch.ones(2))
+    dist.all_reduce(big)
+    lines = audit.finish()
+    dist.all_reduce(big)
+    assert not model._forward_pre_hooks
     return lines
 
 
@@ -114,52 +139,13 @@ def test_what_the_ledger_does_not_know_is_said() -> None:
     lines = results[0]
     for name in ("all counted", "scalars", "other groups", "payloads", "unequal"):
         assert lines[name] == [], name
-    (line,) = lines["an operation twice"]
-    assert line.startswith(
-        "data parallelism sent 131,072 bytes in the first iteration that the ledger does not"
-    )
-    (line,) = lines["beside symmetric memory"]
-    assert line.startswith("tensor parallelism sent 131,072 bytes")
-    (line,) = lines["on half of the ranks"]
-    assert line.startswith("data parallelism sent 65,536 bytes") and "mean over all ranks" in line
-
-
-def lazy_worker(rank: int, world_size: int) -> tuple[list[str], bool]:
-    ledger, model = Ledger(), torch.nn.Linear(2, 2)
-    audit = BackendAudit(ledger, lambda: {"tensor parallel": [dist.group.WORLD]})
-    audit.start_with_first_forward([model])
-    big = torch.ones(VALUES)
-    dist.all_reduce(big)  # setting up
-    model.eval()(torch.ones(2))
-    dist.all_reduce(big)  # an evaluation
-    model.train()(torch.ones(2))
-    dist.all_reduce(big)
-    lines = audit.finish()
-    dist.all_reduce(big)
-    return lines, bool(model._forward_pre_hooks)
-
-
-def test_counting_begins_with_the_first_training_forward() -> None:
-    """What sets a run up and an evaluation before it are no iteration."""
-    for lines, hooked in spawn(lazy_worker, 2):
-        assert len(lines) == 1 and "sent 131,072 bytes" in lines[0]
-        assert not hooked
-
-
-def joined_worker(rank: int, world_size: int) -> list[str]:
-    """Experts share ranks with data parallelism: the bytes of one may be counted under the other."""
-    ledger = Ledger()
-    world = dist.group.WORLD
-    part = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    audit = BackendAudit(ledger, lambda: {"data parallel": [world], "expert parallel": [part]})
-    with audit:
-        dist.all_reduce(torch.ones(VALUES), group=part)
-        ledger.record_uncompressed("dp.gradient", "off", "all_reduce", SIZE, 2)
-        dist.all_reduce(torch.ones(2 * VALUES), group=part)
-    return audit.finish()
-
-
-def test_dimensions_that_share_ranks_are_looked_at_together() -> None:
-    for lines in spawn(joined_worker, 4):
-        assert len(lines) == 1
-        assert lines[0].startswith("data and expert parallelism sent 262,144 bytes")
+    for name, start in {
+        "an operation twice": "data parallelism sent 131,072 bytes in the first iteration that the ledger",
+        "beside symmetric memory": "tensor parallelism sent 131,072 bytes",
+        "on half of the ranks": "data parallelism sent 65,536 bytes",
+        "shared": "data and expert parallelism sent 262,144 bytes",
+        "lazy": "tensor parallelism sent 196,608 bytes",
+    }.items():
+        (line,) = lines[name]
+        assert line.startswith(start), line
+    assert "mean over all ranks" in lines["on half of the ranks"][0]

@@ -15,7 +15,7 @@ from tests.distributed.tiny_gpt import start_model_parallel
 SITE, OTHER = ("a", "tp.forward"), ("b", "tp.forward")
 
 
-def decision_worker(rank: int, world_size: int) -> dict:
+def decide(rank: int) -> dict:
     """Rank 0's values suit the codec, the other rank's do not; site b suits it on both."""
     torch.manual_seed(rank)
     bound = ErrorMeter(0.05)
@@ -25,13 +25,7 @@ def decision_worker(rank: int, world_size: int) -> dict:
     return bound.tripped
 
 
-def test_ranks_decide_alike() -> None:
-    """The measure is that of all ranks together, to the last digit."""
-    first, second = spawn(decision_worker, 2)
-    assert first == second and list(first) == [SITE]
-
-
-def half_compressed_worker(rank: int, world_size: int) -> None:
+def layers_worker(rank: int, world_size: int) -> dict:
     """One channel of a layer uncompressed: what depends on it alone is megatron-core's, bit for bit."""
     start_model_parallel(world_size)
     exact = {
@@ -48,23 +42,21 @@ def half_compressed_worker(rank: int, world_size: int) -> None:
         layer.site.run.policy.meter.tripped[kind, channel] = 1.0
         guarded = _run(kind, True, layer, rank, world_size)
         for name in core:
-            assert (name in unchanged or "bias" in name) == torch.equal(core[name], guarded[name]), (
-                kind,
-                channel,
-                name,
-            )
-        rows = [row for row in layer.site.run.ledger.rows() if row["traffic"] == channel]
-        kinds = {row["kind"] for row in rows if not row["operation"].startswith("instead")}
+            same = torch.equal(core[name], guarded[name])
+            assert (name in unchanged or "bias" in name) == same, (kind, channel, name)
+        rows = [row for row in layer.site.run.ledger.rows() if not row["operation"].startswith("instead")]
+        kinds = {row["kind"] for row in rows if row["traffic"] == channel}
         # The column layer's backward gathers the forward's payload once more, which stays compressed.
         both = (kind, channel) == ("column", "tp.backward")
         assert kinds == ({"guarded", "compressed"} if both else {"guarded"})
-        other = "tp.backward" if channel == "tp.forward" else "tp.forward"
-        assert any(r["kind"] == "compressed" for r in layer.site.run.ledger.rows() if r["traffic"] == other)
+        assert any(row["kind"] == "compressed" for row in rows if row["traffic"] != channel)
+    return decide(rank)
 
 
-def test_half_compressed_layers() -> None:
-    """Sequence parallelism communicates in both directions; each can be uncompressed by itself."""
-    spawn(half_compressed_worker, 2)
+def test_decisions_and_half_compressed_layers() -> None:
+    """Ranks decide by the measure of all; with sequence parallelism each direction is decided by itself."""
+    first, second = spawn(layers_worker, 2)
+    assert first == second and list(first) == [SITE]
 
 
 def test_guarded_run_and_its_resume(tmp_path) -> None:
@@ -84,11 +76,8 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     assert all(line.endswith("it goes uncompressed after iteration 2") for line in said)
     assert len({line.split()[1] for line in said}) == 10
     for rank in whole.ranks:
-        calls = {
-            (row["traffic"], row["kind"]): row["calls"]
-            for row in rank.ledger
-            if row["operation"] == "reduce_scatter" and row["traffic"].startswith("tp.")
-        }
+        scattered = [row for row in rank.ledger if row["operation"] == "reduce_scatter"]
+        calls = {(row["traffic"], row["kind"]) for row in scattered}
         assert ("tp.backward", "guarded") in calls and ("tp.forward", "guarded") not in calls
     shutil.rmtree(saved / "iter_0000006")
     (saved / "latest_checkpointed_iteration.txt").write_text("4")

@@ -39,17 +39,14 @@ dist.destroy_process_group()
 
 def test_groups_share_a_device() -> None:
     """Each has the two threads that run its work, and none that polls; the timeout is the group's own."""
-    seen = evaluate(GROUPS)
-    assert seen == {"threads a group": 2.0, "total": [1.0] * 3, "timeout": 1800.0}
+    assert evaluate(GROUPS) == {"threads a group": 2.0, "total": [1.0] * 3, "timeout": 1800.0}
 
 
 WITHOUT_CUDA = """
 seen["first"] = host.install()
-names = ("zeros", "tensor", "randn")
-before = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.current_device]
-seen["second"] = host.install()
-after = [getattr(torch, name) for name in names] + [torch.Tensor.to, torch.cuda.current_device]
-seen["idempotent"] = all(a is b for a, b in zip(before, after))
+replaced = lambda: [torch.zeros, torch.tensor, torch.randn, torch.Tensor.to, torch.cuda.current_device]
+before, seen["second"] = replaced(), host.install()
+seen["idempotent"] = all(a is b for a, b in zip(before, replaced()))
 seen["cuda still absent"] = not torch.cuda.is_available()
 made = [
     torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 0)),
@@ -68,10 +65,10 @@ with torch.device("meta"):
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 tracker = CudaRNGStatesTracker()
 torch.manual_seed(1)
-alone = torch.rand(2).tolist()
+alone, streams = torch.rand(2).tolist(), {}
 for name, seed in (("a", 10), ("b", 20)):
     torch.manual_seed(seed)
-    seen[name] = torch.rand(4).tolist()
+    streams[name] = torch.rand(4).tolist()
     tracker.add(name, seed)
 torch.manual_seed(1)
 drawn = {"a": [], "b": []}
@@ -82,24 +79,18 @@ with tracker.fork("a"):
     drawn["a"] += torch.rand(1).tolist()
 with tracker.fork("a"):
     drawn["a"] += torch.rand(1).tolist()
-seen["drawn"] = drawn
-seen["outside"] = [alone, torch.rand(2).tolist()]
+seen["drawn"], seen["outside"] = drawn == streams, alone == torch.rand(2).tolist()
 """
 
 
 @pytest.mark.thorough
 def test_without_cuda():
-    seen = evaluate(WITHOUT_CUDA)
-    assert seen["first"] is seen["second"] is True
-    assert seen["idempotent"] and seen["cuda still absent"]
-    assert seen["devices"] == ["cpu"]
-    assert seen["kept dtype"] == "torch.bfloat16"
-    assert seen["type"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.cuda.IntTensor"]
-    assert seen["ranks on this host"] == 4
-    assert seen["meta"] == "meta"
-    # Each stream of the tracker goes on where it stopped, nested or not, and the outer one does not notice.
-    assert seen["drawn"] == {"a": seen["a"], "b": seen["b"]}
-    assert seen["outside"][0] == seen["outside"][1]
+    """CUDA's tensors are the host's; each stream of the tracker goes on where it stopped, nested or not."""
+    assert evaluate(WITHOUT_CUDA) == {
+        **dict.fromkeys(("first", "second", "idempotent", "cuda still absent", "drawn", "outside"), True),
+        **{"devices": ["cpu"], "kept dtype": "torch.bfloat16", "ranks on this host": 4, "meta": "meta"},
+        "type": [f"torch.cuda.{one}Tensor" for one in ("Float", "BFloat16", "Int")],
+    }
 
 
 WITH_CUDA = """
@@ -123,7 +114,5 @@ seen["helpers"] = utils.compile_helpers()
 
 @pytest.mark.thorough
 def test_with_cuda_torch_is_left_alone():
-    seen = evaluate(WITH_CUDA)
-    assert seen["installed"] is seen["active"] is False
-    assert seen["changed"] == []
-    assert seen["helpers"] is None  # the original would look for a Makefile and end the process
+    """Helpers: megatron-core's own function would look for a Makefile and end the process."""
+    assert evaluate(WITH_CUDA) == {"installed": False, "active": False, "changed": [], "helpers": None}

@@ -8,15 +8,8 @@ from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
-LATENT = dict(
-    multi_latent_attention=True,
-    qk_layernorm=True,
-    kv_lora_rank=16,
-    qk_head_dim=16,
-    qk_pos_emb_head_dim=8,
-    v_head_dim=24,
-    normalization="RMSNorm",
-)
+LATENT = dict(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
+LATENT |= dict(kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=24)
 LAYOUTS = {
     "query latent": dict(q_lora_rank=12, sequence_parallel=False),
     "no query latent": dict(q_lora_rank=None, sequence_parallel=True, rope_type="rope"),
@@ -49,47 +42,37 @@ def latent_worker(rank: int, world_size: int) -> dict:
                 loss = model(**batch(0, rank)).mean()
                 loss.backward()
             assert torch.cuda.is_available() or total_of(run.ledger.rows()) == audit.sent, (layout, codec)
-            kinds = {
-                (row["traffic"], row["kind"]) for row in run.ledger.rows() if row["traffic"] != "tp.other"
-            }
-            gradients = {
-                name: whole_gradient(value, parallel).cpu() for name, value in model.named_parameters()
-            }
+            rows = [row for row in run.ledger.rows() if row["traffic"] != "tp.other"]
+            kinds = {(row["traffic"], row["kind"]) for row in rows}
+            named = model.named_parameters()
+            gradients = {name: whole_gradient(value, parallel).cpu() for name, value in named}
             found[layout, codec] = float(loss.detach()), gradients, kinds
     return found
 
 
 @pytest.fixture(scope="module")
-def serial() -> dict:
-    """One process."""
-    return spawn(latent_worker, 1)[0]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    """Two."""
-    return spawn(latent_worker, 2)
+def found() -> tuple[dict, list[dict]]:
+    """One process, and two ranks."""
+    return spawn(latent_worker, 1)[0], spawn(latent_worker, 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_what_one_does(layout: str, serial: dict, ranks: list[dict]) -> None:
+def test_two_ranks_compute_what_one_does(layout: str, found: tuple[dict, list[dict]]) -> None:
     """Loss and every gradient, and with the identity codec; TACO in int8 nearly."""
+    serial, ranks = found
     loss, gradients, _ = serial[layout, "none"]
     assert any("linear_kv_down_proj" in name for name in gradients)
     for found in ranks:
         for codec in ("none", "identity"):
-            own_loss, own, kinds = found[layout, codec]
+            own_loss, own, _ = found[layout, codec]
             assert own_loss == pytest.approx(loss, rel=1e-6)
             for name, expected in gradients.items():
                 torch.testing.assert_close(own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}")
         coarse, rough, kinds = found[layout, "taco:format=int8"]
         assert coarse == pytest.approx(loss, rel=0.003) and coarse != loss
-        assert kinds == {
-            ("tp.forward", "compressed"),
-            ("tp.backward", "compressed"),
-            # the keys' positions
-            ("tp.backward", "exact"),
-        } | ({("tp.forward", "exact")} if LAYOUTS[layout]["sequence_parallel"] else set())
+        exact = {"tp.backward", *["tp.forward"] * LAYOUTS[layout]["sequence_parallel"]}  # the keys' positions
+        compressed = {(traffic, "compressed") for traffic in ("tp.forward", "tp.backward")}
+        assert kinds == compressed | {(traffic, "exact") for traffic in exact}
         for name, expected in gradients.items():
             assert (rough[name] - expected).norm() < 0.1 * expected.norm(), name
         assert all(torch.equal(rough[name], ranks[0][layout, "taco:format=int8"][1][name]) for name in rough)

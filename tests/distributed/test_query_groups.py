@@ -45,9 +45,7 @@ def check_few_groups(sequence_parallel: bool, **options) -> None:
     """At TP 4 and two groups, over the backend that ``options`` name: nothing goes uncompressed."""
     world_size = 4
     for found in spawn(few_groups_worker, world_size, sequence_parallel, **options):
-        (plain_loss, plain), (exact_loss, _), (taco_loss, taco) = (
-            found[name] for name in ("off", "exact", "taco")
-        )
+        (plain_loss, plain), (exact_loss, _), (taco_loss, taco) = found.values()
         assert exact_loss == pytest.approx(plain_loss, rel=1e-6)
         assert taco_loss == pytest.approx(plain_loss, rel=0.01) and taco_loss != plain_loss
         for channel, operation in (("tp.forward", "all_gather"), ("tp.backward", "reduce_scatter")):

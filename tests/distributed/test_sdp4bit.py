@@ -16,17 +16,9 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
     """Train with and without the distributed optimizer, comparing weights on the way; first and last loss."""
     start(rank)
     outcomes = []
-    for setup, iterations in (
-        (Setup(settings=ON), 50),
-        # three ranks on nodes of two have no two hops; four have
-        (
-            Setup(
-                settings={**ON, "node_size": 2},
-                distributed_optimizer=False,
-            ),
-            10,
-        ),
-    ):
+    # Three ranks on nodes of two have no two hops; four have.
+    plain = Setup(settings={**ON, "node_size": 2}, distributed_optimizer=False)
+    for setup, iterations in ((Setup(settings=ON), 50), (plain, 10)):
         training = Training(rank, setup)
         losses = []
         for iteration in range(iterations):
@@ -52,11 +44,11 @@ def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
     """An iteration's ledger, checked against what c10d was given; and the values in the buckets."""
     settings = {**ON, "node_size": node_size}
     results = {}
-    for name, setup in {
-        "sharded": Setup(settings=settings, bucket_size=None, start_iteration=1),
-        "plain": Setup(settings=settings, distributed_optimizer=False, overlap=False, start_iteration=1),
+    for name, changes in {
+        "sharded": dict(bucket_size=None),
+        "plain": dict(distributed_optimizer=False, overlap=False),
     }.items():
-        training = Training(rank, setup)
+        training = Training(rank, Setup(settings=settings, start_iteration=1, **changes))
         training.step()
         training.settle()
         assert training.kinds() == {"warmup"}
@@ -67,24 +59,17 @@ def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
         counted: Counter[str] = Counter()
         for row in training.rows:
             counted[row["operation"]] += row["sent_bytes"]
-        others = audit.sent["all_reduce"]  # the gradient norm's, a few bytes
-        assert {k: v for k, v in counted.items() if v} == {
-            k: v for k, v in audit.sent.items() if k != "all_reduce"
-        }
-        assert others < 100
-        results[name] = {
-            "values": sum(b.grad_data.numel() for group in training.groups for b in group.buckets),
-            "rows": training.rows,
-        }
+        sent = dict(audit.sent)
+        assert sent.pop("all_reduce") < 100, "the gradient norm's"
+        assert +counted == sent
+        values = sum(b.grad_data.numel() for group in training.groups for b in group.buckets)
+        results[name] = {"values": values, "rows": training.rows}
     return results
 
 
 def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
-    return sum(
-        row["sent_bytes"]
-        for row in rows
-        if (row["traffic"], row["link"], row["operation"]) == (channel, link, operation)
-    )
+    wanted = dict(traffic=channel, link=link, operation=operation).items()
+    return sum(row["sent_bytes"] for row in rows if wanted <= row.items())
 
 
 def check_bytes(results: dict) -> None:

@@ -27,8 +27,7 @@ def _collectives(rank: int, world_size: int, function) -> dict[str, torch.Tensor
     to, came = ([1, 4], [1, 3]) if rank == 0 else ([3, 2], [4, 2])
     tokens = torch.empty(sum(came), 200)
     function(lambda **how: dist.all_to_all_single(tokens, rows, came, to, **how))
-    results = {"reduced": total, "gathered": gathered, "scattered": scattered, "exchanged": exchanged}
-    return results | {"tokens": tokens}
+    return dict(reduced=total, gathered=gathered, scattered=scattered, exchanged=exchanged, tokens=tokens)
 
 
 def worker(rank: int, world_size: int) -> list[str]:
@@ -46,19 +45,12 @@ def worker(rank: int, world_size: int) -> list[str]:
             call(async_op=True)
         manager.wait()
 
-    ways = {
-        "at once": lambda call: call(),
-        "waited for": lambda call: call(async_op=True).wait(),
-        "coalesced": coalesced,
-    }
+    ways = {"at once": lambda call: call(), "waited for": lambda call: call(async_op=True).wait()}
+    ways["coalesced"] = coalesced
     wrong = [] if groups == 3 else [f"{groups} groups"]
     for way, function in ways.items():
         found = _collectives(rank, world_size, function)
         wrong += [f"{name}, {way}" for name in found if not torch.equal(found[name], expected[name])]
-    payload = torch.full((2**21,), rank, dtype=torch.uint8)
-    dist.all_reduce(payload)
-    _split.install()  # again: wraps what there was
-    assert not hasattr(dist.all_reduce.__wrapped__, "__wrapped__") or dist.all_reduce is not None
     return wrong
 
 

@@ -1,5 +1,7 @@
 """Each hooked layer against a serial layer and against megatron-core's own, from one seed."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,31 +34,25 @@ def _layer(
     init = torch.nn.init.xavier_normal_
     torch.manual_seed(3)
     module, prefix = (ours, "Compressed") if compressed else (core, "")
-    if kind == "row":
-        layer = getattr(module, prefix + "RowParallelLinear")(
-            WIDE,
-            HIDDEN,
-            config=config,
-            init_method=init,
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
-    elif kind == "column":
-        layer = getattr(module, prefix + "ColumnParallelLinear")(
-            HIDDEN, WIDE, config=config, init_method=init, gather_output=False
-        )
-    else:
-        layer = getattr(module, prefix + "VocabParallelEmbedding")(
-            WIDE, HIDDEN, config=config, init_method=init, reduce_scatter_embeddings=sequence_parallel
-        )
+    names = {
+        "row": "RowParallelLinear",
+        "column": "ColumnParallelLinear",
+        "embedding": "VocabParallelEmbedding",
+    }
+    sizes = (HIDDEN, WIDE) if kind == "column" else (WIDE, HIDDEN)
+    options = {
+        "row": dict(bias=True, input_is_parallel=True, skip_bias_add=False),
+        "column": dict(gather_output=False),
+        "embedding": dict(reduce_scatter_embeddings=sequence_parallel),
+    }[kind]
+    layer = getattr(module, prefix + names[kind])(*sizes, config=config, init_method=init, **options)
     if compressed:
         group = parallel_state.get_tensor_model_parallel_group()
         layer.site = CommSite(kind, group, run_with(codec, **settings))
     return layer.to(device_of(rank))
 
 
-def _slice(tensor: torch.Tensor, dim: int, rank: int, world_size: int) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, dim: int, rank: int, world_size: int) -> torch.Tensor:
     return tensor.chunk(world_size, dim)[rank].contiguous()
 
 
@@ -75,9 +71,7 @@ def _run(kind: str, sequence_parallel: bool, layer, rank: int, world_size: int) 
     """Forward and backward on this rank's part of the data."""
     x, gradient = _data(kind, device_of(rank))
 
-    def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return _slice(tensor, dim, rank, world_size)
-
+    cut = partial(_cut, rank=rank, world_size=world_size)
     if kind == "embedding":
         if sequence_parallel:
             gradient = cut(gradient.transpose(0, 1), 0)
@@ -106,9 +100,7 @@ def _serial(kind: str, sequence_parallel: bool, rank: int, world_size: int) -> d
     weight = torch.nn.init.xavier_normal_(torch.empty(shape)).to(device_of(rank)).requires_grad_()
     x, gradient = _data(kind, weight.device)
 
-    def cut(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return _slice(tensor, dim, rank, world_size)
-
+    cut = partial(_cut, rank=rank, world_size=world_size)
     if kind == "embedding":
         output = F.embedding(x, weight)
         output.backward(gradient)
@@ -177,5 +169,4 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
 def test_layers(world_size: int) -> None:
     """Identity codec: bitwise megatron-core's layer. TACO: within the codec's bound, and really lossy."""
     for errors in spawn(layers_worker, world_size):
-        for kind, error in errors.items():
-            assert 1e-4 < error < TACO_BOUND, (kind, error)
+        assert all(1e-4 < error < TACO_BOUND for error in errors.values()), errors

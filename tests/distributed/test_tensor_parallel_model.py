@@ -66,9 +66,8 @@ def test_replicas_stay_identical() -> None:
         assert other == hashes
 
 
-def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str], list[set[str]]]:
-    """Hashes of every layer's MLP output: two micro-batches forward, then as recomputed in two backwards; and
-    what parts of settings by site meet no site of the model."""
+def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
+    """Recomputed forwards have the bits of the first; returns what parts of settings meet no site."""
     from megatron.compression.tensor_parallel.config import TensorParallelConfig
     from megatron.compression.tensor_parallel.hooks import unmet_parts
 
@@ -82,39 +81,37 @@ def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str], 
     forward, hashes[:] = list(hashes), []
     for loss in losses:
         loss.backward()
-    configs = (
-        TensorParallelConfig(compression=BY_SITE),
-        TensorParallelConfig(
-            compression="int8;fc1=int4;fc2@embedding=int4",
-            backward="int8;proj@0=int4",
-            layers="embedding,0",
-        ),
-    )
-    return forward, hashes, [unmet_parts([model], config) for config in configs]
+    assert len(set(forward)) == 2 * LAYERS
+    assert hashes == forward[:LAYERS][::-1] + forward[LAYERS:][::-1], "two micro-batches in flight"
+    some = dict(backward="int8;proj@0=int4", layers="embedding,0")
+    configs = {"compression": BY_SITE}, {"compression": "int8;fc1=int4;fc2@embedding=int4", **some}
+    return [unmet_parts([model], TensorParallelConfig(**config)) for config in configs]
 
 
-@pytest.fixture(scope="module")
-def ran() -> list[tuple]:
-    """By rank."""
-    return spawn(recompute_worker, 2)
-
-
-def test_parts_of_settings_that_no_message_goes_by(ran: list[tuple]) -> None:
+def test_recomputation_and_parts_that_meet_no_site() -> None:
     """Without sequence parallelism fc1 sends nothing forward, and the projection nothing backward."""
     idle = {f"--tp-compression {part}" for part in ("fc1=int4", "fc2@embedding=int4", "BACKWARD proj@0=int4")}
-    assert [unmet for *_, unmet in ran] == [[set(), idle]] * 2
+    assert spawn(recompute_worker, 2) == [[set(), idle]] * 2
 
 
-def test_recomputation_rounds_as_the_forward_did(ran: list[tuple]) -> None:
-    """Two micro-batches in flight: each recomputed forward has the bits of its own first time."""
-    for forward, recomputed, _ in ran:
-        assert len(set(forward)) == 2 * LAYERS
-        first, second = forward[:LAYERS], forward[LAYERS:]
-        assert recomputed == first[::-1] + second[::-1]
+def recomputed_mlp_worker(rank: int, world_size: int) -> None:
+    start_model_parallel(world_size)
+    gradients = []
+    for changes in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
+        model = build_tiny_gpt(rank, world_size, run_with(), torch.float32, **changes)
+        model(**batch(0, rank, 1)).mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
-def audit_worker(rank: int, world_size: int) -> dict[tuple, tuple]:
-    """By case: what the transport was given in two iterations, and what the ledger says."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recomputed_mlp(ranks: int) -> None:
+    """``--recompute-modules mlp`` ends, on one rank too, with the gradients without it, bit for bit."""
+    spawn(recomputed_mlp_worker, ranks, timeout=60)
+
+
+def audit_worker(rank: int, world_size: int) -> dict[tuple, list[dict]]:
+    """By case: the ledger's rows of two iterations, which are what the transport was given."""
     start_model_parallel(world_size)
     results = {}
     for sequence_parallel, name, trained in itertools.product((False, True), CASES, (True, False)):
@@ -129,7 +126,8 @@ def audit_worker(rank: int, world_size: int) -> dict[tuple, tuple]:
                 model(**batch(run.step, rank, BATCH)).float().mean().backward()
         got = {name for name, p in model.named_parameters() if p.grad is not None}
         assert got == {name for name, p in model.named_parameters() if p.requires_grad}
-        results[sequence_parallel, name, trained] = audit.sent, run.ledger.rows()
+        rows = results[sequence_parallel, name, trained] = run.ledger.rows()
+        assert total_of(rows) == audit.sent, (sequence_parallel, name, trained)
     return results
 
 
@@ -160,13 +158,6 @@ def audited() -> list[dict]:
     return spawn(audit_worker, 2)
 
 
-def test_ledger_matches_the_transport(audited: list[dict]) -> None:
-    """What the ledger says is what c10d was given: compressed or not, trained or frozen in part."""
-    for results in audited:
-        for case, (sent, rows) in results.items():
-            assert total_of(rows) == sent, case
-
-
 @pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: bool, channel: str) -> None:
@@ -177,7 +168,7 @@ def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: boo
     }
     for results in audited:
         for name in ("compressed", "off", "small", "warmup"):
-            rows = [row for row in results[sequence_parallel, name, True][1] if row["traffic"] == channel]
+            rows = [row for row in results[sequence_parallel, name, True] if row["traffic"] == channel]
             kinds = {"warmup", "compressed"} if name == "warmup" else {name}
             assert {row["kind"] for row in rows} == kinds
             for kind in kinds:
@@ -189,22 +180,3 @@ def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: boo
                 assert stands_for == {operation: size // share for operation, size in wanted.items()}
             if name == "compressed":
                 assert sum(row["sent_bytes"] for row in rows) * 16 == sum(wanted.values()) * 8.5
-
-
-def recomputed_mlp_worker(rank: int, world_size: int) -> None:
-    """The gradients with a recomputed MLP, biases and all, are those without, bit for bit."""
-    start_model_parallel(world_size)
-    gradients = []
-    for changes in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
-        model = build_tiny_gpt(rank, world_size, run_with(), torch.float32, **changes)
-        model(**batch(0, rank, 1)).mean().backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    plain, recomputed = gradients
-    for name, gradient in plain.items():
-        assert torch.equal(gradient, recomputed[name]), name
-
-
-def test_recomputed_mlp() -> None:
-    """``--recompute-modules mlp``, whose backward ran in a circle for ever, on one rank as well."""
-    for ranks in (1, 2):
-        spawn(recomputed_mlp_worker, ranks, timeout=60)

@@ -1,7 +1,5 @@
 """--validate-uncompressed: evaluations without the codecs' noise, and training is what it was."""
 
-import pytest
-
 from tests.distributed.forked import ForkedRun, pretrain
 from tests.distributed.launch import tiny_flags
 
@@ -25,43 +23,27 @@ def rows(run: ForkedRun, phase: str) -> list[list[dict]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[ForkedRun, ForkedRun, ForkedRun]:
-    """Compressed with the flag and without; an uncompressed evaluation of the former's checkpoint."""
-    directory = tmp_path_factory.mktemp("validation")
-    saved = str(directory / "saved")
-    words = [*flags(*CODECS.split()), "--save", saved, "--save-interval", "4"]
-    exact = pretrain(*words, "--validate-uncompressed", ranks=4, directory=directory)
-    evaluated = pretrain(*flags("--load", saved), ranks=4, directory=directory)
-    coded = pretrain(*flags(*CODECS.split()), ranks=4, directory=directory)
-    return exact, coded, evaluated
-
-
-def test_losses_are_those_of_an_uncompressed_evaluation(runs) -> None:
-    """Of the checkpoint, on validation and test data, to the last bit; with the codecs they are others."""
-    exact, coded, evaluated = (run.ranks[-1].validation for run in runs)
-    assert len(exact) == len(coded) == 4 and len(evaluated) == 2
-    assert exact[2:] == evaluated
-    assert all(with_flag != without for with_flag, without in zip(exact, coded, strict=True))
-    assert "evaluation sends activations uncompressed (--validate-uncompressed)" in runs[0].output
-
-
-def test_training_is_unaffected(runs) -> None:
-    """Losses, parameters and bytes are those without the flag."""
-    exact, coded, _ = runs
+def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> None:
+    """Compressed with the flag and without; and an uncompressed evaluation of the former's checkpoint."""
+    saved = str(tmp_path / "saved")
+    words = [*flags(*CODECS.split()), "--save", saved, "--save-interval", "4", "--validate-uncompressed"]
+    exact = pretrain(*words, ranks=4, directory=tmp_path)
+    evaluated = pretrain(*flags("--load", saved), ranks=4, directory=tmp_path)
+    coded = pretrain(*flags(*CODECS.split()), ranks=4, directory=tmp_path)
+    # Losses of validation and test data: to the last bit those of an uncompressed evaluation.
+    found, noisy, plain = (run.ranks[-1].validation for run in (exact, coded, evaluated))
+    assert len(found) == len(noisy) == 4 and len(plain) == 2 and found[2:] == plain
+    assert all(with_flag != without for with_flag, without in zip(found, noisy, strict=True))
+    assert "evaluation sends activations uncompressed (--validate-uncompressed)" in exact.output
+    # Training: losses, parameters and bytes are those without the flag.
     assert exact.losses == coded.losses and len(exact.losses) == 4
     for with_flag, without in zip(exact.ranks, coded.ranks, strict=True):
         assert with_flag.parameters == without.parameters
     assert rows(exact, "train") == rows(coded, "train")
     assert {row["kind"] for rank in rows(exact, "train") for row in rank} == {"compressed", "off"}
-
-
-def test_ledger_counts_what_evaluations_send(runs) -> None:
-    """Uncompressed bytes under a kind of their own, as many as in the uncompressed run's evaluations."""
-    exact, _, evaluated = runs
+    # The ledger: evaluations have a kind of their own; four here, two in the uncompressed run.
     for with_flag, uncompressed in zip(rows(exact, "eval"), rows(evaluated, "eval"), strict=True):
         assert with_flag and {row["kind"] for row in with_flag} == {"evaluation"}
         assert {row["kind"] for row in uncompressed} == {"off"}
         sent = {(row["traffic"], row["operation"]): row["sent_bytes"] for row in with_flag}
-        twice = {(row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}
-        assert sent == twice, "four evaluations against two"
+        assert sent == {(row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}

@@ -24,23 +24,19 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 class Setup:
     """A training; int6 of bf16 weights unless it says otherwise."""
 
-    codec: dict = field(default_factory=lambda: {"codec": "int6"})
-    """Of ``run_with``."""
-    changes: dict = field(default_factory=dict)
-    """Fields of the ``TransformerConfig``, and ``tied``."""
+    codec: dict = field(default_factory=lambda: {"codec": "int6"})  # of ``run_with``
+    changes: dict = field(default_factory=dict)  # of the ``TransformerConfig``, and ``tied``
     dtype: torch.dtype = torch.bfloat16
     fp32_gradients: bool = True
-    fused: frozenset = frozenset(LINEAR)
-    """Layers whose weights are to be fused."""
-    frozen: str = ""
-    """Parameters with this in their names are frozen."""
+    fused: frozenset = frozenset(LINEAR)  # layers whose weights are to be fused
+    frozen: str = ""  # parameters with this in their names are frozen
 
 
 TIED = frozenset(LINEAR - {"output_layer"} | {"word_embeddings"})
 SETUPS = {
     "uncompressed": Setup({"codec": "none"}),
     "fp32 weights": Setup(dtype=torch.float32),
-    "sequence parallel": Setup({"codec": "int6"}, dict(sequence_parallel=True)),
+    "sequence parallel": Setup(changes=dict(sequence_parallel=True)),
     "recomputed, one of two layers": Setup({"codec": "int6", "layers": "0"}, FULL),
     "tied": Setup(changes=dict(tied=True), fused=TIED),
     "frozen": Setup(frozen="fc2", fused=frozenset(LINEAR - {"linear_fc2"})),
@@ -48,7 +44,7 @@ SETUPS = {
     "recomputed in halves": Setup({"codec": "none", "overlap": "halves"}, FULL, torch.float32),
     "bf16 gradients": Setup(fp32_gradients=False),
     "CAAT-Net": Setup(
-        {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset({"linear_qkv", "linear_fc1", "output_layer"})
+        {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset(LINEAR - {"linear_proj", "linear_fc2"})
     ),
 }
 
@@ -70,15 +66,8 @@ def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
         assert not none and fused <= setup.fused and (fused == setup.fused or name == "virtual stages")
         assert plain.keys() == gradients.keys() and plain
         for parameter, gradient in plain.items():
-            scale = float(gradient.abs().max())
-            assert scale > 0, parameter
-            torch.testing.assert_close(
-                gradients[parameter] / scale,
-                gradient / scale,
-                rtol=0,
-                atol=tolerance,
-                msg=f"{name}: {parameter}",
-            )
+            apart = float((gradients[parameter] - gradient).abs().max() / gradient.abs().max())
+            assert apart <= tolerance, f"{name}: {parameter}"
         assert fused_losses == pytest.approx(losses, rel=1e-4 if exact else 2e-3)
 
 
@@ -87,10 +76,7 @@ def test_halves_are_added_before_ranks_sum_them(results) -> None:
     for rank in results:
         whole, halves = (rank[name][True][1] for name in ("recomputed", "recomputed in halves"))
         for parameter, gradient in whole.items():
-            scale = float(gradient.abs().max())
-            torch.testing.assert_close(
-                halves[parameter] / scale, gradient / scale, rtol=0, atol=2e-6, msg=parameter
-            )
+            assert (halves[parameter] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), parameter
 
 
 def worker(rank: int, world_size: int) -> dict:
@@ -128,11 +114,9 @@ def _train(rank: int, setup: Setup, fusion: bool) -> tuple:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not setup.frozen or setup.frozen not in name)
     wrapped = _wrapped(model, setup.fp32_gradients)
-    settings = dict(params_dtype=setup.dtype, bf16=setup.dtype == torch.bfloat16)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=2e-3, use_distributed_optimizer=True, overlap_param_gather=True, **settings),
-        [wrapped],
-    )
+    settings = dict(params_dtype=setup.dtype, bf16=setup.dtype == torch.bfloat16, lr=2e-3)
+    settings |= dict(use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [wrapped])
     copy, losses, first = parallel_state.get_data_parallel_rank(), [], None
     for iteration in range(ITERATIONS):
         run.step = iteration
@@ -161,15 +145,10 @@ def _pipeline(rank: int, fusion: bool) -> tuple:
     run, losses = run_with("int6"), []
     hooks.TensorParallel(run.config, run).attach(chunks)
     wrapped = [_wrapped(chunk, True) for chunk in chunks]
-    get_forward_backward_func()(
-        forward_step_func=_forward_step(losses, 1.0),
-        data_iterator=[_batches(rank) for _ in chunks],
-        model=wrapped,
-        num_microbatches=4,
-        seq_length=32,
-        micro_batch_size=2,
-        forward_only=False,
-    )
+    sizes = dict(num_microbatches=4, seq_length=32, micro_batch_size=2, forward_only=False)
+    data = [_batches(rank) for _ in chunks]
+    step = _forward_step(losses, 1.0)
+    get_forward_backward_func()(forward_step_func=step, data_iterator=data, model=wrapped, **sizes)
     model = torch.nn.ModuleList(chunks)
     return _fused(model), _gradients(model), losses
 
@@ -177,13 +156,8 @@ def _pipeline(rank: int, fusion: bool) -> tuple:
 def _wrapped(model: torch.nn.Module, fp32_gradients: bool):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=fp32_gradients,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        use_distributed_optimizer=True,
-        bucket_size=20_000,
-    )
+    on = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32_gradients, bucket_size=20_000, **on)
     return DistributedDataParallel(model.config, settings, model)
 
 
@@ -194,8 +168,5 @@ def _fused(model: torch.nn.Module) -> set[str]:
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.main_grad.float().cpu().clone()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name: parameter.main_grad.float().cpu().clone() for name, parameter in trained}

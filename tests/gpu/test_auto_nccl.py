@@ -4,13 +4,10 @@ import pytest
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_auto import timing_worker
-from tests.gpu.devices import DEVICES
+from tests.gpu.devices import needs
 from tests.gpu.training import train
 
-pytestmark = [
-    pytest.mark.multigpu,
-    pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = [pytest.mark.multigpu, needs(2)]
 
 
 def test_every_candidate_can_be_timed() -> None:

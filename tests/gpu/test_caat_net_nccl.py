@@ -8,11 +8,7 @@ from tests.distributed.test_caat_net import (
     gradient_worker,
 )
 from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
-from tests.gpu.devices import DEVICES
-
-WORLD_SIZES = [
-    pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
-]
+from tests.gpu.devices import WORLD_SIZES
 
 pytestmark = pytest.mark.multigpu
 

@@ -1,6 +1,5 @@
 """Mixtures of experts on two CUDA devices over NCCL: the Triton kernels, real streams, and whole runs."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from tests.distributed.spawn import spawn
 from tests.distributed.test_expert_layers import CODECS, GATHERED, PADDED, SHARED, check_counts, layers_worker
 from tests.distributed.transport_audit import total_of
-from tests.gpu.devices import DEVICES
+from tests.gpu.devices import needs, needs_transformer_engine
 from tests.gpu.training import losses, train
 
 LAYOUTS = {
@@ -24,10 +23,7 @@ TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-d
     --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --train-iters 20 --lr-decay-iters 20"""
 
-pytestmark = [
-    pytest.mark.multigpu,
-    pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = [pytest.mark.multigpu, needs(2)]
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +33,11 @@ def ranks() -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(ranks: list[dict], layout: str) -> None:
-    """The identity codec against megatron-core's own: atomics of backward kernels may change a last bit."""
+def test_gradients_and_bytes(ranks: list[dict], layout: str) -> None:
+    """Identity against megatron-core's own (atomics may change a last bit); the ledger counts every byte."""
     for rank in ranks:
         assert rank[layout]["identity"] < 1e-6
         assert 0 < rank[layout]["int8:group=64"] < 0.05
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
-    """As on CPUs; kernels lay out what is counted."""
-    for rank in ranks:
         check_counts(rank[layout]["counted"])
         assert all(total_of(rows) for _, rows in rank[layout]["counted"].values())
         assert set(rank[layout]["counted"]) == set(CODECS)
@@ -59,10 +49,7 @@ def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
         "--transformer-impl local",
         pytest.param(
             "--transformer-impl transformer_engine --moe-grouped-gemm",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("transformer_engine") is None,
-                reason="needs Transformer Engine: scripts/setup.sh --with-transformer-engine",
-            ),
+            marks=needs_transformer_engine,
         ),
     ],
 )

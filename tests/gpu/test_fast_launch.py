@@ -7,43 +7,36 @@ from unittest import mock
 import pytest
 import torch
 
-from taco_kernels.taco import CodecConfig
-from tests.gpu.simulated_ranks import simulated_channels
+from taco_kernels.common import fast_launch
+from taco_kernels.symmetric_memory import collectives
+from taco_kernels.taco import CodecConfig, launch
+from tests.gpu.devices import needs
+from tests.gpu.simulated_ranks import bits, simulated_channels
 
 SETTINGS = [CodecConfig("int8"), CodecConfig("int6", 64, "single"), CodecConfig("fp8-e4m3", 32)]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: equal also where values are NaN."""
-    return x.contiguous().view(torch.uint8)
 
 
 @contextmanager
 def only_fast_launches():
     """Fail on a launch that goes through Triton."""
-    from taco_kernels.common.fast_launch import Launch
 
     def refuse(self, *_) -> None:
         raise AssertionError(f"{self.kernel} went through Triton")
 
-    with mock.patch.object(Launch, "_through_triton", refuse):
+    with mock.patch.object(fast_launch.Launch, "_through_triton", refuse):
         yield
 
 
-@pytest.mark.parametrize("config", SETTINGS[:2])
-def test_graph_capture(config: CodecConfig) -> None:
+def test_graph_capture() -> None:
     """Launches are captured, and replays see what the tensors hold by then."""
-    from taco_kernels.common import fast_launch
-    from taco_kernels.symmetric_memory import collectives
-    from taco_kernels.taco import launch
-
-    x = torch.randn(1000, 128, device="cuda").bfloat16()
+    config, x = SETTINGS[0], torch.randn(1000, 128, device="cuda").bfloat16()
     (channel,) = simulated_channels(1, programs=24)
 
     def call() -> list[torch.Tensor]:
         wires = launch.encode(x, config, 2)
         back = launch.decode(wires, config, x.shape, x.dtype)
-        return [wires, back, collectives.all_reduce(channel, x, config)]
+        summed = launch.decode_sum_encode(wires, config, config.chunk_numel(x.numel(), 2))
+        return [wires, back, summed, collectives.all_reduce(channel, x, config)]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -69,8 +62,6 @@ def test_graph_capture(config: CodecConfig) -> None:
 )
 def test_side_stream() -> None:
     """A kernel on another stream waits for that stream, and for it alone."""
-    from taco_kernels.taco import launch
-
     config, side = CodecConfig("int8"), torch.cuda.Stream()
     x, new = torch.zeros(2**16, device="cuda"), torch.randn(2**16, device="cuda")
     expected = launch.encode(new, config)
@@ -89,11 +80,9 @@ def test_side_stream() -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@needs(2, shared=False)
 def test_second_device() -> None:
     """Each device has kernels of its own; alternating between them changes nothing."""
-    from taco_kernels.taco import launch
-
     config = CodecConfig("int8")
     x = torch.randn(1000, 128).bfloat16()
     wires = []
@@ -110,8 +99,6 @@ def test_second_device() -> None:
 
 def test_wrong_device_is_an_error() -> None:
     """A tensor of the host never reaches a kernel, whatever was launched before."""
-    from taco_kernels.taco import launch
-
     config, x = CodecConfig("int8"), torch.randn(1024, device="cuda")
     for _ in range(3):
         wire = launch.encode(x, config)

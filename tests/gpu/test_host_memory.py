@@ -15,11 +15,7 @@ from tests.distributed import test_tagc
 from tests.distributed.spawn import spawn
 from tests.distributed.test_host_memory import check_the_same, exchanges_worker, trained
 from tests.distributed.tiny_ddp import start
-from tests.gpu.devices import DEVICES
-
-WORLD_SIZES = [
-    pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
-]
+from tests.gpu.devices import UNSHARED, WORLD_SIZES, needs
 
 pytestmark = pytest.mark.multigpu
 
@@ -50,7 +46,7 @@ def sums_worker(rank: int, world_size: int) -> list[bool]:
     return same
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices, not one shared")
+@needs(2, shared=False)
 def test_sums_have_the_same_bits() -> None:
     """Whatever carries the payloads."""
     for same in spawn(sums_worker, 2, backend="nccl"):
@@ -71,12 +67,10 @@ def data_parallel_worker(rank: int, world_size: int) -> None:
     assert trained(rank, "host") == trained(rank, "collective")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", UNSHARED)
 def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
     """Gradients by SDP4Bit and others, several buckets under way, weights, and TAGC; over one node, and over
     two of two devices; and a training, whose hooks run in autograd's thread."""
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} CUDA devices, none of them shared")
     spawn(data_parallel_worker, world_size, backend="nccl")
 
 
@@ -118,7 +112,7 @@ def corners_worker(rank: int, world_size: int) -> None:
     assert gathered[:, -1].sum() == sum(range(1, world_size + 1))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices, not one shared")
+@needs(2, shared=False)
 def test_corners() -> None:
     """A thread without a context, handles that are dropped, side streams, and captures, which are refused."""
     spawn(corners_worker, 2, backend="nccl")
@@ -141,7 +135,7 @@ def refused_worker(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices, not one shared")
+@needs(2, shared=False)
 def test_refusal_leaves_the_device_as_it_was() -> None:
     """NCCL carries payloads then: no error of CUDA's may be left behind."""
     spawn(refused_worker, 2, backend="nccl")

@@ -7,15 +7,12 @@ from taco_kernels import lossless
 from taco_kernels.lossless import FLAG_AT, layout_of, reference
 from tests.kernels.wires.lossless import bits, cases
 
-pytestmark = pytest.mark.gpu
-
 SHARE = 0.07
 DTYPES = (torch.bfloat16, torch.float32)
-SIZES = (1, 5, 128, 129, 3000, 2048, 2056, 16_384, 100_003)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", (1, 129, 3000, 16_384, 1_000_003))
 def test_every_bit_comes_back(numel: int, dtype: torch.dtype) -> None:
     layout = layout_of(numel, dtype, SHARE)
     for name, on_host in cases(3, numel, dtype, seed=numel):
@@ -33,12 +30,10 @@ def test_every_bit_comes_back(numel: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", (4096, 5000))
-def test_sums(numel: int, dtype: torch.dtype) -> None:
+def test_sums(dtype: torch.dtype) -> None:
     """In the order of the senders, rounded once; one that overflowed among them."""
-    layout = layout_of(numel, dtype, SHARE)
-    senders = []
-    for name, x in cases(2, numel, dtype, seed=9):
+    layout, senders = layout_of(5000, dtype, SHARE), []
+    for name, x in cases(2, 5000, dtype, seed=9):
         if name in ("gaussian", "one value", "tiny", "every exponent"):
             senders.append(reference.encode(x, layout))
     stacked = torch.stack(senders)

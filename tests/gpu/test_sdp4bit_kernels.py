@@ -17,18 +17,13 @@ from tests.kernels.wires.sdp4bit import apart
 FORMATS = [
     GroupFormat(bits, size, hadamard)
     for bits in (4, 8)
-    for size in (64, 128, 512, 2048, 4096)
+    for size in (64, 512, 4096)
     for hadamard in (True, False)
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def filled_outputs():
-    """New tensors begin as 255 or NaN: kernels must write all of them."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("filled_outputs")
 
 
 def _close(exact: torch.Tensor, wires: torch.Tensor, format: GroupFormat, numel: int) -> None:
@@ -44,7 +39,7 @@ def test_kernels(format: GroupFormat) -> None:
     """Every operation over types, sizes that divide nothing, strided rows and damaged values."""
     generator = torch.Generator().manual_seed(0)
     target = GroupFormat(12 - format.bits, 128 if format.group_size > 128 else 1024, format.hadamard)
-    for case, (numel, dtype) in enumerate((n, d) for n in (1, 64, 2500, 65536 + 48, 300000) for d in DTYPES):
+    for case, (numel, dtype) in enumerate((n, d) for n in (1, 2500, 65536 + 48) for d in DTYPES):
         wide = torch.randn(2, 3, numel + 32, generator=generator)
         wide[1, 1] *= 1e-6
         wide[0, 2] = 0.0
@@ -74,7 +69,7 @@ def test_kernels(format: GroupFormat) -> None:
 def test_weights_have_the_bits_of_the_reference() -> None:
     """Replicas on any device agree: differences and their sums are bit-equal to the CPU's."""
     format = GroupFormat(4, 2048)
-    for numel in (1, 2048, 100_000, 4_000_003):
+    for numel in (1, 2048, 1_000_003):
         for dtype in (torch.bfloat16, torch.float16):
             generator = torch.Generator().manual_seed(numel)
             old = torch.randn(3, numel, generator=generator).to(dtype)

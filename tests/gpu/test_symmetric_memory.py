@@ -9,25 +9,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import (
+    TorchTransport,
+    Transports,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from megatron.compression.communication.transport import SymmetricTransport
+from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError, collectives
 from taco_kernels.taco import CodecConfig, decode, decode_sum_encode, encode
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
+from tests.gpu.devices import UNSHARED, needs
 
 CALLS = 10_000
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: equal also where values are NaN."""
-    return x.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize(
     ("world_size", "config", "shape", "dtype"),
     [
-        (4, CodecConfig("fp8-e4m3"), (516, 1003), torch.bfloat16),
-        (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),
-        (2, CodecConfig("int4", 256), (64, 4096), torch.float16),
-        (4, CodecConfig("int5", 32, "single"), (64, 1000), torch.float32),
+        (4, CodecConfig("fp8-e4m3"), (1920, 4096), torch.bfloat16),  # ten steps a program
+        (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),  # ranks of no power of 2
+        (2, CodecConfig("int4", 256), (64, 1000), torch.float16),
         (4, CodecConfig("int8", hadamard=False), (4, 5), torch.bfloat16),  # less than a tile
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
@@ -35,8 +40,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 )
 def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, shape, dtype) -> None:
     """Every collective, several times over the same channel, in an order that leaves their slots askew."""
-    from taco_kernels.symmetric_memory import collectives
-
     generator = torch.Generator("cuda").manual_seed(0)
     xs = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(world_size)]
     xs[0][0, 1] = float("nan")
@@ -48,24 +51,16 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
 
     def on_all(call, expected: list[torch.Tensor]) -> None:
         for result, wanted in zip(ranks.on_all_ranks(channels, call), expected, strict=True):
-            assert torch.equal(bits(result), bits(wanted))
+            assert torch.equal(ranks.bits(result), ranks.bits(wanted))
+
+    def gather(r: int, channel) -> torch.Tensor:
+        return collectives.all_gather_encoded(channel, wires[r], shape, dtype, config)
 
     for _ in range(3):
         on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
         on_all(lambda r, channel: collectives.reduce_scatter(channel, xs[r], config), scattered)
-        on_all(
-            lambda r, channel: collectives.all_gather_encoded(channel, wires[r], shape, dtype, config),
-            [gathered] * world_size,
-        )
+        on_all(gather, [gathered] * world_size)
     channels[0].check()
-
-
-def needs(devices: int):
-    """Skip where there are fewer devices."""
-    return pytest.mark.skipif(torch.cuda.device_count() < devices, reason=f"needs {devices} CUDA devices")
-
-
-WORLD_SIZES = [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))]
 
 
 def over_nccl(x: torch.Tensor, config: CodecConfig, group: dist.ProcessGroup) -> torch.Tensor:
@@ -79,10 +74,8 @@ def over_nccl(x: torch.Tensor, config: CodecConfig, group: dist.ProcessGroup) ->
     return decode(sums, config, x.shape, x.dtype)
 
 
-def stress_worker(rank: int, world_size: int) -> int:
+def stress_worker(rank: int, world_size: int) -> None:
     """Back-to-back calls of random sizes on two groups and two streams, each compared on the device."""
-    from taco_kernels.symmetric_memory import SymmetricGroup
-
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     groups = [dist.group.WORLD, pairs[rank // 2]]
     symmetric = [SymmetricGroup(group) for group in groups]
@@ -98,30 +91,25 @@ def stress_worker(rank: int, world_size: int) -> int:
         cases.append((x, [over_nccl(x, config, group) for group in groups]))
     torch.cuda.synchronize()
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in groups]
-    done = 0
     for _ in range(CALLS):
         x, expected = draw.choice(cases)
         which = draw.randrange(2)
         with torch.cuda.stream(streams[which]):
             wrong[which] += (symmetric[which].all_reduce(x, config) != expected[which]).any()
-        done += 1
     torch.cuda.synchronize()
     assert [int(count) for count in wrong] == [0, 0]
     for group in symmetric:
         group.channel.check()
-    return done
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", UNSHARED)
 def test_ten_thousand_calls_on_two_groups(world_size: int) -> None:
-    assert spawn(stress_worker, world_size, backend="nccl") == [CALLS] * world_size
+    spawn(stress_worker, world_size, backend="nccl")
 
 
 def dead_rank_main(rank: int, store: str, outcome) -> None:
     """Rank 1 leaves; rank 0's next call must end, and the one after it must say why."""
-    from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError
-
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -145,7 +133,7 @@ def dead_rank_main(rank: int, store: str, outcome) -> None:
 
 
 @pytest.mark.multigpu
-@needs(2)
+@needs(2, shared=False)
 def test_a_rank_that_dies_does_not_hang_the_others() -> None:
     context = multiprocessing.get_context("spawn")
     outcome = context.Queue()
@@ -162,3 +150,38 @@ def test_a_rank_that_dies_does_not_hang_the_others() -> None:
                 if process.is_alive():
                     process.kill()
     assert len(messages) == 2 and "waited 2 s for rank 1" in messages[1]
+
+
+def transports_worker(rank: int, world_size: int) -> None:
+    """Every transport gives the same bits, and the symmetric one counts what it stores."""
+    group = dist.group.WORLD
+    transports = Transports("symmetric")
+    (line,) = transports.prepare([group])
+    assert "symmetric memory" in line
+    assert transports.prepare([group]) == []
+    sends: list[tuple[str, int]] = []
+    symmetric = transports.transport(group, lambda operation, sent: sends.append((operation, sent)))
+    assert isinstance(symmetric, SymmetricTransport)
+    plain = TorchTransport(group)
+    torch.manual_seed(rank)
+    for spec in ("taco:format=int8", "int4", "int5/int6"):
+        codec = parse_codec(spec)
+        for shape in ((world_size, 40), (world_size * 128, 1000), (4096, 1024)):
+            x = torch.randn(shape, device="cuda").bfloat16()
+            for operation in (all_reduce, reduce_scatter, all_gather):
+                expected = operation(x, codec, plain).wait()
+                assert torch.equal(operation(x, codec, symmetric).wait(), expected), (spec, operation, shape)
+    sends.clear()
+    x = torch.ones(world_size * 2**20, device="cuda").bfloat16()
+    all_reduce(x, parse_codec("taco:format=int8"), symmetric).wait()
+    half = (world_size - 1) * 2**20 // 128 * 132  # whole tiles, an fp32 step a group
+    assert sends == [("all_to_all", half), ("all_gather", half)]
+    for spec in ("identity", "sdp4bit"):  # over torch.distributed
+        assert abs(all_reduce(x, parse_codec(spec), symmetric).wait()[0] - world_size) < 0.1
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("world_size", UNSHARED)
+def test_transports_agree(world_size: int) -> None:
+    """Symmetric memory and torch.distributed, codecs with and without a kernel for the collective."""
+    spawn(transports_worker, world_size, backend="nccl")

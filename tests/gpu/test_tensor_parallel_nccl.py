@@ -1,17 +1,15 @@
-"""The distributed tests again, on CUDA devices over NCCL: the Triton kernels under the same checks."""
+"""Tensor and context parallelism's distributed tests again, on CUDA devices over NCCL."""
 
 import pytest
+import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_collectives import collectives_worker
+from tests.distributed.test_context_parallel import attention_worker, check_ranks
 from tests.distributed.test_query_groups import check_few_groups
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
 from tests.distributed.test_tensor_parallel_model import ITERATIONS, replica_worker
-from tests.gpu.devices import DEVICES
-
-WORLD_SIZES = [
-    pytest.param(n, marks=pytest.mark.skipif(n > DEVICES, reason=f"needs {n} CUDA devices")) for n in (2, 4)
-]
+from tests.gpu.devices import WORLD_SIZES, needs
 
 pytestmark = pytest.mark.multigpu
 
@@ -40,8 +38,20 @@ def test_replicas_stay_identical(world_size: int) -> None:
         assert other == hashes
 
 
-@pytest.mark.skipif(DEVICES < 4, reason="needs 4 CUDA devices")
+@needs(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fewer_query_groups_than_ranks(sequence_parallel: bool) -> None:
     """The gather of qkv, and what it stands for."""
     check_few_groups(sequence_parallel, backend="nccl")
+
+
+@needs(2)
+def test_context_parallel_attention() -> None:
+    """As on the CPU; and every transport gives the same bits."""
+    found = {}
+    for transport in ("collective", "auto"):
+        found[transport] = spawn(attention_worker, 2, transport, backend="nccl")
+        check_ranks(found[transport])
+    for one, other in zip(*found.values(), strict=True):
+        for spec in ("lossless", "int8"):
+            assert all(map(torch.equal, one["bits"][spec][0], other["bits"][spec][0])), spec

@@ -1,8 +1,8 @@
-"""Transformer Engine's own layers with compressed collectives, TP 2."""
+"""Transformer Engine's own layers with compressed collectives: layers, checkpoints, other dimensions."""
 
-import importlib.util
 import itertools
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,32 +10,21 @@ import torch
 from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
-from tests.gpu.devices import DEVICES
+from tests.gpu.devices import needs, needs_transformer_engine
+from tests.gpu.training import losses, train
 
-pytestmark = [
-    pytest.mark.multigpu,
-    pytest.mark.skipif(DEVICES < 2, reason="needs 2 CUDA devices"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="needs Transformer Engine: scripts/setup.sh --with-transformer-engine",
-    ),
-]
+pytestmark = [pytest.mark.multigpu, needs(2), needs_transformer_engine]
 
 STEPS = 3
+ENGINE = """--transformer-impl transformer_engine --bf16 --hidden-size 256 --use-distributed-optimizer
+    --no-create-attention-mask-in-dataloader"""
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 def build(rank: int, state, fuse: bool, **changes):
     """The tiny GPT of TE's layers, whose GEMMs may add to an fp32 main_grad."""
-    model = build_tiny_gpt(
-        rank,
-        2,
-        state,
-        torch.bfloat16,
-        transformer_impl="transformer_engine",
-        hidden_size=256,
-        gradient_accumulation_fusion=fuse,
-        **changes,
-    )
+    changes |= dict(transformer_impl="transformer_engine", hidden_size=256, gradient_accumulation_fusion=fuse)
+    model = build_tiny_gpt(rank, 2, state, torch.bfloat16, **changes)
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
@@ -67,17 +56,12 @@ def trained(rank: int, codec: str | None, fuse: bool, **changes) -> tuple[list[f
 def engine_worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     fill_weight_gradient_slot()
-    settings = itertools.product(
-        ({}, {"fp8": "hybrid", "fp8_recipe": "delayed"}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
-        (False, True),
-        (False, True),
-    )
-    return {
-        f"{fp8.get('fp8_recipe', 'bf16')} sequence_parallel={parallel} fuse={fuse}": checked(
-            rank, fuse, {"sequence_parallel": parallel, **fp8}
-        )
-        for fp8, parallel, fuse in settings
-    }
+    results = {}
+    for recipe, parallel, fuse in itertools.product(("bf16", "delayed", "tensorwise"), *[(False, True)] * 2):
+        fp8 = {} if recipe == "bf16" else {"fp8": "hybrid", "fp8_recipe": recipe}
+        changes = {"sequence_parallel": parallel, **fp8}
+        results[f"{recipe} sequence_parallel={parallel} fuse={fuse}"] = checked(rank, fuse, changes)
+    return results
 
 
 def checked(rank: int, fuse: bool, changes: dict) -> dict:
@@ -98,7 +82,7 @@ def checked(rank: int, fuse: bool, changes: dict) -> dict:
         "noise": noise,
         "identity": identity,
         "kinds": {
-            traffic: {kind: sent for kind, (sent, _) in kinds.items() if sent}
+            traffic: {kind for kind, (sent, _) in kinds.items() if sent}
             for traffic, kinds in state.ledger.totals().items()
         },
         "unknown": not_in_the_ledger(rank, fuse, changes),
@@ -137,5 +121,42 @@ def test_layers() -> None:
             gathers_fp8 = "bf16" not in name and "sequence_parallel=True" in name
             allowed = {"compressed", "fp8"} if gathers_fp8 else {"compressed"}
             for traffic in ("tp.forward", "tp.backward"):
-                assert set(found["kinds"][traffic]) == allowed, name
+                assert found["kinds"][traffic] == allowed, name
             assert found["unknown"] == [], name
+
+
+def run(flags: str, report: Path) -> dict:
+    """A run on two ranks."""
+    return train(*ENGINE.split(), *flags.split(), processes=2, report=report)
+
+
+def test_checkpoints_know_nothing_of_compression(tmp_path: Path) -> None:
+    """Saved without --taco, loaded with it, saved again, loaded without: each goes on from there."""
+    folder = tmp_path / "checkpoints"
+    keep = f"{TENSOR} --train-iters 12 --save {folder} --load {folder} --save-interval 4 --exit-interval 4"
+    found = {}
+    for part, codec in enumerate(("", "--taco --compression-min-mb 0", "")):
+        report = run(f"{keep} {codec}", tmp_path / str(part))
+        sent = report["summary"]["bytes_per_iteration"]["tp.forward"]
+        assert (sent["sent"] < 0.7 * sent["uncompressed"]) == bool(codec)
+        found |= losses(report)
+    assert sorted(found) == list(range(1, 13))
+    exact = losses(run(f"{TENSOR} --train-iters 12", tmp_path / "whole"))
+    assert {i: found[i] for i in range(1, 5)} == pytest.approx({i: exact[i] for i in range(1, 5)}, rel=1e-3)
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "channel"),
+    [
+        ("--overlap-grad-reduce --overlap-param-gather --dp-compression sdp4bit", "dp.gradient"),
+        ("--pipeline-model-parallel-size 2 --pp-compression tah-quant", "pp.forward"),
+    ],
+)
+def test_other_dimensions(flags: str, channel: str, tmp_path: Path) -> None:
+    """Gradients and pipeline messages of TE's layers go compressed as those of ours do."""
+    report = run(flags, tmp_path)
+    pair = report["summary"]["bytes_per_iteration"][channel]
+    assert 0 < pair["sent"] < 0.6 * pair["uncompressed"]
+    found = losses(report)
+    assert sorted(found) == [1, 2, 3, 4] and found[4] < found[1]

@@ -1,5 +1,7 @@
 """On CUDA a weight gradient is added to main_grad by its GEMM: in place, in fp32, without a buffer."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,16 +10,12 @@ from megatron.compression.torch_native.weight_gradient import add_product
 TOKENS, OUT, IN = 4096, 2048, 1536
 
 
-def products_peak(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor, halves: int) -> int:
-    """Bytes that adding the product needs beside its operands; cuBLAS has its workspace already."""
-    parts = list(zip(grad_output.chunk(halves, dim=1), main_grad.chunk(halves), strict=True))
-    for part, rows in parts:
-        add_product(x, part, rows.clone())
+def peak_of(call: Callable[[], None]) -> int:
+    """Bytes that the call needs in addition to what is allocated."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for part, rows in parts:
-        add_product(x, part, rows)
+    call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -33,7 +31,10 @@ def test_products_are_added_in_place(dtype: torch.dtype, main: str, halves: int)
     main_dtype = torch.float32 if main == "fp32" else dtype
     main_grad = torch.randn(OUT, IN, **draw).to(main_dtype)
     wanted = main_grad.double() + grad_output.double().t() @ x.double()
-    peak = products_peak(x, grad_output, main_grad, halves)
+    parts = list(zip(grad_output.chunk(halves, dim=1), main_grad.chunk(halves), strict=True))
+    for part, rows in parts:
+        add_product(x, part, rows.clone())  # cuBLAS allocates its workspace
+    peak = peak_of(lambda: [add_product(x, part, rows) for part, rows in parts])
     assert peak < main_grad.nbytes / 8, "no copy of main_grad and no product beside it"
     error = float((main_grad.double() - wanted).abs().max() / wanted.abs().max())
     assert error < (5e-5 if main == "fp32" else torch.finfo(dtype).eps)

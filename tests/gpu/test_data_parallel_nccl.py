@@ -1,0 +1,55 @@
+"""SDP4Bit's and TAGC's training tests again, on CUDA devices over NCCL."""
+
+import pytest
+import torch
+
+from tests.distributed import test_tagc
+from tests.distributed.spawn import spawn
+from tests.distributed.test_data_parallel_hooks import identity_worker
+from tests.distributed.test_data_parallel_nodes import four_ranks_worker
+from tests.distributed.test_sdp4bit import check_bytes, replica_worker
+from tests.gpu.devices import needs
+
+pytestmark = pytest.mark.multigpu
+
+
+@needs(2)
+def test_an_exact_codec_changes_nothing() -> None:
+    """The hooks alone leave two ranks' weights as they are, to the bit."""
+    for results in spawn(identity_worker, 2, backend="nccl"):
+        for name, (plain, hooked, _) in results.items():
+            assert plain == hooked, name
+
+
+@needs(4)
+def test_replicas_stay_identical() -> None:
+    """Four ranks, 50 iterations with overlap, and plain DDP."""
+    for (first, last), (plain_first, plain_last) in spawn(replica_worker, 4, backend="nccl"):
+        assert last < first - 1.0 and plain_last < plain_first - 0.3
+
+
+@needs(4)
+def test_two_nodes() -> None:
+    """Two nodes of two ranks: training, bytes, state."""
+    for results in spawn(four_ranks_worker, 4, backend="nccl"):
+        check_bytes(results)
+
+
+def _on_gpu(rank: int, world_size: int, worker: str, *args):
+    test_tagc.DEVICE = f"cuda:{torch.cuda.current_device()}"  # which ranks may share
+    return getattr(test_tagc, worker)(rank, world_size, *args)
+
+
+@needs(4)
+@pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
+def test_tagc_exchanges(world_size: int, node_size: int | None) -> None:
+    for sizes in spawn(_on_gpu, world_size, "exchange_worker", node_size, backend="nccl"):
+        assert not sizes or 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6
+
+
+@needs(4)
+def test_tagc_learns_and_weights_agree() -> None:
+    """Sketches and packed values, with the distributed optimizer and overlap, and plain DDP."""
+    for everything in spawn(_on_gpu, 4, "training_worker", 50, backend="nccl"):
+        for losses in everything:
+            assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
