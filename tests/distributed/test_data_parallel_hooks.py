@@ -17,7 +17,6 @@ EXACT = {"compression": "identity", "weights": "identity"}
 SETUPS = {
     "overlap": Setup(),
     "accumulation, bf16 gradients": Setup(micro_batches=2, fp32_gradients=False),
-    "accumulation, fused": Setup(micro_batches=2, fusion=True),
     "no overlap": Setup(overlap=False),
     "plain DDP": Setup(distributed_optimizer=False),
     "fp32 weights": Setup(dtype=torch.float32),

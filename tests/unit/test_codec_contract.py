@@ -13,21 +13,18 @@ MORE = (
     "int6:outliers=on",
     "int4:group=32,hadamard=off,outliers=on",
     "int4:group=32,normalize=standardize,outliers=on",
-    "taco:outliers=on",
     "int4:group=32,normalize=standardize",
-    "int6:group=64,normalize=standardize",
     "int6:group=32,scales=single,hadamard=off",
     "taco:format=int8,scales=single,group=64",
     "taco:format=fp8-e5m2",
     "sdp4bit:intra=4,group=2048,hadamard=off",
-    "sdp4bit:intra=4,inter=8",
     "tah-quant:allocation=tile,tile=32",
     "tah-quant:low=2",
     "examples.paper.per_tensor_fp8:PerTensorFp8",
 )
 SPECS = sorted({*CODECS.names(), *MORE} - {"lossless"})
 """All but lossless, whose payloads are of the dtype that is encoded, and may be cut: test_lossless.py."""
-SHAPES = [(1,), (5,), (128,), (1000,), (7, 3), (3, 2, 96), (6, 1, 257)]
+SHAPES = [(1,), (128,), (1000,), (3, 2, 96), (6, 1, 257)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORST = 0.6
 """Relative error of two and three bits on tiny rows; what matters is that no row gets another's values."""
@@ -79,8 +76,8 @@ def test_rows(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_sums(spec: str) -> None:
-    """``decode_sum`` is the sum of what is decoded, in fp32, scaled, rounded once."""
+def test_sums_and_buffers_that_are_given(spec: str) -> None:
+    """Sums of what is decoded: in fp32, scaled, rounded once; the same bits in an ``out`` of any strides."""
     codec = parse_codec(spec)
     second = codec.hops[1]
     for shape in shapes_of(codec):
@@ -89,69 +86,45 @@ def test_sums(spec: str) -> None:
         total = codec.decode_sum(payloads, shape, torch.float32)
         assert total.shape == (2, *shape)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
-        third = codec.decode_sum(payloads, shape, torch.bfloat16, scale=1 / 3)
-        assert torch.equal(third, (total * (1 / 3)).bfloat16()), "rounded once, after the scale"
         again = codec.decode_sum_encode(payloads, shape, second)
         assert again.shape == (2, second.payload_bytes(shape)) and again.dtype == torch.uint8
         assert error(second.decode(again, shape, torch.float32), exact) < WORST
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_buffers_that_are_given(spec: str) -> None:
-    """The result goes into ``out``, in its dtype, whatever its strides, and has the same bits."""
-    codec = parse_codec(spec)
-    for shape in shapes_of(codec):
-        payloads = torch.stack([codec.encode(values(2, *shape, seed=seed)) for seed in range(2)])
         for dtype in (torch.float32, torch.bfloat16):
-            for given in (
-                torch.full((2, *shape), 7.0, dtype=dtype),
-                torch.full((2, *shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)[..., ::2],
-            ):
+            third = codec.decode_sum(payloads, shape, dtype, scale=1 / 3)
+            assert torch.equal(third, (total * (1 / 3)).to(dtype)), "rounded once, after the scale"
+            decoded = codec.decode(payloads[0], shape, dtype)
+            whole = torch.full((2, *shape), 7.0, dtype=dtype)
+            for given in (whole, torch.cat((whole, whole), -1)[..., ::2]):
                 codec.decode_into(payloads[0], shape, dtype, given)
-                assert torch.equal(given, codec.decode(payloads[0], shape, dtype))
+                assert torch.equal(given, decoded)
                 codec.decode_sum(payloads, shape, dtype, 1 / 3, given)
-                assert torch.equal(given, codec.decode_sum(payloads, shape, dtype, 1 / 3))
+                assert torch.equal(given, third)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not parse_codec(spec).sees_shape])
 def test_grids_and_differences(spec: str) -> None:
     """What data parallelism asks for: rows that lie apart, the change of weights added to them."""
     codec = parse_codec(spec)
-    if codec.sees_shape:
-        return
     grid = values(2, 3, 2 * 160)[..., :160]
-    expected = torch.stack([codec.encode(rows) for rows in grid])
-    assert torch.equal(codec.encode_grid(grid), expected)
+    assert torch.equal(codec.encode_grid(grid), torch.stack([codec.encode(rows) for rows in grid]))
     old, change = values(200, dtype=torch.bfloat16), 1e-2 * values(200, seed=1)
     new = (old.float() + change).to(torch.bfloat16)
     payload = codec.encode_difference(new, old)
     assert payload.shape == (codec.payload_bytes((200,)),)
     weights = old.clone()[None]
     assert codec.add_decoded(payload[None], weights) is weights
-    assert error(weights[0], new) < 0.01
-    if spec == "identity":
-        assert torch.equal(weights[0], new)
+    assert torch.equal(weights[0], new) if spec == "identity" else error(weights[0], new) < 0.01
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_not_finite_stays_so(spec: str) -> None:
-    """A NaN or an infinity reaches the other side, and no other row."""
-    codec = parse_codec(spec)
-    shape = (4, 2, 128)
+def test_zeros_and_what_is_not_finite(spec: str) -> None:
+    """Zeros come back; a NaN or an infinity reaches the other side, and no other row."""
+    codec, shape = parse_codec(spec), (4, 2, 128)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = values(2, *shape)
         x[1, 2, 1, 5] = bad
         decoded = codec.decode(codec.encode(x), shape, torch.float32)
-        assert decoded[0].isfinite().all()
-        assert not decoded[1].isfinite().all(), bad
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_nothing_is_encoded_as_nothing(spec: str) -> None:
-    """Zeros come back as zeros; a row's bits are those that tables say."""
-    codec = parse_codec(spec)
-    shape = (16, 2, 128)
+        assert decoded[0].isfinite().all() and not decoded[1].isfinite().all(), bad
     zeros = torch.zeros(1, *shape)
     assert torch.equal(codec.decode(codec.encode(zeros), shape, torch.float32), zeros)
     assert codec.bits_per_value(shape) == 8 * codec.payload_bytes(shape) / math.prod(shape)
-    assert 2 < codec.bits_per_value((1024, 1, 1024)) <= 32

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Policy, Rule
+from megatron.compression.communication import Policy
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.config import DataParallelConfig
@@ -11,78 +11,58 @@ from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 LARGE = 2**21
-THRESHOLD = 2**20
-
-
-class Now:
-    """The iteration that a policy is told."""
-
-    iteration = 0
 
 
 def _policy(
-    now: Now | None = None, *, validate_uncompressed: bool = False, bound=None, start: int = 0, **settings
+    now=lambda: 0, *, validate_uncompressed: bool = False, bound=None, start: int = 0, **settings
 ) -> Policy:
-    now = now or Now()
     config = TensorParallelConfig(**{"compression": "taco", "min_mb": 1.0, **settings})
-    rules = {
-        **config.rules(start),
-        **DataParallelConfig(compression="int8").rules(start),
-    }
-    return Policy(rules, Ledger(), lambda: now.iteration, validate_uncompressed, bound or ErrorMeter())
+    rules = {**config.rules(start), **DataParallelConfig(compression="int8").rules(start)}
+    return Policy(rules, Ledger(), now, validate_uncompressed, bound or ErrorMeter())
 
 
 def test_choice_follows_layer_error_iteration_and_size() -> None:
-    """The ledger's kind says why a message went uncompressed."""
-    now, bound = Now(), ErrorMeter(0.05)
-    policy = _policy(now, bound=bound, start=3, layers="1,output")
+    """The kind says why a message is uncompressed; one of the threshold's size is compressed."""
+    iteration, bound = [0], ErrorMeter(0.05)
+    policy = _policy(lambda: iteration[0], bound=bound, start=3, layers="1,output")
 
     def kind(site="site", layer=1, traffic="tp.forward", size=LARGE) -> str:
         decision = policy.decide(traffic, size, site, layer)
         assert (decision.codec is not None) == (decision.why == "compressed")
         return decision.why
 
-    assert kind() == "warmup"
-    now.iteration = 2
-    assert kind() == "warmup"
-    now.iteration = 3
-    assert kind() == kind(layer="output") == "compressed"
-    assert kind(size=100) == "small" and kind(size=None) == "compressed"
+    for iteration[0] in (0, 2):
+        assert kind() == "warmup"
+    iteration[0] = 3
+    assert kind() == kind(layer="output") == kind(size=None) == kind(size=2**20) == "compressed"
+    assert kind(size=2**20 - 1) == "small"
     assert kind(layer=0) == kind(layer="embedding") == kind(layer=None) == "excluded"
     bound.tripped["site", "tp.backward"] = 0.1
     assert kind(traffic="tp.backward") == "guarded"
     assert kind() == kind(site="other", traffic="tp.backward") == "compressed"
     assert kind(traffic="pp.forward") == kind(traffic="tp.other") == "off"
-
-
-def test_a_message_of_exactly_the_threshold_is_compressed() -> None:
-    """The flag says the least size that compresses; a fraction of a byte does not make it more."""
-    policy = _policy()
-    assert policy.decide("tp.forward", THRESHOLD).why == "compressed"
-    assert policy.decide("tp.forward", THRESHOLD - 1).why == "small"
     assert _policy(min_mb=0.0).decide("tp.forward", 0).why == "compressed"
 
 
-def test_backward_has_its_own_codec() -> None:
+@pytest.mark.parametrize(
+    ("given", "backward"), [(None, "taco"), ("int6:group=64", "int6:group=64"), ("none", None)]
+)
+def test_backward_has_its_own_codec(given: str | None, backward: str | None) -> None:
     """Only tp.backward, and only where asked for."""
-    policy = _policy(backward="int6:group=64")
+    policy = _policy(backward=given)
     assert policy.decide("tp.forward").codec == parse_codec("taco")
-    assert policy.decide("tp.backward").codec == parse_codec("int6:group=64")
-    assert _policy().decide("tp.backward").codec == parse_codec("taco")
-    off = _policy(backward="none")
-    assert off.decide("tp.backward").why == "off" and off.decide("tp.forward").why == "compressed"
+    assert policy.decide("tp.backward").codec == (backward and parse_codec(backward))
 
 
-def test_evaluations_concern_activations_alone() -> None:
+@pytest.mark.parametrize("flag", [True, False])
+def test_evaluations_concern_activations_alone(flag: bool) -> None:
     """--validate-uncompressed: what is sent of activations, in evaluations, whatever its size."""
-    policy = _policy(validate_uncompressed=True)
+    policy = _policy(validate_uncompressed=flag)
     assert policy.decide("tp.forward", LARGE).why == "compressed"
     policy.ledger.evaluating = True
-    assert policy.decide("tp.forward", LARGE).why == policy.decide("tp.forward", 1).why == "evaluation"
+    assert policy.decide("tp.forward", LARGE).why == ("evaluation" if flag else "compressed")
+    assert policy.decide("tp.forward", 1).why == ("evaluation" if flag else "small")
     assert policy.decide("dp.gradient", LARGE).why == "compressed"
-    without = _policy()
-    without.ledger.evaluating = True
-    assert without.decide("tp.forward", LARGE).why == "compressed"
 
 
 def test_codecs_by_site_and_layer() -> None:
@@ -157,10 +137,3 @@ def test_parts_that_no_message_goes_by(settings: dict, unmet: list[str]) -> None
 def test_parts_that_name_no_site_or_codec(text: str, message: str) -> None:
     with pytest.raises(CompressionConfigError, match=message):
         TensorParallelConfig(compression=text)
-
-
-def test_a_rule_alone_is_enough() -> None:
-    """For sites of one's own: a codec, and no settings."""
-    policy = Policy({"ep.dispatch": Rule(parse_codec("int8"))}, Ledger())
-    assert policy.decide("ep.dispatch", 1).codec == parse_codec("int8")
-    assert policy.rule("ep.combine").codec is None

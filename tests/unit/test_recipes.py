@@ -12,11 +12,6 @@ from tests.unit.megatron_args import parsed
 
 ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
 TENSOR = ("int6-quadratic", "int8-nearest", "int6655-quadratic", "int5655-quadratic", "int5-quadratic")
-PIPELINE = (
-    "--pp-compression int6:group=64[^`]*",
-    "--pp-compression int5:group=64[^`]*",
-    "--pp-compression auto",
-)
 
 
 def rows() -> list[tuple[str, float, str]]:
@@ -25,17 +20,15 @@ def rows() -> list[tuple[str, float, str]]:
         (one.name, one.loss, rf"^\| {row} \|(?:[^|]*\|){{2}} \+([\d.]+) ±")
         for one, row in zip(RECIPES["tensor_parallel"], TENSOR, strict=False)
     ]
-    for dimension, flags in (
-        ("pipeline_parallel", PIPELINE),
-        ("data_parallel", ("--dp-compression sdp4bit",)),
-        ("context_parallel", ("--cp-compression int6", "--cp-compression int8")),
-    ):
-        for one, flag in zip(RECIPES[dimension], flags, strict=False):
-            found.append((one.name, one.loss, rf"^\| `{flag}`.*?\| \+([\d.]+) [±|]"))
-    for one in RECIPES["expert_parallel"]:
-        row = rf"^\| `--ep-compression {one.name}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
-        found.append((one.name, one.loss, row))
-    return found
+    for dimension, specs in {
+        "pipeline_parallel": ("int6:group=64[^`]*", "int5:group=64[^`]*", "auto"),
+        "data_parallel": ("sdp4bit",),
+        "context_parallel": ("int6", "int8"),
+    }.items():
+        for one, spec in zip(RECIPES[dimension], specs, strict=False):
+            found.append((one.name, one.loss, rf"^\| `{FLAGS[dimension]} {spec}`.*?\| \+([\d.]+) [±|]"))
+    row = r"^\| `--ep-compression {}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
+    return found + [(one.name, one.loss, row.format(one.name)) for one in RECIPES["expert_parallel"]]
 
 
 @pytest.mark.parametrize(("name", "loss", "row"), rows())
@@ -64,13 +57,11 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     more |= dict(moe_pad_expert_input_to_capacity=False)
     config = getattr(resolve(parsed(flag, name, **more)), dimension)
     assert config.compression == recipe.compression and getattr(config, "backward", None) == recipe.backward
+    if dimension == "tensor_parallel":
+        config = resolve(parsed(flag, f"{name};fc2=tensor-8bit;@0=int8")).tensor_parallel
+        assert config.compression == f"{recipe.compression};fc2=int8:outliers=on;@0=int8"
     if hasattr(config, "backward"):
         assert type(config)(compression=name, backward="int8").backward == "int8"
-
-
-def test_recipes_by_site() -> None:
-    config = resolve(parsed("--tp-compression", "tensor-6bit;fc2=tensor-8bit;@0=int8")).tensor_parallel
-    assert config.compression == "int6:outliers=on;fc2=int8:outliers=on;@0=int8"
 
 
 @pytest.mark.parametrize(
@@ -78,30 +69,20 @@ def test_recipes_by_site() -> None:
     [
         (
             "--tp-compression auto",
-            "--tp-compression auto: give the recipe tensor-6bit or tensor-8bit, or let the run measure with "
-            "--compression auto",
+            "auto: give the recipe tensor-6bit or tensor-8bit, or let the run measure with",
         ),
         ("--pp-compression auto", "give the recipe pipeline-6bit, or let the run"),
         ("--cp-compression auto", "give a codec such as int8, or let the run"),
         (
             "--tp-compression pipeline-6bit",
-            "that recipe belongs to --pp-compression; --tp-compression has tensor-6bit and tensor-8bit",
+            "--pp-compression; --tp-compression has tensor-6bit and tensor-8bit",
         ),
         ("--cp-compression tensor-8bit", "--cp-compression tensor-8bit: that recipe belongs to --tp-comp"),
-        (
-            "--tp-compression int8;fc2=gradients-4bit",
-            "gradients-4bit: that recipe belongs to --dp-compression",
-        ),
+        ("--tp-compression int8;fc2=gradients-4bit", "that recipe belongs to --dp-compression"),
+        ("--pp-compression int8 pipeline-6bit", "stands for both codecs"),
     ],
 )
 def test_what_is_no_recipe_of_a_dimension_is_one_line(words: str, line: str) -> None:
     with pytest.raises(CompressionConfigError) as error:
         resolve(parsed(*words.split()))
     assert line in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_recipe_is_no_second_codec() -> None:
-    from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-
-    with pytest.raises(CompressionConfigError, match="stands for both codecs"):
-        PipelineParallelConfig(compression="int8", backward="pipeline-6bit")

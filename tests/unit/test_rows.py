@@ -38,15 +38,13 @@ def test_addends_of_bf16_are_summed_in_fp32_in_the_order_of_the_ranks(spec: str 
     found, exact = work.wait(), ((addends[0] + addends[1]) + addends[2]).bfloat16()
     assert found.dtype == torch.bfloat16 and torch.equal(found, exact)
     rounded = addends.bfloat16()
-    twice = (rounded[0] + rounded[1]) + rounded[2]
-    assert not torch.equal(found, twice)
+    assert not torch.equal(found, (rounded[0] + rounded[1]) + rounded[2])
     if codec is not None:
-        once = ((rounded[0].float() + rounded[1].float()) + rounded[2].float()).bfloat16()
-        assert not torch.equal(found, once)
+        assert not torch.equal(found, sum_in_order(rounded).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13, 64])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 8, 64])
 def test_sums_run_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype) -> None:
     """torch.sum has another order from eight rows on, on CUDA from four rows of one value."""
     for values in (1, 3, 1000):
