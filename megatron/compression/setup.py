@@ -125,7 +125,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         say=_log,
         broadcasts_batch=True,
     )
-    if config.report:
+    if config.report or config.error_bound is not None:
         compression.run.policy.meter.interval = args.log_interval
     settings = {"compression": config.asdict(), "megatron": _megatron_settings(args)}
     automatic = None
