@@ -16,7 +16,7 @@ from megatron.compression.errors import InputError, OneLineParser
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import REMOVED, add_flags, resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import TensorParallelConfig, parse_layers
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import parsed
 
 
@@ -286,21 +286,6 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
             assert said == [None] * 4
 
 
-def test_what_travels_how_is_said() -> None:
-    """A line for each dimension, and one for each setting that concerns all."""
-    flags = """--tp-compression taco int6 --tp-compression-layers 1-2 --validate-uncompressed
-        --compression-start-iteration 3 --compression-error-bound 0.05"""
-    args = parsed(*flags.split())
-    assert resolve(args).describe(args) == [
-        "tensor parallelism uses taco, messages of at least 8 MiB, gradients int6, layers 1-2",
-        "everything goes uncompressed before iteration 3",
-        "a layer compresses while its error is at most 0.05",
-        "evaluation sends activations uncompressed (--validate-uncompressed)",
-    ]
-    args = parsed("--pp-compression", "int8", "--validate-uncompressed")
-    assert "--validate-uncompressed has no effect here" in resolve(args).describe(args)[-1]
-
-
 def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
     """What a replayed graph sends is neither counted nor chosen; graphs of single layers send nothing."""
     flags = "--pp-compression", "tah-quant"
@@ -333,19 +318,6 @@ def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dic
     assert bounded.error_bound == 0.05, "a bound of these sites, without tensor parallelism"
     engine = dict(transformer_impl="transformer_engine", context_parallel_size=1)
     assert _config("--cp-compression", "int8", **engine).context_parallel.enabled
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [
-        ("all", None),
-        ("0,1,4-6", {0, 1, 4, 5, 6}),
-        ("0, embedding ,output", {0, "embedding", "output"}),
-    ],
-)
-def test_layers(text: str, layers) -> None:
-    """Numbers, ranges and the two names."""
-    assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "a", "4-2", "1,,2", "0x1", "99999", "all,1"])

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.compression.auto import estimate
 from megatron.compression.auto.estimate import (
     SPEEDS,
     Cluster,
@@ -16,7 +15,6 @@ from megatron.compression.auto.estimate import (
     parse_megatron,
 )
 from megatron.compression.auto.messages import MessageKind
-from megatron.compression.codecs import parse_codec
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
     --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000 --transformer-impl local"""
@@ -76,20 +74,6 @@ def test_groups_lie_on_nodes_as_megatron_numbers_ranks():
 
     assert group("tensor_parallel") == (4, 4) and group("context_parallel") == (2, 2)
     assert group("data_parallel", "gradients") == (8, 2) and group("pipeline_parallel", "exchange") == (2, 1)
-
-
-def test_times_of_messages():
-    """Bytes over bandwidth plus latency; the slower of both hops over nodes; payloads and kernels."""
-    cluster = Cluster(4, estimate.Speed(100e9, 1e-5), estimate.Speed(10e9, 1e-4))
-    inside, across = Group(4, 4, cluster), Group(8, 4, cluster)
-    assert inside.seconds("all_reduce", 2**20) == pytest.approx(1e-5 + 1.5 * 2**20 / 100e9)
-    assert across.seconds("all_reduce", 2**20) == pytest.approx(1e-4 + 2**20 / 4 / 10e9)
-    assert across.seconds("all_to_all", 2**20) == pytest.approx(1e-4 + 2**20 / 2 / 10e9)
-    message = MessageKind("tensor_parallel", "", "all_reduce", (2**20,), torch.bfloat16, 1)
-    codec = parse_codec("int8")
-    sent = 0.75 * codec.message_bytes((2**20,), torch.bfloat16) / 100e9
-    kernels = 3 * estimate.LAUNCH + 1e-6 * sum(estimate.KERNELS["int"])
-    assert inside.compressed(message, codec, True) == pytest.approx(2 * (1e-5 + sent) + kernels, rel=1e-3)
 
 
 def test_table_and_picture(tmp_path: Path, capsys):

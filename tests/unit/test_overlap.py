@@ -8,7 +8,6 @@ import torch
 
 from megatron.compression.communication import Work
 from megatron.compression.tensor_parallel import functions
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from megatron.compression.tensor_parallel.functions import (
     DeferredWeightGradient,
     column_parallel_linear,
@@ -126,48 +125,9 @@ def test_frozen_weights_and_inputs() -> None:
     assert not any("tp.backward" in line for line in log), "nobody would take the sum"
 
 
-def test_no_gradients_no_nodes() -> None:
-    x, first, _ = leaves()
-    with torch.no_grad():
-        out = column_parallel_linear(x, first, None, OneRankSite([], "fc1"), False, None)
-    assert out.grad_fn is None
-
-
 def test_second_derivatives_are_refused() -> None:
     """The collectives have none: an error, not a wrong number."""
     x, first, second = leaves()
     (gradient,) = torch.autograd.grad(mlp_loss(x, first, second, [], None), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("setting", "overlaps", "said"),
-    [
-        ({"overlap": "halves"}, False, "--tp-compression-overlap halves"),
-        ({"overlap": "halves"}, True, None),
-        ({}, False, None),
-    ],
-)
-def test_what_hides_nothing_is_said(setting: dict, overlaps: bool, said: str | None, monkeypatch) -> None:
-    """Over symmetric memory a collective is one kernel: nothing runs behind it."""
-    from megatron.compression.tensor_parallel import hooks
-
-    class OneWay:
-        def prepare(self, groups) -> list[str]:
-            return [f"{len(groups)} group"]
-
-        def transport(self, group) -> SimpleNamespace:
-            return SimpleNamespace(overlaps=overlaps)
-
-    monkeypatch.setattr(hooks.TensorParallel, "_attach_chunk", lambda *_: None)
-    monkeypatch.setattr(hooks.halves_block, "attach", lambda *_: None)
-    monkeypatch.setattr(hooks, "sites_of", lambda chunk: [SimpleNamespace(group="tp")])
-    config = TensorParallelConfig(compression="taco", **setting)
-    lines: list[str] = []
-    run = SimpleNamespace(transports=OneWay())
-    hooks.TensorParallel(config, run, lines.append).attach([torch.nn.Module()])
-    assert lines[0] == "compression: 1 group"
-    assert [said is not None and f"{said} makes messages smaller" in line for line in lines[1:]] == (
-        [True] if said else []
-    )

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.report import check_report_directory, megatron_track
+from megatron.compression.report import check_report_directory
 from megatron.compression.report.__main__ import main
 from megatron.compression.report.figures import log_line, scalars
 from megatron.compression.report.history import History, load_report, read_history
@@ -69,28 +69,6 @@ def test_report_files(tmp_path) -> None:
     assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
     assert "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
     assert "loss.png" in markdown and (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_report_sums_up_three_dimensions(tmp_path) -> None:
-    """One table: tensor, data and pipeline parallelism and all of it, with ratios and shares."""
-    report = _report()
-    channels = {"tp.forward": 4, "dp.gradient": 2, "dp.weight": 1, "pp.forward": 2, "pp.backward": 1}
-    bytes_per_iteration = {
-        channel: {"compressed": {"sent": 1e6 * sent, "plain": 4e6 * sent}}
-        for channel, sent in channels.items()
-    }
-    report["history"] = [{"iteration": 1, "losses": {}, "bytes_per_iteration": bytes_per_iteration}]
-    write_report(report, tmp_path)
-    markdown = (tmp_path / "report.md").read_text()
-    for row in (
-        "| tensor parallel | 4.000 | 16.000 | 4.000 | 40.0% |",
-        "| data parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
-        "| pipeline parallel | 3.000 | 12.000 | 4.000 | 30.0% |",
-        "| all | 10.000 | 40.000 | 4.000 | 100.0% |",
-    ):
-        assert row in markdown
-    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
-    assert summary["dimensions"]["all"] == {"sent": 1e7, "uncompressed": 4e7, "ratio": 4.0}
 
 
 def test_history_of_a_resumed_run(tmp_path) -> None:
@@ -228,38 +206,3 @@ def test_numbers_that_json_lacks(tmp_path) -> None:
         "validation loss, iteration 2",
         "test loss, iteration 2",
     ]
-
-
-class _Tracker:
-    """A stand-in for a SummaryWriter and the wandb module."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.calls.append((tag, value, step))
-
-    def log(self, scalars: dict, step: int) -> None:
-        self.calls.append((scalars, step))
-
-
-@pytest.fixture
-def track(monkeypatch):
-    """Writes scalars to the trackers that are given."""
-    from megatron.training import global_vars
-
-    def write(values: dict, step: int, tensorboard=None, wandb=None) -> None:
-        for name, tracker in (("tensorboard", tensorboard), ("wandb", wandb)):
-            monkeypatch.setattr(global_vars, f"get_{name}_writer", lambda tracker=tracker: tracker)
-        megatron_track(values, step)
-
-    return write
-
-
-def test_every_tracker_gets_every_scalar(track) -> None:
-    """TensorBoard one by one, Weights & Biases all at one step; absent ones are left alone."""
-    tensorboard, wandb = _Tracker(), _Tracker()
-    track({"a": 1.0, "b": 2.0}, 7, tensorboard, wandb)
-    assert tensorboard.calls == [("a", 1.0, 7), ("b", 2.0, 7)]
-    assert wandb.calls == [({"a": 1.0, "b": 2.0}, 7)]
-    track({"a": 1.0}, 7)

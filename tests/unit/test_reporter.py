@@ -59,15 +59,6 @@ def test_an_evaluation_is_not_counted_as_training() -> None:
     assert ledger.between_nodes()["dp.gradient"] == (0, 0)
 
 
-def test_times_are_those_of_the_clock(tmp_path) -> None:
-    """Milliseconds an iteration."""
-    seconds = iter((10.0, 12.0))
-    reporter = _reporter(tmp_path, clock=lambda: next(seconds))
-    reporter.on_training_log(1, {})
-    reporter.on_training_log(2, {})
-    assert _rows(tmp_path)[0]["milliseconds_per_iteration"] == 1000.0
-
-
 def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
     """Differences since the last line; every entry of the ledger comes back under its name."""
     ledger = Ledger()

@@ -12,7 +12,6 @@ from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
 from megatron.compression.patches import gaps  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
@@ -142,21 +141,6 @@ def test_refusals_at_run_time() -> None:
         attention(*random_qkv(2), None, attention_bias=torch.zeros(1))
     with pytest.raises(ValueError, match="attention mask type padding_causal"):
         SDPACoreAttention(config(), 1, AttnMaskType.padding_causal, "self")
-
-
-@pytest.mark.parametrize(
-    ("norm", "normalization"), [(TorchLayerNorm, "LayerNorm"), (TorchRMSNorm, "RMSNorm")]
-)
-def test_norms_agree_with_torch(norm, normalization) -> None:
-    settings = config(normalization=normalization)
-    ours = norm(settings, hidden_size=48, eps=1e-6)
-    reference = WrappedTorchNorm(settings, hidden_size=48, eps=1e-6)
-    assert ours.state_dict().keys() == reference.state_dict().keys()
-    weights = {name: torch.randn(48) for name in ours.state_dict()}
-    ours.load_state_dict(weights)
-    reference.load_state_dict(weights)
-    x = torch.randn(5, 2, 48)
-    torch.testing.assert_close(ours(x), reference(x), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])

@@ -15,7 +15,6 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
@@ -23,7 +22,6 @@ from megatron.compression.patches import gaps  # noqa: E402
 from megatron.compression.setup import gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
 from megatron.compression.torch_native.spec import (  # noqa: E402
-    apply_native_defaults,
     leave_out_causal_mask,
     rotary,
 )
@@ -101,26 +99,6 @@ def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     assert wanted[-1] < wanted[0] - 0.3, "it must really have trained"
 
 
-def test_attention_backend_local_selects_megatron_cores(monkeypatch) -> None:
-    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # the model notes its backend here, for Transformer Engine
-        monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
-    model = build(gpt_layer_spec, attention_backend=AttnBackend.local)
-    for layer in model.decoder.layers:
-        assert type(layer.self_attention.core_attention) is DotProductAttention
-
-
-def test_the_block_takes_sequence_parallelism() -> None:
-    """Every norm is ours, marked, final one included (building only: one rank has nothing to scatter)."""
-    settings = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
-    with pytest.raises(AssertionError, match="sequence parallel not supported"):
-        WrappedTorchNorm(config(**settings), 8)
-    model = build(gpt_layer_spec, **settings)
-    marks = {name: getattr(p, "sequence_parallel", None) for name, p in model.named_parameters()}
-    norms = [name for name in marks if "layernorm" in name]
-    assert len(norms) == 2 * (2 * len(model.decoder.layers) + 1)
-    assert all(marks[name] is True for name in norms)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
@@ -169,31 +147,3 @@ def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
         )
         assert leave_out_causal_mask(args) is None
         assert args.create_attention_mask_in_dataloader
-
-
-def test_native_defaults_fuse_rope_on_gpus_unless_told_otherwise(monkeypatch) -> None:
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
-    for has_cuda, changes, command_line, fused in (
-        (True, {}, [], True),
-        (True, {}, ["--no-rope-fusion"], False),
-        (True, {"rotary_interleaved": True}, [], False),
-        (True, {"position_embedding_type": "learned_absolute"}, [], False),
-        (True, {"transformer_impl": "transformer_engine"}, [], False),
-        (False, {}, [], False),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
-        args = Namespace(
-            transformer_impl="local",
-            reset_attention_mask=False,
-            create_attention_mask_in_dataloader=False,
-            position_embedding_type="rope",
-            rotary_interleaved=False,
-            apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,
-            spec=None,
-        )
-        vars(args).update(changes)
-        lines = apply_native_defaults(args, command_line)
-        assert args.apply_rope_fusion is fused
-        assert len(lines) == fused
-        assert apply_native_defaults(args, command_line) == []

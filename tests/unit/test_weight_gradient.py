@@ -1,8 +1,6 @@
 """Gradient accumulation fusion without apex: weight gradients are added to main_grad by torch's GEMMs."""
 
-import sys
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,33 +9,18 @@ from megatron import host
 
 host.install()
 
-from megatron.core.tensor_parallel import layers  # noqa: E402
-from megatron.core.utils import drain_embedding_wgrad_compute  # noqa: E402
 
 from megatron.compression.tensor_parallel.functions import (  # noqa: E402
     DeferredWeightGradient,
     column_parallel_linear,
     row_parallel_linear,
 )
-from megatron.compression.torch_native import spec, weight_gradient  # noqa: E402
+from megatron.compression.torch_native import spec  # noqa: E402
 from megatron.compression.torch_native.weight_gradient import (  # noqa: E402
-    add_product,
     dropped_gradient,
-    fill_weight_gradient_slot,
 )
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 from tests.unit.test_overlap import OneRankSite  # noqa: E402
-
-SLOT = "fused_weight_gradient_mlp_cuda"
-
-
-@pytest.fixture
-def slot(monkeypatch):
-    """megatron-core's slot, filled for one test."""
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
-    monkeypatch.setattr(layers, SLOT, None, raising=False)
-    monkeypatch.setitem(sys.modules, SLOT, None)
-    assert fill_weight_gradient_slot() and fill_weight_gradient_slot()
 
 
 def as_ddp_has_it(weight: torch.Tensor, dtype=torch.float32) -> torch.nn.Parameter:
@@ -93,42 +76,6 @@ def test_dropped_gradients_follow_the_protocol() -> None:
     assert weight.grad_added_to_main_grad
     del weight.grad_added_to_main_grad
     assert dropped_gradient(weight) is None
-
-
-def test_apex_is_used_where_it_is_installed(monkeypatch) -> None:
-    """Its kernels read rows one after the other, whatever the strides."""
-    calls = []
-
-    def kernel(name: str):
-        def call(x, grad_output, main_grad):
-            assert x.is_contiguous() and grad_output.is_contiguous()
-            calls.append(name)
-            add_product(x, grad_output, main_grad)
-
-        return call
-
-    apex = SimpleNamespace(wgrad_gemm_accum_fp32=kernel("fp32"), wgrad_gemm_accum_fp16=kernel("fp16"))
-    monkeypatch.setattr(weight_gradient, "_apex", apex)
-    monkeypatch.setattr(layers, SLOT, apex, raising=False)
-    x, grad_output = torch.randn(5, 3).bfloat16(), torch.randn(5, 8).bfloat16()
-    for dtype in (torch.float32, torch.bfloat16):
-        main_grad = torch.zeros(4, 3, dtype=dtype)
-        weight_gradient.accumulate(x, grad_output[:, 4:], main_grad)
-        wanted = grad_output[:, 4:].float().t() @ x.float()
-        torch.testing.assert_close(main_grad.float(), wanted, rtol=2**-7, atol=2**-7)
-    assert calls == ["fp32", "fp16"]
-    assert not fill_weight_gradient_slot() and getattr(layers, SLOT) is apex
-
-
-def test_deferred_embedding_gradients_have_it(slot) -> None:
-    """The drain of ``--defer-embedding-wgrad-compute`` imports the module itself."""
-    weight = as_ddp_has_it(torch.randn(12, 8).bfloat16())
-    inputs = [torch.randn(6, 2, 8).bfloat16() for _ in range(2)]
-    outputs = [torch.ones(6, 2, 12).bfloat16() for _ in range(2)]
-    settings = SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
-    wanted = 1 + sum(x.float().sum((0, 1)) for x in inputs).expand(12, 8)
-    drain_embedding_wgrad_compute(settings, inputs, outputs, weight, torch.distributed.group.WORLD)
-    torch.testing.assert_close(weight.main_grad, wanted)
 
 
 @pytest.mark.parametrize(
