@@ -86,7 +86,6 @@ SETTINGS = {
     "taco decode_sum fp8-e4m3": partial(decode_sum, CodecConfig("fp8-e4m3")),
     "taco encode fp8-e4m3 outliers tail": partial(encode, OUTLIERS, TAIL),
     "taco encode fp8-e4m3 256": partial(encode, CodecConfig("fp8-e4m3", 256)),
-    "taco decode int6 64 signed": partial(decode, CodecConfig("int6", 64, "signed")),
     "taco decode int6 signed outliers tail": partial(
         decode, CodecConfig("int6", 128, "signed", outliers=True), TAIL
     ),

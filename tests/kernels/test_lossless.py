@@ -49,15 +49,3 @@ def test_sizes(dtype: torch.dtype, least: float) -> None:
     for numel in (*range(1, 3000, 7), 2**20 + 1):
         layout = layout_of(numel, dtype, SHARE)
         assert layout.payload_bytes <= dtype.itemsize * numel + 31 and layout.payload_bytes % 16 == 0
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="takes bf16 and fp32"):
-        layout_of(128, torch.float16, SHARE)
-    with pytest.raises(ValueError, match="share"):
-        layout_of(128, torch.bfloat16, 0.0)
-    layout = layout_of(4096, torch.bfloat16, SHARE)
-    with pytest.raises(ValueError, match=r"this layout needs torch\.bfloat16"):
-        lossless.encode(torch.zeros(1, 4096), layout)
-    with pytest.raises(ValueError, match=r"this layout needs torch.uint8"):
-        lossless.decode(torch.zeros(1, 100, dtype=torch.uint8), layout)

@@ -1,7 +1,4 @@
-"""The quadratic grid: what codes stand for, that the nearest is taken and none overflows, and the gain."""
-
-import math
-from dataclasses import replace
+"""The quadratic grid: what codes stand for, that the nearest is taken and none overflows."""
 
 import pytest
 import torch
@@ -15,19 +12,10 @@ FORMATS = tuple(BEND)
 BITS = {"int4": 4, "int5": 5, "int6": 6}
 
 
-def config_of(format: str, group_size: int = 128, hadamard: bool = True) -> CodecConfig:
-    """Signed scales."""
-    return CodecConfig(format, group_size, "signed", hadamard)
-
-
 def grid_of(format: str) -> torch.Tensor:
     """Values of all codes, ascending, by the formula."""
     half, a = 2 ** (BITS[format] - 1), BEND[format]
     return torch.tensor([u * (abs(u) + 2 * a + 1) for u in range(-half, half)], dtype=torch.float64)
-
-
-def round_trip(x: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    return tk.decode(tk.encode(x, config), config, x.shape, torch.float32)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -53,17 +41,9 @@ def test_the_nearest_value_is_taken(format: str) -> None:
     assert torch.isin(found.double(), points).all()
 
 
-@pytest.mark.parametrize("relative", [-3e-7, 0.0, 3e-7])
-def test_an_approximate_root_gives_the_same_code(relative: float) -> None:
-    """The kernels' steps in fp32, the root off by more than the hardware's: every argument there can be."""
-    x = torch.arange(20 * 16, 2700 * 16).float() / 16  # |v| + a (a + 1), in sixteenths
-    root = (x + 1 / 32).sqrt() * (1 + relative)
-    assert torch.equal((root + 8388607.5) - 8388608.0, x.double().sqrt().floor().float())
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
-    config, half = config_of(format, 32, hadamard=False), 2 ** (BITS[format] - 1)
+    config, half = CodecConfig(format, 32, "signed", hadamard=False), 2 ** (BITS[format] - 1)
     points = grid_of(format)
     x = inputs("gaussian", 4000, 32).view(4000, 32)
     x[::4] = x[::4].abs()
@@ -82,26 +62,5 @@ def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
     exact = torch.maximum(far / -points[0], near / points[-1])
     assert ((step.abs() - exact).abs() <= 2**-8 * exact).all()
     lone = torch.where(far / -points[0] < near / points[-1], near, far)  # what decides the step
-    y = round_trip(x, config).double().abs()
+    y = tk.decode(tk.encode(x, config), config, x.shape, torch.float32).double().abs()
     assert ((y - lone[:, None]).abs().amin(1) <= 1.0001 * 2**-8 * lone).all(), "it comes back to half a bf16"
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_sums_and_what_is_not_finite(format: str) -> None:
-    """decode_sum is the sum of decodes; the sum is encoded on this grid or on another; NaN stays alone."""
-    config = replace(config_of(format, 64), outliers=format == "int5")
-    xs = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(4))
-    xs[0, 1, 7] = math.nan
-    xs[1, 2] = 0.0
-    xs[2, 0] *= 3e38 / xs[2, 0].abs().max()
-    wires = torch.cat([tk.encode(x, config) for x in xs])
-    parts = [tk.decode(wire[None], config, (3, 64), torch.float32) for wire in wires]
-    assert parts[0][1].isnan().all() and parts[0][[0, 2]].isfinite().all()
-    assert (parts[1][2] == 0).all() and parts[2][0].isfinite().all()
-    total = tk.decode_sum(wires, config, (3, 64), torch.float32)
-    torch.testing.assert_close(total[2], sum(parts)[2], rtol=1e-5, atol=1e-5)
-    assert total[1].isnan().all() and total[[0, 2]].isfinite().all()
-    for other in (config, replace(config, scales="single"), replace(config, format="int8")):
-        again = tk.decode_sum_encode(wires, config, 192, config_out=other)
-        y = tk.decode(again[None], other, (3, 64), torch.float32)
-        assert y[1].isnan().all() and (y[2] - total[2]).norm() < 0.12 * total[2].norm()

@@ -1,4 +1,4 @@
-"""SDP4Bit's reference arithmetic: bytes, errors, exactness, and what is not finite."""
+"""SDP4Bit's reference arithmetic: errors, exactness, and what is not finite."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from taco_kernels.sdp4bit import (
     GroupFormat,
     add_dequantized,
     quantize,
-    quantize_difference,
     sum_dequantize,
     sum_requantize,
 )
@@ -22,14 +21,6 @@ def _decoded(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tens
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-def test_bits_a_value() -> None:
-    """The paper's: 8.25 inside a node, 4.25 between nodes, 4.016 for weights."""
-    million = 2**20
-    assert 8 * INTRA.wire_bytes(million) / million == 8.25
-    assert 8 * INTER.wire_bytes(million) / million == 4.25
-    assert 8 * WEIGHTS.wire_bytes(million) / million == 4 + 32 / 2048
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -73,18 +64,6 @@ def test_sums_follow_the_senders() -> None:
         assert _relative(again, total) < 0.25
 
 
-def test_differences_feed_their_error_back() -> None:
-    """A replica that only ever adds decoded differences stays within a step of the masters."""
-    generator = torch.Generator().manual_seed(2)
-    masters = torch.randn(5000, generator=generator)
-    replica = masters.to(torch.bfloat16)
-    for _ in range(30):
-        masters = masters + 1e-2 * torch.randn(5000, generator=generator)
-        wire = quantize_difference(masters.to(torch.bfloat16), replica, WEIGHTS)
-        add_dequantized(wire, WEIGHTS, replica[None])
-    assert (replica.float() - masters).abs().max() < 2e-2, "30 steps of 1e-2 without feedback are 5e-2"
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_not_finite_stays_visible(bad: float) -> None:
     """A damaged value makes its group NaN through every operation, and no other group."""
@@ -104,10 +83,6 @@ def test_not_finite_stays_visible(bad: float) -> None:
 
 def test_bad_arguments_are_refused() -> None:
     """Formats, shapes and strides that cannot be honoured."""
-    with pytest.raises(ValueError, match="bits=6"):
-        GroupFormat(6)
-    with pytest.raises(ValueError, match="group_size=32"):
-        GroupFormat(4, 32)
     with pytest.raises(ValueError, match="contiguous"):
         quantize(torch.zeros(8, 4).t(), INTRA)
     with pytest.raises(ValueError, match="must both be rotated"):

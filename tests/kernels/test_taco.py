@@ -75,7 +75,7 @@ def test_round_to_nearest_even_on_exact_ties(format: str) -> None:
 @pytest.mark.parametrize("scales", ["dual", "single"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_error_bounds(format: str, scales: str) -> None:
-    """Relative L2 error by format on Gaussian data, and the transform's gain on an outlier channel."""
+    """Relative L2 error by format on Gaussian data."""
     config = CodecConfig(format, scales=scales)
     x = inputs("gaussian", 1000, 128)
 
@@ -83,9 +83,6 @@ def test_error_bounds(format: str, scales: str) -> None:
         return float((tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).norm() / x.norm())
 
     assert 0.9 * GAUSSIAN_ERROR[format] < error(x, config) < GAUSSIAN_ERROR[format]
-    x = inputs("channel", 1000, 128)
-    if format == "int8":
-        assert error(x, config) < 0.2 * error(x, CodecConfig(format, scales=scales, hadamard=False))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -122,27 +119,6 @@ def test_signed_scales_use_every_code_and_overflow_none() -> None:
     assert (ends >= (far / step.abs()) - 0.5 - 1e-4).all() and (ends >= 0.98 * config.qmax - 1).all()
     y = tk.decode(wire[None], config, x.shape, torch.float32)
     assert ((y - x).abs() <= 0.5 * step.abs()[:, None].float() * (1 + 1e-5)).all()
-
-
-@pytest.mark.parametrize("format, gain", [("int4", 0.67), ("int5", 0.735), ("int6", 0.77), ("int8", 0.985)])
-def test_signed_scales_have_less_error_for_the_same_bytes(format: str, gain: float) -> None:
-    """Squared error against a symmetric grid: less on Gaussian data, and no more in any group.
-
-    Groups whose extremes are alike, such as the transform of a lone value, have the same step.
-    """
-    x = inputs("gaussian", 4000, 64).view(4000, 64)
-
-    def errors(x: torch.Tensor, scales: str) -> torch.Tensor:
-        config = CodecConfig(format, 64, scales)
-        return (tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).square().sum(1)
-
-    assert float(errors(x, "signed").sum() / errors(x, "single").sum()) == pytest.approx(gain, abs=0.012)
-    lone = torch.zeros(64, 64)
-    lone[torch.arange(64), torch.arange(64)] = torch.logspace(-3, 3, 64)
-    for sparse in (lone, torch.full((3, 64), 0.7), -lone):
-        signed, single = errors(sparse, "signed"), errors(sparse, "single")
-        step_to_bf16 = 2**-14 * sparse.square().sum(1)  # where all values have one sign, steps differ
-        assert (signed <= single * (1 + 1e-5) + step_to_bf16).all()
 
 
 @pytest.mark.parametrize("format, scales", [(f, s) for f in FORMATS for s in scales_of(f)])
@@ -215,29 +191,11 @@ def test_decode_sum_and_decode_sum_encode(format: str, hadamard: bool) -> None:
                 torch.testing.assert_close(alpha[whole], alpha2[whole], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (dict(format="int3"), ("format", "int4")),
-        (dict(group_size=100), ("group_size", "128")),
-        (dict(group_size=1024), ("group_size", "256")),
-        (dict(scales="triple"), ("scales", "single")),
-        (dict(scales="signed"), ("signed", "integer", "single")),
-    ],
-)
-def test_bad_configurations_name_the_argument_and_the_choices(arguments: dict, names: tuple) -> None:
-    with pytest.raises(ValueError) as error:
-        CodecConfig(**arguments)
-    assert all(name in str(error.value) for name in names)
-
-
 def test_bad_calls_are_refused() -> None:
     config = CodecConfig("int8")
     wires = tk.encode(torch.randn(256), config)
     with pytest.raises(ValueError, match="group_size"):
         tk.decode_sum_encode(wires, config, 256, config_out=CodecConfig("int8", 32))
-    with pytest.raises(ValueError, match=r"uint8\[rows, 272\]"):
-        tk.decode(wires[:, :-1], config, (256,), torch.float32)
 
 
 def test_sizes_on_the_wire() -> None:

@@ -130,14 +130,3 @@ def test_large_positive_values_decode(values: tuple[float, ...]) -> None:
     steps, _ = reference.scales_of(wire, layout_of(config, x.shape))
     assert torch.isfinite(result).all()
     assert (result - x)[3, 0, 64:].norm() <= 0.5 * steps[7] * 8 * (1 + 1e-3)
-
-
-def test_wrong_settings_and_wires_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tile_size=48 is not supported; choose one of 32, 64, 128"):
-        TahConfig(tile_size=48)
-    with pytest.raises(ValueError, match="low_bits=5 and high_bits=4 must lie between 2 and 4"):
-        TahConfig(low_bits=5)
-    with pytest.raises(ValueError, match=r"high_ratio=1\.5 must lie between 0 and 1"):
-        TahConfig(high_ratio=1.5)
-    with pytest.raises(ValueError, match=r"needs torch.uint8\[2272\]"):
-        decode(torch.zeros(100, dtype=torch.uint8), TahConfig(), (32, 2, 64), torch.float32)
