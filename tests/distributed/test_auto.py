@@ -128,40 +128,6 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
     assert "the host waits before each message" not in run.output, "passes are repeated instead"
 
 
-EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
-    --expert-model-parallel-size 2 --context-parallel-size 2 --transformer-impl local --bf16 --hidden-size 128
-    --num-layers 1 --seq-length 64 --max-position-embeddings 64 --global-batch-size 2
-    --compression auto --dp-compression none"""
-
-
-def test_experts_and_context_parallelism(tmp_path) -> None:
-    """EP 2 x CP 2: what was counted on for the choice is what an iteration saves; the check takes turns."""
-    iterations = 2 + 2 * 3 * 2 + 2
-    words = tiny_flags(*EXPERTS.split(), train_iters=str(iterations))
-    run = pretrain(*words, ranks=2, directory=tmp_path, through=SLOW)
-    first, second = decisions(run)
-    assert first == second and first["checked"]
-    names = {one["dimension"]: one["name"] for one in first["dimensions"]}
-    assert names == {
-        "data_parallel": "none, back none",
-        "expert_parallel": "int6",
-        "context_parallel": "int6",
-    }
-    for choice in first["dimensions"][1:]:
-        dimension = choice["dimension"].replace("_", " ")
-        (found,) = re.findall(
-            rf"auto: {dimension}: iterations with it take ([\d.]+) % less: kept", run.output
-        )
-        assert float(found) / 100 == pytest.approx(choice["gain"], abs=0.02), "but for the router"
-    for traffic, layer in (("ep", 2), ("cp", 1)):
-        for way in ("forward", "backward"):
-            assert kinds(run, f"{traffic}.{way}") == {
-                "auto": 4 * layer,
-                "compressed": (iterations - 4) * layer,
-            }
-    assert "that the ledger does not know" not in run.output
-
-
 def timing_worker(rank: int, world_size: int) -> list[float]:
     """Send every recipe's messages in each dimension; the run's random numbers stay as they are."""
     import torch

@@ -1,7 +1,6 @@
 """All three dimensions compressed at once: TP 2 x PP 2 x DP 2 on eight processes."""
 
 import json
-import shutil
 from pathlib import Path
 
 from tests.distributed.forked import ForkedRun, pretrain
@@ -33,38 +32,6 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     assert min(ratios["tensor parallel"], ratios["data parallel"], ratios["all"]) > 1.5, ratios
     page = (report / "report.md").read_text()
     assert all(f"| {channel} |" in page for channel in SIX)
-
-
-RECIPES = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
-    --tp-compression tensor-6bit --pp-compression pipeline-6bit --compression-min-mb 0"""
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def test_recipes_resume_exactly(tmp_path: Path) -> None:
-    """The log says what recipes stand for, replicas agree, and a resumed run ends in the same bits, though it
-    recomputes."""
-    saved, flags = tmp_path / "saved", tiny_flags(*RECIPES.split())
-    whole = pretrain(*flags, "--save", str(saved), "--save-interval", "2", ranks=4, directory=tmp_path)
-    assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
-    assert "tensor parallelism uses int6:outliers=on, messages of at least 0 MiB" in whole.output
-    forward = "int6:group=64,scales=single,normalize=standardize,outliers=on"
-    assert f"pipeline stages send {forward}, back int6:group=32," in whole.output
-    check_replicas(whole, tied=True)
-    for channel in (*SIX[:2], *SIX[4:]):
-        rows = [row for rank in whole.ranks for row in rank.ledger if row["traffic"] == channel]
-        sent, plain = (
-            sum(row[size] for row in rows if row["kind"] == "compressed")
-            for size in ("sent_bytes", "plain_bytes")
-        )
-        assert 0 < sent < 0.55 * plain, channel
-
-    shutil.rmtree(saved / "iter_0000004")
-    (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = pretrain(*flags, *RECOMPUTED.split(), "--load", str(saved), ranks=4, directory=tmp_path)
-    assert "other settings than the checkpoint's" not in resumed.output
-    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
-    for before, after in zip(whole.ranks, resumed.ranks, strict=True):
-        assert before.parameters == after.parameters
 
 
 def check_channels(run: ForkedRun) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import START_FAST, free_port, start_as_torchrun
+from tests.distributed.launch import START_FAST, free_port
 from tests.distributed.real_text import make_dataset
 from tests.distributed.spawn import spawn
 
@@ -367,15 +367,6 @@ def train_under_torchrun(script: str, **variables: str) -> str:
             process.wait(timeout=60)
     assert process.returncode == 0, output[-4000:]
     return output
-
-
-def train(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
-    """The same with the script's words to torchrun, for processes that need no start-up."""
-    words = command_line(tmp_path, script, *flags, **SHORT, **variables)
-    words[words.index("PRETRAIN")] = "pretrain_qwen.py" if "--qwen-model" in words else "pretrain_gpt.py"
-    run = start_as_torchrun(words).finish(timeout=400)
-    assert run.returncode == 0, run.output[-4000:]
-    return run.output
 
 
 def check_training(output: str, iterations: int = ITERATIONS) -> None:

@@ -107,11 +107,6 @@ RECOMPUTED = (
 EVALUATED = ("--eval-iters", "1", "--eval-interval", "2")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 RUNS = {
-    "tensor": (
-        ("--tensor-model-parallel-size", "2", *RANDOM),
-        ("--tp-compression", *EVERY_MESSAGE),
-        "1 input",
-    ),
     "sequence": (
         ("--tensor-model-parallel-size", "2", "--sequence-parallel", *RECOMPUTED),
         ("--tp-compression", *EVERY_MESSAGE),
@@ -124,12 +119,7 @@ RUNS = {
 """Flags; those that compress, the spec after the first; what overflows in the second iteration."""
 
 
-THOROUGH = [
-    pytest.param("tensor", marks=pytest.mark.thorough)
-]  # "sequence" is the same with other collectives
-
-
-@pytest.mark.parametrize("name", [*THOROUGH, *(name for name in RUNS if name != "tensor")])
+@pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     """In bf16, to the last digit, in training and evaluation, with payloads that fit and with some that
     overflow in the second iteration. That is repeated uncompressed, and it alone; nobody asks in training."""
@@ -153,7 +143,7 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     seen = observed(compressed)
     assert seen["passes"] == once | {"2": 2 * once["2"]}
     assert not [key for key in seen["asked"] if key.startswith("training")]
-    assert bool(seen["asked"]) == (name in ("tensor", "sequence"))
+    assert bool(seen["asked"]) == (name == "sequence")
     rows = [row for rank in read_report(compressed)["ledger_by_rank"] for row in rank]
     kinds = {row["kind"] for row in rows if row["phase"] == "train"}
     assert {"compressed", "overflow"} <= kinds

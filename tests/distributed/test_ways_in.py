@@ -105,27 +105,6 @@ def test_two_lines(runs: Runs) -> None:
     assert plain == 2 * coded > 0, "two iterations of three"
 
 
-PREPARED = """
-import runpy, sys
-from megatron.compression import startup
-startup.prepare()
-sys.path.insert(0, {folder!r})
-runpy.run_path({folder!r} + "/two_lines.py", run_name="__main__")
-"""
-
-
-@pytest.mark.thorough
-def test_what_two_lines_refuse_is_one_line(tmp_path: Path) -> None:
-    """Way 2 without an error handler in the script; by then torch.distributed has its hook in place."""
-    script = tmp_path / "prepared.py"
-    script.write_text(PREPARED.format(folder=str(REPO / WAYS)))
-    words = tiny_flags(*f"{SPEC} scaled".split(), hidden_size="64")
-    run = start_torchrun(str(script), *words, processes=2).finish(240)
-    said = [text for text in run.output.splitlines() if text.startswith("error:")]
-    assert len(said) == 1 and "linear_" in said[0] and run.returncode, run.output[-4000:]
-    assert "most recent call last" not in run.output.partition("torch/distributed/elastic")[0]
-
-
 def test_the_command_of_the_first_way() -> None:
     """As a user types it, under torchrun, in processes that have loaded nothing before."""
     words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
