@@ -191,13 +191,6 @@ def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Start
     return started
 
 
-def start_as_torchrun(words: list[str]) -> Started:
-    """Start what ``torchrun words`` would: options, each with a value, then the script and its arguments."""
-    place = next(i for i in range(0, len(words), 2) if not words[i].startswith("-"))
-    processes = int(words[words.index("--nproc_per_node") + 1])
-    return start(*words[place:], processes=processes)
-
-
 def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
     """Start `script` under torchrun itself."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
