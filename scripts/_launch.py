@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +79,25 @@ def torchrun(
     script: str | Path,
     words: Sequence[object],
     log: Path,
-    show: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], float | None] = lambda line: None,
+    limit: float | None = None,
     **environment: str,
 ) -> None:
     """Run ranks of a script on this host to their end, output to ``log``, each line of it given to ``show``.
 
-    Raises: RuntimeError: they failed; has the log's end.
+    Args:
+        limit: seconds after which the ranks are ended; what ``show`` returns is a new limit from then on.
+    Raises: RuntimeError: they failed or were ended; has the log's end.
     """
+    timer = threading.Timer(0, print)  # never started: until there is a limit
+
+    def allow(seconds: float) -> None:
+        nonlocal timer
+        timer.cancel()
+        timer = threading.Timer(seconds, process.terminate)
+        timer.daemon = True
+        timer.start()
+
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / script), *map(str, words)]
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
@@ -92,9 +105,13 @@ def torchrun(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with log.open("w") as stream, subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
         stream.write(shlex.join(command) + "\n")
+        if limit is not None:
+            allow(limit)
         for line in process.stdout:
             stream.write(line)
-            show(line)
+            if (seconds := show(line)) is not None:
+                allow(seconds)
+        timer.cancel()
     if process.returncode:
         raise RuntimeError(f"the run failed; its output is in {log}:\n{log.read_text()[-3000:]}")
 

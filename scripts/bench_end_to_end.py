@@ -29,17 +29,24 @@ Settings that differ in their codecs alone share a run where the dimension allow
 each, so that they see the same machine, model and weights. Both sides of every comparison use as many
 communicators (--communicators): the uncompressed collectives are split as payloads are, see _split.py.
 "none --compression auto" is a run of its own that decides, and is timed after its check.
+
+--cuda-graphs full_iteration runs both sides of every comparison in CUDA graphs, "none full_iteration" eager
+too. A block then begins with eager iterations and a capture, which are not timed. Per-layer graphs (local)
+are captured once, so that each setting is a run of its own. A row is printed and written to --json when its
+block ends, with the peak memory of a GPU in that block. A run that exceeds --limit is ended: one row is lost.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -47,7 +54,6 @@ import _launch
 from _launch import FLAGS, SETTINGS_HELP, BenchSetting, parse_setting, torchrun
 
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
-from megatron.compression.report.figures import largest
 from megatron.compression.report.render import table as markdown
 
 MODEL = """--transformer-impl local
@@ -60,9 +66,19 @@ REGIMES: dict[str, dict[str, str]] = {
     "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 }
 WARM_UP = 3
-"""Iterations of a block that are not timed."""
+"""Iterations of a block that are not timed; in CUDA graphs the capture follows them."""
+_GRAPHS = [
+    "--no-check-for-nan-in-loss-and-grad",
+    "--cuda-graph-warmup-steps",
+    str(WARM_UP),
+    "--cuda-graph-impl",
+]
+GRAPHS = {"none": [], "full_iteration": [*_GRAPHS, "full_iteration"], "local": [*_GRAPHS, "local"]}
+"""What megatron-core needs for a kind of CUDA graphs."""
 AUTO = ("--compression", "auto")
-_ORDER = "BENCH_ORDER"
+AT_THE_END = 60
+"""Seconds that a run has to end in after its last row."""
+_ORDER, _BLOCK = "BENCH_ORDER", "bench block"
 _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
 
 
@@ -130,7 +146,9 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     add("--communicators", type=int, default=1, help="over which each message is sent, compressed or not")
     add("--iterations", type=int, default=13, help=f"of a block; the first {WARM_UP} are not timed")
+    add("--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help="none is eager")
     add("--json", type=Path, help="write the rows here")
+    add("--limit", type=float, default=300, help="seconds for a row, its run's start included")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
     add("--tensor-parallel", dest="ranks", type=int)
     add("--pipeline-parallel", type=int, default=1)
@@ -157,8 +175,8 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
         sizes = {"expert": options.expert_parallel}
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension, options.ranks = spread[0], math.prod(sizes.values())
-    if options.iterations <= WARM_UP:
-        parser.error(f"--iterations {options.iterations}: give more than {WARM_UP}, which are not timed")
+    if options.iterations <= (least := max(map(untimed, options.cuda_graphs))):
+        parser.error(f"--iterations {options.iterations}: give more than {least}, which are not timed")
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     options.codecs = options.codecs or CODECS[spread[0]]
@@ -172,62 +190,95 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
         parser.error(str(error))
 
 
+def untimed(graphs: str) -> int:
+    """Iterations of a block before those that are timed."""
+    return WARM_UP + (graphs != "none")
+
+
 def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
-    """Run every regime and print the table; exit status 1 where a run failed, which leaves no rows."""
+    """Run every regime and print the table; exit status 1 where a row is missing."""
     rows: list[dict] = []
-    for regime in options.regimes:
-        for together in launches(options.dimension, options.settings):
-            rows += _run(options, regime, together, flags, traffic)
+
+    def keep(row: dict) -> None:
+        rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        here = [row for row in rows if row["regime"] == regime]
-        print(f"\n{table(here, traffic)}", flush=True)
-    if len(rows) < len(options.regimes) * len(options.settings):
+
+    for regime in options.regimes:
+        for graphs in options.cuda_graphs:
+            for together in launches(options.dimension, options.settings, graphs):
+                while together:
+                    made = _run(options, regime, graphs, together, flags, traffic, keep)
+                    together = together[made + 1 :]  # without the one that failed
+        print(f"\n{table([row for row in rows if row['regime'] == regime], traffic)}", flush=True)
+    if len(rows) < len(options.regimes) * len(options.cuda_graphs) * len(options.settings):
         sys.exit(1)
 
 
-def launches(dimension: str, settings: list[BenchSetting]) -> list[list[BenchSetting]]:
-    """Neighbours that differ in their codecs alone; gradients and weights keep theirs for a whole run."""
-    if dimension == "data":
+def launches(dimension: str, settings: list[BenchSetting], graphs: str) -> list[list[BenchSetting]]:
+    """Neighbours that differ in their codecs alone; gradients and weights keep theirs for a whole run, and
+    per-layer graphs what they have captured."""
+    if dimension == "data" or graphs == "local":
         return [[setting] for setting in settings]
     return [list(together) for _, together in groupby(settings, lambda setting: setting.flags)]
 
 
 def _run(
-    options: Namespace, regime: str, settings: list[BenchSetting], flags: list[str], traffic: tuple[str, ...]
-) -> list[dict]:
+    options: Namespace,
+    regime: str,
+    graphs: str,
+    settings: list[BenchSetting],
+    flags: list[str],
+    traffic: tuple[str, ...],
+    keep: Callable[[dict], None],
+) -> int:
+    """Start a run, keep a row for each block that ends; how many did."""
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
+    flags = [*flags, *GRAPHS[graphs]]
     words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
     before = checked_in(options) if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
-    order = {"settings": [one.words(options.dimension) for one in settings]}
+    order = {"settings": [one.words(options.dimension) for one in settings], "before": before}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
+    made = 0
+    transport: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
+
+        def show(line: str) -> float | None:
+            nonlocal made
+            transport.extend(re.findall("payloads travel (.*)", line))
+            if auto and line.startswith(("compression auto:", " | ", " |--")):
+                print(line, end="")
+            if (found := re.search(f"{_BLOCK} (.*)", line)) is None:
+                return None
+            history = [json.loads(one) for one in (report / "history.jsonl").read_text().splitlines()]
+            begin = before + made * options.iterations
+            lines = history[begin + untimed(graphs) : begin + options.iterations]
+            setting = settings[made]
+            row = {"regime": regime, "graphs": graphs, "communicators": options.communicators}
+            row |= {"codec": setting.text, "auto": auto, "ranks": options.ranks}
+            row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
+            row |= summary(lines, traffic) | {"peak_memory": json.loads(found[1])}
+            keep(row | {"transport": list(dict.fromkeys(transport))})
+            made += 1
+            print(f"{regime}, graphs {graphs}, {setting.text}: {_time(row)} ms; peak {_memory(row)}", end="")
+            print("".join(f"; {one}" for one in dict.fromkeys(transport)), flush=True)
+            return AT_THE_END if made == len(settings) else options.limit
+
         environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
         environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
         words += ["--compression-report", report]
         log = Path(folder, "log.txt")
         try:
-            torchrun(options.ranks, Path(__file__).resolve(), words, log, **environment)
+            torchrun(options.ranks, Path(__file__).resolve(), words, log, show, options.limit, **environment)
         except RuntimeError as error:
-            print(f"error: {regime}, {first.text}: {error}", file=sys.stderr)
-            return []
-        history = [json.loads(line) for line in (report / "history.jsonl").read_text().splitlines()][before:]
-        memory = largest(json.loads((report / "report.json").read_text())["memory_by_rank"])
-        peak = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in memory.items())
-        print(f"{regime} {', '.join(one.text for one in settings)}: peak {peak}", flush=True)
-        if auto:
-            said = log.read_text().splitlines()
-            print(*(one for one in said if one.startswith(("compression auto:", " | ", " |--"))), sep="\n")
-    rows = []
-    for block, setting in enumerate(settings):
-        lines = history[block * options.iterations + WARM_UP : (block + 1) * options.iterations]
-        row = {"regime": regime, "communicators": options.communicators, "codec": setting.text, "auto": auto}
-        row |= {"ranks": options.ranks, "flags": shlex.join(map(str, _words(options, setting, flags)))}
-        rows.append(row | summary(lines, traffic) | {"launch_memory": memory})
-    return rows
+            text = (
+                settings[made].text if made < len(settings) else "all rows are there, but the run did not end"
+            )
+            print(f"error: {regime}, graphs {graphs}, {text}: {error}", file=sys.stderr, flush=True)
+    return made
 
 
 def checked_in(options: Namespace) -> int:
@@ -250,16 +301,27 @@ def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
     return row | {"iterations": len(times), "last_loss": next(iter(lines[-1]["losses"].values()))}
 
 
+def _time(row: dict) -> str:
+    return f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
+
+
+def _memory(row: dict) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in row["peak_memory"].items()
+    )
+
+
 def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
-    """Markdown; speed-ups against the first setting of each regime, of medians and of the extremes."""
-    columns = ["regime", "codec", "ms (least - most)", "speed-up (range)"]
+    """Markdown; speed-ups against the first setting of each regime and kind of graphs, of medians and of the
+    extremes."""
+    columns = ["regime", "graphs", "codec", "ms (least - most)", "speed-up (range)", "peak memory"]
     lines = [[*columns, *(f"{name} MB" for name in traffic), "loss"]]
     for row in rows:
-        base = next(other for other in rows if other["regime"] == row["regime"])
+        base = next(one for one in rows if all(one[key] == row[key] for key in ("regime", "graphs")))
         speed_up = base["milliseconds"] / row["milliseconds"]
         least, most = base["least"] / row["most"], base["most"] / row["least"]
-        times = f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
-        cells = [row["regime"], row["codec"], times, f"{speed_up:.2f} ({least:.2f} - {most:.2f})"]
+        cells = [row["regime"], row["graphs"], row["codec"], _time(row)]
+        cells += [f"{speed_up:.2f} ({least:.2f} - {most:.2f})", _memory(row)]
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
     text = "\n".join(markdown(*lines))
@@ -279,6 +341,26 @@ class BlockRules(dict):
         return self.blocks[block].get(traffic, default)
 
 
+def end_block() -> None:
+    """Print the block's peak memory over all ranks, and begin the next one: without a captured graph."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import full_cuda_graph
+
+    from megatron.compression.auto.plan import largest
+    from megatron.compression.report.reporter import peak_memory
+
+    own = peak_memory()
+    peak = dict(zip(own, largest(*own.values()), strict=True))
+    if dist.get_rank() == dist.get_world_size() - 1:  # which has written the history
+        print(_BLOCK, json.dumps(peak), flush=True)
+    if torch.cuda.is_available():
+        full_cuda_graph.FullCudaGraphWrapper.reset_cuda_graph(None, "training")
+        full_cuda_graph._shared_graph_pool = None  # torch refuses to capture into a pool that was released
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def worker() -> None:
     """One rank of a run."""
     order = json.loads(os.environ[_ORDER])
@@ -290,6 +372,14 @@ def worker() -> None:
         from megatron.compression import flags
 
         compression.run.policy.meter.interval = 0  # what it encodes would be timed too
+        after_iteration = compression.on_training_log
+
+        def on_training_log(iteration: int, log_interval: int) -> None:
+            after_iteration(iteration, log_interval)
+            if iteration > order["before"] and (iteration - order["before"]) % order["iterations"] == 0:
+                end_block()
+
+        compression.on_training_log = on_training_log
         if len(order["settings"]) > 1:
             blocks = []
             for words in order["settings"]:

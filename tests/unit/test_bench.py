@@ -1,7 +1,10 @@
 """scripts/bench_end_to_end.py: settings, which of them share a run, the table."""
 
+import json
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -28,14 +31,78 @@ def test_ranges_and_speed_ups_of_the_table():
 
     traffic = ("tp.forward", "tp.backward")
     rows = [
-        {"regime": "pcie", "communicators": 2, "codec": codec}
+        {"regime": "pcie", "graphs": graphs, "communicators": 2, "codec": codec}
+        | {"peak_memory": {"device_used": 12.3e9}}
         | bench.summary(list(map(line, times)), traffic)
-        for codec, times in (("none", (20.0, 22.0, 24.0)), ("int6", (10.0, 11.0, 12.0)))
+        for graphs, codec, times in (
+            ("none", "none", (40.0, 44.0, 48.0)),
+            ("full_iteration", "none", (20.0, 22.0, 24.0)),
+            ("full_iteration", "int6", (10.0, 11.0, 12.0)),
+        )
     ]
     text = bench.table(rows, traffic)
-    assert "| pcie | none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) | 1.5 | 0.0 | 5.0000 |" in text
-    assert "| pcie | int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) | 1.5 | 0.0 | 5.0000 |" in text
+    of_graph = "| pcie | full_iteration |"
+    end = "| device used 12.30 GB | 1.5 | 0.0 | 5.0000 |"
+    assert f"{of_graph} none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) {end}" in text
+    assert f"{of_graph} int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) {end}" in text
     assert text.endswith("Communicators of every message: 2.")
+
+
+RUN = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+report = pathlib.Path(words[words.index("--compression-report") + 1])
+report.mkdir()
+length, blocks = 6, int(words[words.index("--train-iters") + 1]) // 6
+row = {"milliseconds_per_iteration": 5.0, "losses": {"lm loss": 2.0}, "bytes_per_iteration": {}}
+for block in range(blocks):
+    if "int6" in json.loads(__import__("os").environ["BENCH_ORDER"])["settings"][block]:
+        time.sleep(60)
+    with open(report / "history.jsonl", "a") as history:
+        history.writelines(json.dumps(row) + "\\n" for _ in range(length))
+    print("payloads travel over stand-ins")
+    print('bench block {"allocated": 1e9}', flush=True)
+"""
+
+
+def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
+    """Its rows before stay, its later settings run again by themselves; in graphs, eager, local."""
+    (tmp_path / "run.py").write_text(RUN)
+    python = tmp_path / "python"  # in the place of torch.distributed.run and what it starts
+    python.write_text(f'#!/bin/sh\nshift 5\nexec {sys.executable} {tmp_path / "run.py"} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(_launch.sys, "executable", str(python))
+    words = [
+        "--tensor-parallel",
+        "2",
+        "--regimes",
+        "pcie",
+        "--codecs",
+        "none",
+        "int6",
+        "int8",
+        "--limit",
+        "2",
+    ]
+    words += ["--iterations", "6", "--cuda-graphs", "full_iteration", "--json", str(tmp_path / "rows.json")]
+    with pytest.raises(SystemExit):
+        bench.run(*bench.parse(words))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["codec"], row["graphs"], row["iterations"]) for row in rows] == [
+        ("none", "full_iteration", 2),
+        ("int8", "full_iteration", 2),
+    ]
+    assert "--cuda-graph-impl full_iteration" in rows[0]["flags"]
+    assert rows[0]["transport"] == ["over stand-ins"] and rows[0]["peak_memory"] == {"allocated": 1e9}
+    assert (
+        "graphs full_iteration, int8: 5.0 (5.0 - 5.0) ms; peak allocated 1.00 GB" in capsys.readouterr().out
+    )
+
+
+def test_what_is_captured_once_has_a_run_of_its_own() -> None:
+    settings = [_launch.parse_setting(text) for text in ("none", "int8")]
+    counts = [len(bench.launches("tensor", settings, graphs)) for graphs in bench.GRAPHS]
+    assert counts == [1, 1, 2]
 
 
 def test_variables_of_a_setting_are_the_runs() -> None:
