@@ -225,7 +225,7 @@ class Channel:
     def __init__(
         self, addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float
     ) -> None:
-        self.rank, self.world_size, self.programs = rank, len(addresses), programs
+        self.rank, self.world_size, self.programs, self.device = rank, len(addresses), programs, device
         self.memory, self.timeout_ns = addresses[rank], int(timeout * 1e9)
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.steps = torch.zeros(programs, dtype=torch.int64, device=device)  # done so far

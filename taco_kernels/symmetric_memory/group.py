@@ -1,9 +1,4 @@
-"""Symmetric memory for the ranks of a process group on one host.
-
-Collectives of a device run one after the other, whatever their groups and streams: a kernel that waits for
-its peers and fills the device keeps out the others that they may be waiting in, and two ranks whose devices
-were taken in different orders would wait for ever.
-"""
+"""Symmetric memory for the ranks of a process group on one host."""
 
 import os
 import socket
@@ -22,10 +17,8 @@ from taco_kernels.symmetric_memory.channel import (
     tile_bytes,
     tile_of,
 )
+from taco_kernels.symmetric_memory.order import call_order
 from taco_kernels.taco.layout import CodecConfig
-
-_last_stream: dict[int, torch.cuda.Stream] = {}
-"""Of each device, the stream that its last collective was given to."""
 
 
 def resident_programs(device: Device) -> int:
@@ -111,8 +104,9 @@ class SymmetricGroup:
     """Compressed collectives over symmetric memory for one process group. Construction is collective.
 
     Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a device run
-    one after the other, whatever their streams. Replays of CUDA graphs could not be put in that order, so
-    calls cannot be captured. As with NCCL, all ranks of a group make the same calls in the same order.
+    one after the other, whatever their streams, and CUDA graphs may contain them (``order.py``). As with
+    NCCL, all ranks of a group make the same calls and replays in the same order. As with any Triton kernel,
+    the first call of a shape must not be in a capture.
 
     The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
     on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
@@ -148,6 +142,7 @@ class SymmetricGroup:
             if one is not None:
                 raise SymmetricMemoryError(f"rank {rank} cannot share its memory: {one}")
         self._memory.zero_()
+        self._order = call_order()
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         addresses = [handle.buffer_ptrs[rank] for rank in range(self.world_size)]
         timeout = timeout_of(group) if timeout is None else timeout
@@ -157,15 +152,8 @@ class SymmetricGroup:
         torch.cuda.synchronize(self.device)
 
     def _in_order(self) -> Channel:
-        """The channel for a call on the current stream, after earlier calls on other streams."""
-        if torch.cuda.is_current_stream_capturing():
-            raise SymmetricMemoryError("a collective over symmetric memory cannot be part of a CUDA graph")
-        device = self.device.index
-        last = _last_stream.get(device)
-        if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(device):
-            stream = _last_stream[device] = torch.cuda.current_stream(device)
-            if last is not None:
-                stream.wait_stream(last)
+        """The channel, for a call on the current stream after all earlier ones."""
+        self._order.follow(self.channel)
         return self.channel
 
     def all_reduce(self, *args, **kwargs) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
 from tests.gpu.devices import UNSHARED, needs
 
-CALLS = 10_000
+CALLS, MIXED_CALLS = 10_000, 200
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,119 @@ def stress_worker(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", UNSHARED)
 def test_ten_thousand_calls_on_two_groups(world_size: int) -> None:
     spawn(stress_worker, world_size, backend="nccl")
+
+
+def two_groups(world_size: int) -> tuple[list[dist.ProcessGroup], list[SymmetricGroup]]:
+    """Two process groups of all ranks, each with symmetric memory."""
+    groups = [dist.group.WORLD, dist.new_group(range(world_size))]
+    return groups, [SymmetricGroup(group) for group in groups]
+
+
+def captured(calls) -> tuple[torch.cuda.CUDAGraph, object]:
+    """``calls`` in a graph, once they have run eagerly, and what they return there."""
+    calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = calls()
+    return graph, result
+
+
+def graph_worker(rank: int, world_size: int) -> None:
+    """All collectives of two groups on two streams in one graph have the bits of eager calls."""
+    _, symmetric = two_groups(world_size)
+    side = torch.cuda.Stream()
+    x = torch.empty(world_size * 512, 1000, device="cuda", dtype=torch.bfloat16)
+    torch.manual_seed(rank)
+
+    def on(group: SymmetricGroup, config: CodecConfig) -> list[torch.Tensor]:
+        gathered = group.all_gather_encoded(encode(x, config), x.shape, x.dtype, config)
+        return [group.all_reduce(x, config), group.reduce_scatter(x, config), gathered]
+
+    def calls() -> list[torch.Tensor]:
+        main, results = torch.cuda.current_stream(), []
+        side.wait_stream(main)
+        for config in (CodecConfig("int6", scales="signed"), CodecConfig("int8", scales="single")):
+            results += on(symmetric[0], config)
+            with torch.cuda.stream(side):
+                results += on(symmetric[1], config)
+        main.wait_stream(side)
+        return results
+
+    x.normal_()
+    graph, results = captured(calls)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for result, expected in zip(results, calls(), strict=True):
+            assert torch.equal(result, expected)
+    for group in symmetric:
+        group.channel.check()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("world_size", UNSHARED)
+def test_a_graph_has_the_bits_of_eager_calls(world_size: int) -> None:
+    spawn(graph_worker, world_size, backend="nccl", timeout=120)
+
+
+def mixed_worker(rank: int, world_size: int, nccl: bool) -> None:
+    """Eager calls and replays at random on two streams, each compared on the device with NCCL's bits.
+
+    With ``nccl`` graphs have an all-reduce of NCCL in a parallel branch, and eager ones run on a stream too.
+    """
+    groups, symmetric = two_groups(world_size)
+    third = dist.new_group(range(world_size))
+    config, draw = CodecConfig("int6"), python_random.Random(0)  # the same on every rank
+    torch.manual_seed(rank)
+    numel = 2**22
+    cases = [torch.randn(numel, device="cuda").bfloat16() for _ in range(8)]
+    expected = [over_nccl(x, config, groups[0]) for x in cases]
+    ones = torch.ones(2**20, device="cuda")
+    streams, branch = [torch.cuda.Stream(), torch.cuda.Stream()], torch.cuda.Stream()
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        """A call of each group, in parallel branches as far as anybody but the order knows."""
+        main = torch.cuda.current_stream()
+        branch.wait_stream(main)
+        with torch.cuda.stream(branch):
+            results = [symmetric[1].all_reduce(x, config)]
+            if nccl:
+                dist.all_reduce(ones.clone(), group=third)
+        results.append(symmetric[0].all_reduce(x, config))
+        main.wait_stream(branch)
+        return results
+
+    graphs = []  # for each stream, as a graph's memory is used by one replay at a time
+    for _ in streams:
+        static = cases[0].clone()
+        graphs.append((static, *captured(lambda static=static: both(static))))
+    torch.cuda.synchronize()
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    for _ in range(MIXED_CALLS):
+        which, case, eager = draw.randrange(2), draw.randrange(len(cases)), draw.random() < 0.5
+        if nccl and draw.random() < 0.3:
+            dist.all_reduce(ones, op=dist.ReduceOp.MAX, group=third, async_op=True)
+        with torch.cuda.stream(streams[which]):
+            if eager:
+                results = [symmetric[draw.randrange(2)].all_reduce(cases[case], config)]
+            else:
+                static, graph, results = graphs[which]
+                static.copy_(cases[case])
+                graph.replay()
+            for result in results:
+                wrong[which] += (result != expected[case]).any()
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0, 0]
+    for group in symmetric:
+        group.channel.check()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("nccl", [False, True], ids=["alone", "with_nccl"])
+@pytest.mark.parametrize("world_size", UNSHARED)
+def test_graph_replays_and_eager_calls_mix(world_size: int, nccl: bool) -> None:
+    spawn(mixed_worker, world_size, nccl, backend="nccl", timeout=120)
 
 
 def dead_rank_main(rank: int, store: str, outcome) -> None:

@@ -1,0 +1,61 @@
+"""The order of a device's collectives: one after the other, whatever their groups, streams and CUDA graphs.
+
+A kernel here waits for its peers and fills the device, so it keeps out a second one that a peer may be in.
+If two ranks started the same two kernels in different orders, both would wait for ever.
+
+Eager calls wait for the stream of the call before. The calls of one capture form a chain in the same way, and
+the waits become edges of the graph. A replay is one call in the order of the eager ones, so two graphs that
+contain collectives never overlap.
+
+NCCL's kernels may overlap with these, on other streams and in parallel branches of a graph, in another order
+on each rank. Program p of a kernel waits for program p of its peers alone: the programs that found room on
+all ranks end and leave theirs to NCCL, which needs few multiprocessors.
+"""
+
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+
+from taco_kernels.common.graph_events import GraphObserver, observe
+from taco_kernels.symmetric_memory.channel import Channel
+
+
+class CallOrder(GraphObserver):
+    """Puts the calls of this process in order, device by device."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, torch.cuda.Stream] = {}  # by device, of its last eager call or replay
+        self._last_captured: dict[int, torch.cuda.Stream] = {}  # the same in the capture that began last
+        self._captured: set[Channel] = set()  # what that capture has calls on
+        self._channels: WeakKeyDictionary[torch.cuda.CUDAGraph, set[Channel]] = WeakKeyDictionary()
+
+    def follow(self, channel: Channel) -> None:
+        """What the current stream is given next runs after all earlier collectives of the device."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._captured.add(channel)
+        streams, device = self._last_captured if capturing else self._last, channel.device.index
+        last = streams.get(device)
+        if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(device):
+            stream = streams[device] = torch.cuda.current_stream(device)
+            if last is not None:
+                stream.wait_stream(last)
+
+    def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._last_captured = {}
+        self._channels[graph] = self._captured = set()
+
+    def replaying(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Raises: SymmetricMemoryError: an earlier call gave up waiting."""
+        for channel in self._channels.get(graph, ()):
+            channel.check()
+            self.follow(channel)
+
+
+@lru_cache
+def call_order() -> CallOrder:
+    """The one of this process, told of all graphs."""
+    order = CallOrder()
+    observe(order)
+    return order
