@@ -22,7 +22,7 @@ from megatron.compression.patches.symbols import around, put, replace
 CPU = torch.device("cpu")
 
 
-def _nothing(self, *args) -> None:
+def _nothing(self, *args, **kwargs) -> None:
     """Work is in program order: there is nothing to wait for, and nothing to set up."""
 
 

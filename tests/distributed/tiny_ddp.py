@@ -32,6 +32,8 @@ class Setup:
     transport: str = "auto"
     dtype: torch.dtype = torch.bfloat16
     distributed_optimizer: bool = True
+    instances: int = 1
+    """Of the distributed optimizer; as ``start`` was told."""
     overlap: bool = True
     fp32_gradients: bool = True
     fusion: bool = False
@@ -67,6 +69,7 @@ class Training:
             overlap_grad_reduce=setup.overlap,
             overlap_param_gather=setup.overlap and setup.distributed_optimizer,
             use_distributed_optimizer=setup.distributed_optimizer,
+            num_distributed_optimizer_instances=setup.instances,
             bucket_size=setup.bucket_size,
         )
         self.ddp = DistributedDataParallel(self.model.config, ddp, self.model)
@@ -153,7 +156,7 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
-def start(rank: int, tensor_ranks: int = 1) -> None:
+def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
     """Megatron's groups, tensor and data parallelism; on a GPU, kernels that repeat their bits."""
     host.install()
     from megatron.core import parallel_state, tensor_parallel
@@ -162,7 +165,9 @@ def start(rank: int, tensor_ranks: int = 1) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_ranks)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_ranks, num_distributed_optimizer_instances=instances
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 

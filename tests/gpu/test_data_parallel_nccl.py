@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed import test_tagc
+from tests.distributed import test_outer_hop, test_tagc
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import identity_worker
 from tests.distributed.test_data_parallel_nodes import four_ranks_worker
@@ -26,6 +26,21 @@ def test_replicas_stay_identical() -> None:
     """Four ranks, 50 iterations with overlap, and plain DDP."""
     for (first, last), (plain_first, plain_last) in spawn(replica_worker, 4, backend="nccl"):
         assert last < first - 1.0 and plain_last < plain_first - 0.3
+
+
+@needs(2)
+def test_instances_of_one_rank() -> None:
+    """Two optimizer instances: the hop between them in 8 bits."""
+    for ratio in spawn(test_outer_hop.one_rank_worker, 2, backend="nccl"):
+        assert ratio <= 0.52 / 2
+
+
+@needs(4)
+def test_optimizer_instances() -> None:
+    """Two instances of two ranks: an exact codec changes no bit, replicas are alike; bytes of 8 bits."""
+    for results in spawn(test_outer_hop.instances_worker, 4, backend="nccl"):
+        (now, before), differs, _ = results["none:outer=int8"]
+        assert now <= 0.26 * before and differs < 1e-3
 
 
 @needs(4)

@@ -17,6 +17,7 @@ ON = {"compression": "sdp4bit"}
 TAGC = {"compression": "tagc"}
 POWERSGD = {"compression": "examples.powersgd:PowerSGD"}
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
+INSTANCES = {"num_distributed_optimizer_instances": 2}
 DERIVED = {"use_layer_wise_distributed_optimizer": False, "gtp_weight_remat_size": 1}
 """What Megatron's validation adds to its flags."""
 
@@ -51,6 +52,29 @@ def test_sdp4bit_alone_means_both() -> None:
     assert alone.enabled and alone.compressor is None
 
 
+@pytest.mark.parametrize(
+    ("spec", "inner", "outer"),
+    [
+        ("sdp4bit", "sdp4bit", "sdp4bit:intra=4"),
+        ("gradients-4bit:outer=none", "sdp4bit", None),
+        ("int8:group=64,outer=int4:group=32,scales=single", "int8:group=64", "int4:group=32,scales=single"),
+        ("int6/int5:outer=gradients-4bit", "int6/int5", "sdp4bit"),
+        ("none:outer=int8", None, "int8"),
+        ("tagc", "tagc", None),
+    ],
+)
+def test_the_outer_hop_has_a_codec_of_its_own(spec: str, inner: str | None, outer: str | None) -> None:
+    """The setting outer= of any spec; else a codec's second hop, which is the one between nodes."""
+    config = _check({"compression": spec}, **INSTANCES)
+    rules = config.rules(None)
+    found = [codec and codec.name for codec in (rules["dp.gradient"].codec, rules["dp.outer"].codec)]
+    assert found == [inner, outer]
+    assert (config.weights == WEIGHTS) == (inner == "sdp4bit")
+    args = Namespace(**{**_megatron(), **INSTANCES, "data_parallel_size": 4, "context_parallel_size": 1})
+    said = f"sums of gradients between the 2 optimizer instances: {outer or 'uncompressed'} (outer=CODEC"
+    assert said in config.lines(args)[-1]
+
+
 def test_what_the_log_says() -> None:
     line = _check(ON).describe()
     assert f"weight changes {WEIGHTS}" in line
@@ -74,6 +98,8 @@ def test_what_the_log_says_of_tagc(wire: str, how: str) -> None:
         ),
         ({"compression": "examples.nothing:At"}, "DataParallelConfig.compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
+        ({"compression": "int8:outer=tagc"}, "outer= tagc: tagc compresses gradients of weights only"),
+        ({"compression": "int8:outer=tah-quant"}, "needs tokens and channels"),
         ({"compression": "int6:group=100"}, "DataParallelConfig.compression: int6:group=100"),
         ({**ON, "weights": "tagc"}, "DataParallelConfig.weights tagc: tagc compresses gradients of weights"),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
@@ -97,7 +123,12 @@ def test_impossible_settings(settings: dict, message: str) -> None:
         ),
         (ON, {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph replays the optimizer's step"),
         (TAGC, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats runs every iteration twice"),
-        (ON, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+        (
+            {"compression": "none:outer=int8"},
+            {},
+            "--dp-compression outer=int8 is for the sums .*; add --num-distributed-optimizer-instances N, or",
+        ),
+        ({"compression": "none:outer=lossless"}, {"fp16": True, **INSTANCES}, "has 5; use --bf16"),
         (ON, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         (ON, {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ({**ON, "weights": "int8"}, {"bf16": False}, "add --bf16 or --fp16"),

@@ -61,9 +61,9 @@ def test_patches_load_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("distributed_optimizer", "instances", "expected"),
     [
-        (False, 1, [("all_reduce", 4000, 4)]),
-        (True, 1, [("reduce_scatter", 4000, 4)]),
-        (True, 2, [("reduce_scatter", 4000, 2), ("all_reduce", 2000, 2)]),
+        (False, 1, [("dp.gradient", "all_reduce", 4000, 4)]),
+        (True, 1, [("dp.gradient", "reduce_scatter", 4000, 4)]),
+        (True, 2, [("dp.gradient", "reduce_scatter", 4000, 2), ("dp.outer", "all_reduce", 2000, 2)]),
     ],
 )
 def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
@@ -79,5 +79,5 @@ def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
         intra_distributed_optimizer_instance_size=4 // instances,
     )
     calls = []
-    _record_gradient_sync(group, False, lambda *call: calls.append(call))
+    _record_gradient_sync(group, False, lambda traffic, _, *call: calls.append((traffic, *call)))
     assert calls == expected

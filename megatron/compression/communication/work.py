@@ -64,7 +64,8 @@ class Work:
         return self._result
 
     def then(self, follow: Callable[[Any], Any]) -> Work:
-        """This work with ``follow(result)`` after its last exchange, whose result is the new result."""
+        """This work with ``follow(result)`` after its last exchange, whose result is the new result; where it
+        is a ``Work``, that goes on."""
         return _Together([self], lambda: follow(self.wait()))
 
 
@@ -90,8 +91,11 @@ class _Together(Work):
         for work in self._works:
             work.advance()
         if all(work.done for work in self._works):
-            self._done, self._result = True, self._finish()
-            self._works, self._finish = (), None  # nothing is kept alive
+            self._result = self._finish()
+            if isinstance(self._result, Work):
+                self._works, self._finish = [self._result], self._result.wait
+                return
+            self._done, self._works, self._finish = True, (), None  # nothing is kept alive
 
 
 def join(works: Sequence[Work], result: Any = None) -> Work:

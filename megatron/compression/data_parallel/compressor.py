@@ -43,6 +43,8 @@ class GradientBucket:
     """With the distributed optimizer each rank needs its shard of the sum only, else all of it."""
     topology: Topology
     ledger: Ledger
+    traffic: str = "dp.gradient"
+    """The ledger's class of what is sent."""
 
     @property
     def numel(self) -> int:
@@ -56,8 +58,8 @@ class GradientBucket:
         return self.gradients[self.topology.rank * size : (self.topology.rank + 1) * size]
 
     def transport(self, link: str | None = None) -> TorchTransport:
-        """Exchanges counted as dp.gradient: over the whole group, or ``intra`` or ``inter`` ranks only."""
-        return self.topology.transport(self.ledger, "dp.gradient", link)
+        """Exchanges that the ledger counts: over the whole group, or ``intra`` or ``inter`` ranks only."""
+        return self.topology.transport(self.ledger, self.traffic, link)
 
     def all_reduce(
         self, values: torch.Tensor, kind: str = "compressed", op: dist.ReduceOp = dist.ReduceOp.SUM
@@ -74,14 +76,14 @@ class GradientBucket:
         for link, part in self.topology.split("all_reduce", sent).items():
             if part:
                 plain = 0 if kind == "compressed" else part
-                self.ledger.record("dp.gradient", kind, "all_reduce", part, plain, link)
+                self.ledger.record(self.traffic, kind, "all_reduce", part, plain, link)
         return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:
         """Count what the uncompressed collective would have sent: of the whole bucket, or of ``nbytes``."""
         operation = "reduce_scatter" if self.sharded else "all_reduce"
         nbytes = self.gradients.nbytes if nbytes is None else nbytes
-        self.topology.record_plain(self.ledger, "dp.gradient", operation, nbytes)
+        self.topology.record_plain(self.ledger, self.traffic, operation, nbytes)
 
 
 class GradientSync(abc.ABC):

@@ -1,10 +1,12 @@
 """Settings of data parallelism: how gradients and weights are sent, and what Megatron's flags allow."""
 
+import re
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megatron.compression.codecs import Codec
+from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
 from megatron.compression.data_parallel.compressor import GradientCompressor
@@ -47,7 +49,9 @@ class DataParallelConfig(DimensionConfig):
     compression: str = "none"
     """Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none =
     uncompressed. sdp4bit and lossless without settings compress the distributed optimizer's weights as
-    well."""
+    well. The last setting may be outer=CODEC, as in sdp4bit:outer=int8 or none:outer=int4: that of the sums
+    between the instances of --num-distributed-optimizer-instances; by default a codec's second hop, and
+    none for a gradient compressor."""
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
@@ -62,7 +66,7 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
-        for codec in (getattr(self.compressor, "codec", None), self.weight_codec):
+        for codec in (getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec):
             if codec is not None and codec.sees_shape:
                 raise CompressionConfigError(
                     f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
@@ -73,17 +77,31 @@ class DataParallelConfig(DimensionConfig):
         return self.compression, self.weights
 
     @property
+    def hops(self) -> tuple[str, str | None]:
+        """``compression`` without its outer=, which is the other; None: not given."""
+        inner, *outer = re.split("[:,]outer=", self.compression, maxsplit=1)
+        return expand(self.flag, inner, None)[0], (expand(self.flag, outer[0], None)[0] if outer else None)
+
+    @property
     def compressor(self) -> GradientCompressor | None:
         """A new instance of the gradients' compressor; None: uncompressed."""
-        if self.compression == "none":
+        if self.hops[0] == "none":
             return None
         with naming(self.flag):
-            return parse_gradient_compressor(self.compression)
+            return parse_gradient_compressor(self.hops[0])
+
+    @property
+    def outer_codec(self) -> Codec | None:
+        """Of the sums between optimizer instances; None: uncompressed."""
+        if self.hops[1] is not None:
+            return codec_of(self.hops[1], f"{self.flag} outer=")
+        codec = getattr(self.compressor, "codec", None)
+        return codec and codec.hops[1]
 
     @property
     def weight_codec(self) -> Codec | None:
         """Of the distributed optimizer's 16-bit weights; None: uncompressed."""
-        spec = _WEIGHTS.get(self.compression, "none") if self.weights is None else self.weights
+        spec = _WEIGHTS.get(self.hops[0], "none") if self.weights is None else self.weights
         return codec_of(spec, "--dp-compression WEIGHTS")
 
     def resolved(self, args: Namespace) -> "DataParallelConfig":
@@ -91,7 +109,7 @@ class DataParallelConfig(DimensionConfig):
         if self.weights is not None:
             return self
         sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
-        return replace(self, weights=_WEIGHTS.get(self.compression, "none") if sharded else "none")
+        return replace(self, weights=_WEIGHTS.get(self.hops[0], "none") if sharded else "none")
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         """The codec of dp.gradient's rule is a ``GradientCompressor``."""
@@ -100,9 +118,10 @@ class DataParallelConfig(DimensionConfig):
             start = compressor.default_start_iteration(train_iters)
         return {
             "dp.gradient": Rule(compressor, self.min_bytes, start_iteration=start or 0, activations=False),
-            "dp.weight": Rule(
-                self.weight_codec, self.min_bytes, start_iteration=start_iteration or 0, activations=False
-            ),
+            **{
+                traffic: Rule(codec, self.min_bytes, start_iteration=start_iteration or 0, activations=False)
+                for traffic, codec in (("dp.outer", self.outer_codec), ("dp.weight", self.weight_codec))
+            },
         }
 
     @staticmethod
@@ -119,16 +138,16 @@ class DataParallelConfig(DimensionConfig):
             return
         refuse_flags(args, _REFUSED, "drop it or --dp-compression")
         gradients = getattr(self.compressor, "codec", None)
-        refuse_fp16(args, self.flag, (gradients, self.weight_codec))
+        refuse_fp16(args, self.flag, (gradients, self.outer_codec, self.weight_codec))
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
             raise CompressionConfigError(
                 f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "
                 "instead of shards; drop --use-distributed-optimizer or --dp-compression"
             )
-        if args.num_distributed_optimizer_instances > 1:
+        if self.hops[1] is not None and args.num_distributed_optimizer_instances == 1:
             raise CompressionConfigError(
-                "--num-distributed-optimizer-instances reduces gradients in two steps of its own; drop it, "
-                "--dp-compression knows the nodes itself"
+                f"--dp-compression outer={self.hops[1]} is for the sums between optimizer instances, and "
+                "there is one; add --num-distributed-optimizer-instances N, or drop outer="
             )
         if getattr(args, "gtp_weight_remat_size", 1) > 1:
             raise CompressionConfigError(
@@ -151,7 +170,14 @@ class DataParallelConfig(DimensionConfig):
     def lines(self, args: Namespace) -> list[str]:
         if self.enabled and getattr(args, "skip_train", False):
             return [f"{self.flag} has nothing to compress here: --skip-train sends no gradients"]
-        return super().lines(args)
+        lines = super().lines(args)
+        if lines and (instances := args.num_distributed_optimizer_instances) > 1:
+            codec = self.outer_codec
+            lines.append(
+                f"sums of gradients between the {instances} optimizer instances: "
+                f"{'uncompressed' if codec is None else codec.name} (outer=CODEC sets another codec)"
+            )
+        return lines
 
 
 def _check_weights(args: Namespace) -> None:

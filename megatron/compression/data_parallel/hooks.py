@@ -1,6 +1,7 @@
 """Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,14 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.transformer import MegatronModule
 
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.work import Work, join
 from megatron.compression.data_parallel.checkpoint import GradientMemory
+from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import (
     GradientBucket,
     GradientCompressor,
@@ -64,13 +67,19 @@ class InFlight:
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """A bucket group whose class was changed after building; Megatron's own calls drive it.
 
-    What it does not compress goes through megatron-core's methods, counted under ``uncompressed_kind``.
+    What it does not compress goes through megatron-core's methods, counted under ``uncompressed_kind``. The
+    outer hop, between optimizer instances, is always its own: megatron-core sees one instance, and returns
+    from the inner hop with a handle to go on from.
     """
 
     policy: Policy
     topology: Topology
     gradient_syncs: list[GradientSync]
     """One a bucket; empty: gradients are not compressed."""
+    outer: list[GradientBucket]
+    """One a bucket, this rank's shard between optimizer instances; empty: there is one instance."""
+    outer_syncs: list[GradientSync]
+    """One for each of ``outer``; empty: it goes uncompressed."""
     weights: list[BucketWeights]
     """One a bucket; empty: weights are not compressed."""
     gradient_replicas: list[list[torch.Tensor]]
@@ -85,28 +94,45 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Start reducing the group's gradients, compressed where this iteration compresses them."""
-        self.uncompressed_kind = self._gradient_kind(force_all_reduce)
-        if self.uncompressed_kind != "compressed":
-            super().start_grad_sync(force_all_reduce)
-            return
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # megatron-core's rule: dispatched already, by hand, in the first batch
-        self._prepare_gradients()
-        with torch.no_grad():
-            work = join([sync.start() for sync in self.gradient_syncs])
+        nbytes = sum(bucket.grad_data.nbytes for bucket in self.buckets)
+        kind = self._kind("dp.gradient", self.gradient_syncs, nbytes, force_all_reduce)
+        self.uncompressed_kind = kind
+        if kind == "compressed":
+            self._prepare_gradients()
+            with torch.no_grad():
+                work = join([sync.start() for sync in self.gradient_syncs])
+        else:
+            super().start_grad_sync(force_all_reduce)
+            if not self.outer:
+                return
+            work = Work(self.grad_reduce_handle)
+        if self.outer:
+            nbytes = sum(bucket.gradients.nbytes for bucket in self.outer)
+            kind = self._kind("dp.outer", self.outer_syncs, nbytes, force_all_reduce)
+            work = work.then(lambda _: self._start_outer(kind))
         if self.ddp_config.overlap_grad_reduce:
             self.in_flight.add(work)
             self.grad_reduce_handle = work
         else:
             work.wait()
 
-    def _gradient_kind(self, force_all_reduce: bool | None) -> str:
-        if not self.gradient_syncs:
+    def _kind(
+        self, traffic: str, syncs: list[GradientSync], nbytes: int, force_all_reduce: bool | None
+    ) -> str:
+        if not syncs:
             return "off"
         if force_all_reduce:
             return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
-        nbytes = sum(bucket.grad_data.nbytes for bucket in self.buckets)
-        return self.policy.decide("dp.gradient", nbytes).why
+        return self.policy.decide(traffic, nbytes).why
+
+    def _start_outer(self, kind: str) -> Work:
+        """Start to sum this rank's shards over the optimizer instances."""
+        if kind == "compressed":
+            return join([sync.start() for sync in self.outer_syncs])
+        op = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
+        return join([Work(bucket.all_reduce(bucket.gradients, kind, op)) for bucket in self.outer])
 
     def _prepare_gradients(self) -> None:
         """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
@@ -164,7 +190,7 @@ class Gradients(Dimension):
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self.memory = GradientMemory(None, [], self._say)
         """Of the compressor, for checkpoints; that of the run's buckets once they are attached."""
-        communication.on_gradient_sync(partial(record_uncompressed, self.ledger, "dp.gradient"))
+        communication.on_gradient_sync(partial(record_uncompressed, self.ledger))
         communication.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
         gaps.on_master_copy(copy_masters)
         record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
@@ -173,6 +199,7 @@ class Gradients(Dimension):
     def adopt(self, config: DataParallelConfig) -> None:
         super().adopt(config)
         self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
+        self.outer_codec: Codec | None = self.policy.rule("dp.outer").codec
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
         """Give every bucket group its gradient syncs and its weights. Collective over all ranks.
@@ -205,6 +232,8 @@ class Gradients(Dimension):
             if chunk.config.num_moe_experts is not None:
                 experts, dense = chunk.intra_expt_dp_group, chunk.intra_dp_cp_group.size()
                 self.topology(experts, experts.size() / dense, "an expert's")
+            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+                self.topology(chunk.inter_dist_opt_group, 1 / chunk.intra_dp_cp_group.size(), "the outer")
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
             names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
@@ -250,25 +279,37 @@ class Gradients(Dimension):
         config = group.ddp_config
         sharded = config.use_distributed_optimizer
         ranks = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
-        if ranks.size() == 1:
+        instances = config.num_distributed_optimizer_instances
+        if ranks.size() == 1 and instances == 1:
             return
         topology = self.topology(ranks)
         symbols.change_class(group, CompressedBucketGroup)
         group.policy, group.topology, group.in_flight = self.policy, topology, in_flight
         group.tensor_ranks, group.ledger = tensor_ranks, self.ledger
-        group.gradient_syncs, group.weights = [], []
+        group.gradient_syncs, group.weights, group.outer, group.outer_syncs = [], [], [], []
         group.gradient_replicas, group.weight_replicas = [], []
+        if instances > 1:
+            group.ddp_config = replace(config, num_distributed_optimizer_instances=1)
         average = 1 / ranks.size() if config.average_in_collective else 1.0
-        if self.compressor is not None:
-            for bucket in group.buckets:
-                scale = bucket.gradient_scaling_factor * average
-                spans = spans_of(bucket, names)
-                view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger)
-                sync = self.compressor.build(view)
-                if sync.state() and not self.compressor.has_memory:
-                    raise TypeError(f"{type(self.compressor)} has syncs with a state; set has_memory = True")
+        compressor = self.compressor if ranks.size() > 1 else None
+        for bucket in group.buckets:
+            scale = bucket.gradient_scaling_factor * average
+            spans = spans_of(bucket, names)
+            view = GradientBucket(bucket.grad_data, spans, scale, sharded, topology, self.ledger)
+            if compressor is not None:
+                sync = compressor.build(view)
+                if sync.state() and not compressor.has_memory:
+                    raise TypeError(f"{type(compressor)} has syncs with a state; set has_memory = True")
                 group.gradient_syncs.append(sync)
                 self.syncs.append((sync, view))
+            if instances > 1:
+                between = self.topology(group.inter_distributed_optimizer_instance_group)
+                average_outer = 1 / instances if config.average_in_collective else 1.0
+                outer = GradientBucket(view.shard, (), average_outer, False, between, self.ledger, "dp.outer")
+                group.outer.append(outer)
+                if self.outer_codec is not None:
+                    group.outer_syncs.append(CodecGradientSync(outer, self.outer_codec))
+            if group.gradient_syncs or group.outer_syncs:
                 first, values = 0, view.gradients
                 if sharded:
                     first, values = topology.rank * view.shard.numel(), view.shard
@@ -278,7 +319,7 @@ class Gradients(Dimension):
         masters = sharded and all(
             b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
         )
-        if masters and self.policy.rule("dp.weight").codec is not None:
+        if masters and ranks.size() > 1 and self.policy.rule("dp.weight").codec is not None:
             nbytes = sum(bucket.param_data.nbytes for bucket in group.buckets)
             for bucket in group.buckets:
                 weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)

@@ -8,9 +8,9 @@ from typing import Any
 from megatron.compression.patches.symbols import around, follow, replace
 
 
-def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
-    """Call ``record(bucket_group, operation, buffer_bytes, world_size)`` for each data-parallel gradient
-    collective.
+def on_gradient_sync(record: Callable[[str, Any, str, int, int], None]) -> None:
+    """Call ``record(traffic, bucket_group, operation, buffer_bytes, world_size)`` for each data-parallel
+    gradient collective.
 
     Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP; compressed
     reductions, which count themselves.
@@ -21,27 +21,23 @@ def on_gradient_sync(record: Callable[[Any, str, int, int], None]) -> None:
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
         result = start_grad_sync(self, force_all_reduce)
         if not already_dispatched:
-            _record_gradient_sync(self, force_all_reduce, functools.partial(record, self))
+            _record_gradient_sync(self, force_all_reduce, record)
         return result
 
     around(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), sync)
 
 
-def _record_gradient_sync(
-    bucket_group, force_all_reduce: bool, record: Callable[[str, int, int], None]
-) -> None:
-    config = bucket_group.ddp_config
+def _record_gradient_sync(bucket_group, force_all_reduce: bool, record: Callable[..., None]) -> None:
+    config, inner = bucket_group.ddp_config, functools.partial(record, "dp.gradient", bucket_group)
     for bucket in bucket_group.buckets:
         if not config.use_distributed_optimizer:
-            record("all_reduce", bucket.grad_data.nbytes, bucket_group.data_parallel_group.size())
+            inner("all_reduce", bucket.grad_data.nbytes, bucket_group.data_parallel_group.size())
             continue
         shards = bucket_group.intra_distributed_optimizer_instance_size
         operation = "all_reduce" if force_all_reduce else "reduce_scatter"
-        record(operation, bucket.grad_data.nbytes, shards)
-        if config.num_distributed_optimizer_instances > 1:
-            record(
-                "all_reduce", bucket.grad_data.nbytes // shards, config.num_distributed_optimizer_instances
-            )
+        inner(operation, bucket.grad_data.nbytes, shards)
+        if (instances := config.num_distributed_optimizer_instances) > 1:
+            record("dp.outer", bucket_group, "all_reduce", bucket.grad_data.nbytes // shards, instances)
 
 
 def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
