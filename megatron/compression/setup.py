@@ -35,6 +35,7 @@ from megatron.compression.torch_native.spec import (
     apply_native_defaults,
     block_spec,
     is_covered,
+    make_predictions_native,
 )
 
 
@@ -95,6 +96,8 @@ def adapt_arguments(args: Namespace) -> None:
         lines += cpu_argument_overrides(args)
     checks.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
+    if getattr(args, "tp_comm_overlap", False):
+        lines += flags.resolve(args).without_user_buffers(args)
     _log.keep()
     for line in lines:
         _log(line)
@@ -245,6 +248,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     transformer = model_config.transformer
     if transformer.transformer_impl != "local" or not is_covered(transformer):
         return default_layer_spec(model_config, vp_stage)
+    gaps.after_prediction_spec(make_predictions_native)
     return block_spec(transformer, vp_stage)
 
 

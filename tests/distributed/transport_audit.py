@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compression.communication.ledger import bytes_sent
@@ -12,6 +13,7 @@ from megatron.compression.communication.ledger import bytes_sent
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
@@ -43,8 +45,7 @@ class TransportAudit(TorchDispatchMode):
             if name not in _UNCOUNTED:
                 operation, position = _OPERATORS[name]
                 buffers = args[position]
-                buffers = buffers if isinstance(buffers, (list, tuple)) else [buffers]
-                buffer_bytes = sum(buffer.nbytes for buffer in buffers)
+                buffer_bytes = sum(buffer.nbytes for buffer in pytree.tree_leaves(buffers))
                 received = name == "broadcast_" and _group_of(args).rank() != args[2]
                 if buffer_bytes >= self.smallest and not received:
                     ranks = self.world_size or _group_of(args).size()

@@ -264,8 +264,6 @@ class Measurement:
         self.lines: list[str] = []
         """For the log: how payloads of layers travel."""
         hooks = {name: one.refusal(chunks) for name, one in compression.dimensions.items()}
-        if getattr(args, "tp_comm_overlap", False):
-            hooks["tensor_parallel"] = "--tp-comm-overlap sends past NCCL"
         self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
         experts = parallel_state.get_expert_data_parallel_world_size() > 1  # else they have no replica
         every = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)

@@ -260,7 +260,7 @@ _SAME = (
     *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("ddp_bucket_size", "tp_comm_overlap", "padded_vocab_size", "num_experts", "num_attention_heads"),
+    *("ddp_bucket_size", "padded_vocab_size", "num_experts", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "multi_latent_attention"),
     *("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_topk", "moe_router_dtype"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_layer_freq", "moe_latent_size"),

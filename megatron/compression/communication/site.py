@@ -172,8 +172,9 @@ def site_name(module_path: str, layer_number: int | None) -> str:
 
 
 def layer_name(module_path: str, layer_number: int | None) -> int | str | None:
-    """What ``--tp-compression-layers`` calls a module's layer: its number from 0, embedding, output, or None.
-    Arguments are those of ``site_name``."""
-    if layer_number is not None:
+    """What ``--tp-compression-layers`` calls a module's layer: its number from 0, embedding, output, mtp (any
+    layer of multi-token prediction), or None. Arguments are those of ``site_name``."""
+    first = module_path.split(".")[0]
+    if layer_number is not None and first != "mtp":  # whose layers have numbers of their own
         return layer_number - 1
-    return {"embedding": "embedding", "output_layer": "output"}.get(module_path.split(".")[0])
+    return {"embedding": "embedding", "output_layer": "output", "mtp": "mtp"}.get(first)

@@ -149,6 +149,22 @@ def through_token_exchange(exchange: Any) -> None:
                 around(module, name, parameters, take)
 
 
+def through_regions(gather_tokens: Callable, gather_channels: Callable, scatter_tokens: Callable) -> None:
+    """Have multi-latent attention and multi-token prediction call these, which take the original one first.
+
+    Why: their methods call functions of their module between linear layers. Not reached: generation.
+    """
+    for short in ("multi_latent_attention", "multi_token_prediction"):
+        module = importlib.import_module(f"megatron.core.transformer.{short}")
+        for name, call in (
+            ("gather_from_sequence_parallel_region", gather_tokens),
+            ("gather_from_tensor_model_parallel_region", gather_channels),
+            ("scatter_to_sequence_parallel_region", scatter_tokens),
+        ):
+            if hasattr(module, name):
+                around(module, name, ("input_", "group"), call)
+
+
 def on_router_reduction(record: Callable[[int, int], None]) -> None:
     """Call ``record(buffer_bytes, world_size)`` for the sums of tokens by expert: those of the balancing loss
     and of the experts' biases.

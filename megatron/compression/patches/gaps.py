@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from megatron.compression.patches.symbols import around, put
+from megatron.compression.patches.symbols import around, follow, put
 
 if TYPE_CHECKING:  # torch is not loaded with this module
     import torch
@@ -44,6 +44,20 @@ def use_shipped_helpers() -> None:
         return
     utils = importlib.import_module("megatron.core.datasets.utils")
     put(utils, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
+
+
+def after_prediction_spec(after: Callable[[Any, Any], None]) -> None:
+    """Call ``after(spec, transformer_config)`` when the layers of multi-token prediction have been specified.
+
+    Why: Megatron's builder takes them from megatron-core's own layers, whose norms refuse sequence
+    parallelism, whatever the layer spec says. Not reached: model providers of a user's own.
+    """
+    gpt = importlib.import_module("megatron.training.models.gpt")
+
+    def run(result: Any, given: dict) -> None:
+        after(result, given["config"].transformer)
+
+    follow(gpt, "mtp_block_spec", ("config",), run)
 
 
 def fill_rope_slot(rotary: Callable) -> bool:

@@ -24,27 +24,20 @@ from megatron.compression.dimension import (
 )
 from megatron.compression.errors import CompressionConfigError
 
-GATHERED_BY_MEGATRON = {
-    "mtp_num_layers": "the input of each multi-token-prediction layer",
-    "distribute_saved_activations": "the inputs of recomputed layers",
-}
-"""Flags that make megatron-core communicate activations in a way that no site covers."""
+_GATHERS = "gathers the inputs of recomputed layers, which"
 
 _OTHER_LAYERS = ("experimental_attention_variant", "heterogeneous_layers_config_path", "use_kitchen")
 """Flags whose layers are not a dense GPT's."""
 
 _NOT_COVERED = {
-    name: f"gathers {what}, which is not compressed" for name, what in GATHERED_BY_MEGATRON.items()
+    "distribute_saved_activations": f"{_GATHERS} are not compressed",
+    **dict.fromkeys(_OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers"),
 }
-_NOT_COVERED |= dict.fromkeys(_OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers")
 """What compression cannot be combined with: Megatron's argument -> why."""
 
 _NOT_COVERED_IN_TE = {
-    "tp_comm_overlap": "sends tensor-parallel traffic through user buffers, past --tp-compression",
     "symmetric_ar_type": "sums in symmetric memory, past --tp-compression",
     "use_transformer_engine_op_fuser": "builds layers that --tp-compression does not reach",
-    "multi_latent_attention": "gathers keys' positions uncounted in Transformer Engine's layers "
-    "(--transformer-impl local: counted)",
 }
 
 _BACKWARD, _LAYERS = "--tp-compression BACKWARD", "--tp-compression-layers"
@@ -62,8 +55,9 @@ _NOT_HALVED = {
 }
 """What halves of a micro-batch cannot be combined with: Megatron's argument -> why."""
 
-NAMED_LAYERS = ("embedding", "output")
-"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones."""
+NAMED_LAYERS = ("embedding", "output", "mtp")
+"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones; mtp: those of
+multi-token prediction."""
 
 Overlap = Literal["weights", "halves"]
 
@@ -87,8 +81,8 @@ class TensorParallelConfig(DimensionConfig):
     """Codec of the gradients; by default that of ``compression``."""
 
     layers: str = "all"
-    """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding and output name
-    the layers outside. The others go uncompressed."""
+    """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding, output and mtp
+    name the layers outside. The others go uncompressed."""
 
     overlap: Overlap = "weights"
     """What overlaps with exchanges: weights = weight gradients, in the backward; halves = also the other half
@@ -123,11 +117,8 @@ class TensorParallelConfig(DimensionConfig):
         """Also of halves that are not compressed, and of what is not counted."""
         lines = []
         if args.tensor_model_parallel_size > 1:
-            lines = [
-                f"--{name.replace('_', '-')} gathers {what}, which is not counted"
-                for name, what in GATHERED_BY_MEGATRON.items()
-                if getattr(args, name, None)
-            ]
+            if getattr(args, "distribute_saved_activations", False):
+                lines.append(f"--distribute-saved-activations {_GATHERS} are not counted")
             if args.cuda_graph_impl != "none":
                 lines.append(
                     f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, "
@@ -263,7 +254,7 @@ def parse_layers(text: str, flag: str = _LAYERS) -> frozenset[int | str] | None:
         else:
             raise CompressionConfigError(
                 f"{flag} {text}: {part!r} is not a layer; give numbers from 0, ranges such as 2-29, "
-                "embedding and output, separated by commas, or all"
+                "embedding, output and mtp, separated by commas, or all"
             )
     return frozenset(layers)
 

@@ -282,3 +282,33 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
         return site.message("tp.backward", "reduce_scatter", full.nbytes).start(full.flatten(0, 1)).wait()
 
     return WithBackward.apply(x, columns, scatter)
+
+
+def gather_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
+    """``[W * n, ...]`` of every rank's ``[n, ...]``, whose gradients, a part on each rank, are summed."""
+
+    def scatter(grad: torch.Tensor) -> torch.Tensor:
+        return site.message("tp.backward", "reduce_scatter", grad.nbytes).start(grad).wait()
+
+    return WithBackward.apply(x, lambda x: gather(site, x, "tp.forward"), scatter)
+
+
+def gather_channels(site: CommSite, x: torch.Tensor) -> torch.Tensor:
+    """``[s, b, W * n]`` of every rank's ``[s, b, n]``, whose gradient is the same on all ranks."""
+    ranks, rank = site.group.size(), site.group.rank()
+    return WithBackward.apply(
+        x,
+        lambda x: torch.cat(gather(site, x, "tp.forward").chunk(ranks), dim=-1),
+        lambda grad: grad.chunk(ranks, dim=-1)[rank].contiguous(),
+    )
+
+
+def scatter_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
+    """This rank's ``[n, ...]`` of ``[W * n, ...]``, which all ranks have; their gradients are gathered."""
+    ranks, rank = site.group.size(), site.group.rank()
+    return WithBackward.apply(
+        x,
+        # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
+        lambda x: x.chunk(ranks)[rank].clone(memory_format=torch.contiguous_format),
+        lambda grad: gather(site, grad, "tp.backward"),
+    )

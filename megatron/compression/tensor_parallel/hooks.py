@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.communication.ledger import Ledger
@@ -22,17 +23,18 @@ from megatron.compression.communication.site import CommSite, Run, layer_name, s
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.patches import symbols
-from megatron.compression.tensor_parallel import halves_block
+from megatron.compression.tensor_parallel import halves_block, regions
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
+    CompressedLatentAttention,
+    CompressedPredictionLayer,
     CompressedRowParallelLinear,
     CompressedSelfAttention,
     CompressedVocabParallelEmbedding,
 )
-from megatron.compression.torch_native.attention import LatentSelfAttention
 from megatron.compression.transformer_engine.hooks import (
     TransformerEngineLayers,
     communicating,
@@ -48,7 +50,8 @@ _CLASSES = {
     RowParallelLinear: (CompressedRowParallelLinear, ("forward",)),
     LanguageModelEmbedding: (CompressedLanguageModelEmbedding, ("forward",)),
     SelfAttention: (CompressedSelfAttention, ("get_query_key_value_tensors",)),
-    MLASelfAttention: (LatentSelfAttention, ()),
+    MLASelfAttention: (CompressedLatentAttention, ("get_query_key_value_tensors",)),
+    MultiTokenPredictionLayer: (CompressedPredictionLayer, ("_concat_embeddings",)),
 }
 
 
@@ -65,6 +68,7 @@ class TensorParallel(Dimension):
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         config, transports = self.config, self.run.transports
+        regions.attach()
         for chunk in chunks:
             self._attach_chunk(chunk)
             if config.halves and any(True for _ in sites_of(chunk)):
@@ -205,8 +209,6 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
         return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
-    if isinstance(module, MLASelfAttention) and not isinstance(module, LatentSelfAttention):
-        return "it gathers what its latent projections shard; use --transformer-impl local without --spec"
     if isinstance(module, SelfAttention) and module.config.attention_output_gate:
         return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
     if getattr(module, "gather_output", False):
@@ -220,7 +222,8 @@ def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> 
     """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
     Tensor-parallel rank 0 broadcasts the batch to its group, in Megatron's loop. The vocabulary-parallel
-    cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials).
+    cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials), and
+    so has that of each further token predicted; in training the largest logits and their places are gathered.
     """
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
     if group is None or group.size() == 1:
@@ -236,7 +239,12 @@ def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> 
             inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             sent = sum(one.nbytes for one in inputs) * context_ranks  # each rank keeps its part of it
             record("broadcast", sent, ranks)
-        for _ in range(3 if last else 0):
+        if not last:
+            return
+        further = getattr(chunk.config, "mtp_num_layers", None) or 0
+        for _ in range(3 * (1 + further)):
             record("all_reduce", 4 * labels.numel(), ranks)
+        for width in (chunk.config.params_dtype.itemsize, 8) * further if module.training else ():
+            record("all_gather", width * labels.numel() * ranks, ranks)
 
     chunk.register_forward_hook(count, with_kwargs=True)

@@ -14,15 +14,19 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
+from megatron.compression.tensor_parallel import regions
 from megatron.compression.tensor_parallel.functions import (
     DeferredWeightGradient,
     column_parallel_linear,
     gather,
     gather_columns,
     row_parallel_linear,
+    scatter_tokens,
 )
 
 
@@ -171,14 +175,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             embeddings = embeddings * self.config.mup_embedding_mult
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
-        site = self.site
-        ranks, rank = site.group.size(), site.group.rank()
-        embeddings = WithBackward.apply(
-            embeddings,
-            # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
-            lambda x: x.chunk(ranks)[rank].clone(memory_format=torch.contiguous_format),
-            lambda grad: gather(site, grad, "tp.backward"),
-        )
+        embeddings = scatter_tokens(self.site, embeddings)
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
 
@@ -237,6 +234,39 @@ class CompressedSelfAttention(SelfAttention):
         if self.config.test_mode:
             self.run_realtime_tests()
         return query, key, value
+
+
+class CompressedLatentAttention(MLASelfAttention):
+    """Multi-latent attention. Compressed: the gather of the keys' positions under sequence parallelism, and
+    the reduce-scatter of their gradient, by size like every message; what sharded projections down gather."""
+
+    site: CommSite | None = None
+
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.forward", "tp.backward") if self.config.sequence_parallel else ()
+
+    def get_query_key_value_tensors(self, *args, **kwargs) -> tuple:
+        """As megatron-core's."""
+        with regions.through(self.site):
+            return super().get_query_key_value_tensors(*args, **kwargs)
+
+
+class CompressedPredictionLayer(MultiTokenPredictionLayer):
+    """A multi-token-prediction layer. Compressed: the gather of its projection's output, and the gather of
+    the gradient of the tokens that each rank keeps of it under sequence parallelism."""
+
+    site: CommSite | None = None
+
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.forward",)
+
+    def _concat_embeddings(self, *args, **kwargs) -> torch.Tensor:
+        with regions.through(self.site):
+            return super()._concat_embeddings(*args, **kwargs)
 
 
 def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +29,7 @@ from megatron.compression.communication.collectives import WithBackward, uncompr
 from megatron.compression.communication.site import CommSite
 from megatron.compression.context_parallel.gather import chunks_of, gather_sequence
 from megatron.compression.errors import InputError
-from megatron.compression.tensor_parallel.layers import has_backward
+from megatron.compression.tensor_parallel.layers import CompressedLatentAttention
 
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
@@ -232,14 +232,17 @@ class DuplicatedLinear(torch.nn.Module):
         ), None
 
 
-class LatentSelfAttention(MLASelfAttention):
+class LatentSelfAttention(CompressedLatentAttention):
     """megatron-core's, with ``DuplicatedLinear`` projections down.
 
     What is left to exchange are the keys' positions, ``qk_pos_emb_head_dim`` values a token: under sequence
-    parallelism they are gathered, else their gradient is summed. That stays exact, and is counted.
+    parallelism they are gathered, else their gradient is summed.
     """
 
-    site: CommSite | None = None
+    @property
+    def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
+        return super().traffic or ("tp.backward",)
 
     def __init__(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, **kwargs
@@ -260,21 +263,15 @@ class LatentSelfAttention(MLASelfAttention):
         """Latents of queries (hidden states without ``q_lora_rank``) and of keys and values, with positions
         after the latter; ``[s / W, b, ...]`` with sequence parallelism."""
         query, latent = super()._qkv_down_projection(hidden_states)
-        if self.tp_group.size() == 1:
+        if self.tp_group.size() == 1 or self.config.sequence_parallel:  # megatron-core gathers them
             return query, latent
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, positions = latent.split(widths, dim=-1)
-        if not self.config.sequence_parallel:
-            positions = WithBackward.apply(positions, lambda x: x, self._sum)
-        elif self.site is not None:  # megatron-core gathers them
-            nbytes = positions.numel() * positions.element_size() * self.tp_group.size()
-            self.site.count("tp.forward", "exact", "all_gather", nbytes)
-            if has_backward(positions):
-                self.site.count("tp.backward", "exact", "reduce_scatter", nbytes)
+        positions = WithBackward.apply(positions, lambda x: x, self._sum)
         return query, torch.cat([latent, positions], dim=-1)
 
     def _sum(self, gradient: torch.Tensor) -> torch.Tensor:
         """Each rank has what its own heads add."""
-        if self.site is not None:
-            self.site.count("tp.backward", "exact", "all_reduce", gradient.nbytes)
-        return uncompressed_all_reduce(gradient, self.tp_group).wait()
+        if self.site is None:
+            return uncompressed_all_reduce(gradient, self.tp_group).wait()
+        return self.site.message("tp.backward", "all_reduce", gradient.nbytes).start(gradient).wait()
